@@ -30,6 +30,8 @@ from ampaudit.linter.config import LintConfig as LintConfig
 from ampaudit.linter.lint import lint as lint
 from ampaudit.policy import Policy as Policy
 from ampaudit.policy import load_policy as load_policy
+from ampaudit.recording.calls import record as record
+from ampaudit.recording.config import RecordConfig as RecordConfig
 from ampaudit.report.bench import BenchReport as BenchReport
 from ampaudit.report.check import CheckResults as CheckResults
 from ampaudit.report.compare import DiffConfig as DiffConfig

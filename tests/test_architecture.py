@@ -20,7 +20,7 @@ FLOORS = {
     "report": 2,
     "render": 3, "trace": 3, "linter": 3,
     "source": 4, "bounds": 4,
-    "run": 5,
+    "run": 5, "recording": 5,
     "audit": 6,
     "export": 7, "training": 7,
     "benchmarking": 8, "ci": 8,
@@ -32,6 +32,7 @@ WITHOUT_TORCH = {"core", "policy", "report", "render", "linter", "cli"}
 PATCHER = "ampaudit.trace.internals"
 PATCHING = {
     "ampaudit.trace.dynamic",
+    "ampaudit.recording.calls",  # nn.Module.__call__, while a program is recorded
     "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
     "ampaudit.trace.autocast_state",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn

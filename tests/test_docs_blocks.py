@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -200,20 +201,24 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def has_transformers() -> bool:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def reason_not_to_run(command: str) -> str | None:
     return next((why for start, why in NOT_RUN.items() if command.startswith(start)), None)
 
 
-def needs_transformers(command: str) -> bool:
-    return any(name in command for name in ("hf-model", "bert.py", "sentence_encoder.py"))
+NEEDS = {
+    "transformers": ("hf-model", "bert.py", "sentence_encoder.py", "recording/generate.py"),
+    "diffusers": ("recording/diffusion.py",),
+}
+
+
+def missing_package(command: str) -> str | None:
+    """Return what is not installed of what a command needs."""
+    needed = (package for package, names in NEEDS.items() if any(name in command for name in names))
+    return next((package for package in needed if not is_installed(package)), None)
 
 
 def run(command: str, place: Path) -> str:
@@ -228,7 +233,7 @@ def run(command: str, place: Path) -> str:
         command = command.replace(long, short)
     words = shlex.split(command)[1:]
     if "-o" in words and (place / words[words.index("-o") + 1]).exists():
-        words.append("--force")
+        words.insert(words.index("-o") + 2, "--force")
     found = invoke(*words, given=given)
     assert found.exit_code in (0, 1), f"{command}\n{found.output}"
     assert "Traceback" not in found.output
@@ -240,14 +245,17 @@ def test_command_lines(block: Block, prepared: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(prepared)
     monkeypatch.syspath_prepend(str(prepared))
     directory = prepared / "path" / "to" / "hf-model"
-    if "hf-model" in block.text and has_transformers():
+    if "hf-model" in block.text and is_installed("transformers"):
         space: dict[str, Any] = {}
         exec(BERT, space)
         space["get_model"]().save_pretrained(directory)
         tokenizer().save_pretrained(directory)
     for command in block.commands:
-        if reason_not_to_run(command) is None and (has_transformers() or not needs_transformers(command)):
+        if reason_not_to_run(command) is None and missing_package(command) is None:
             run(command, prepared)
+    missing = set(filter(None, map(missing_package, block.commands)))
+    if missing and all(map(missing_package, block.commands)):
+        pytest.skip(f"needs {', '.join(missing)}")
 
 
 @pytest.mark.parametrize("block", SHOWN, ids=str)
@@ -257,7 +265,7 @@ def test_shown_output_is_what_the_command_prints(
     monkeypatch.chdir(prepared)
     monkeypatch.setenv("COLUMNS", "100")
     command, pieces = block.shown
-    if reason_not_to_run(command) or (needs_transformers(command) and not has_transformers()):
+    if reason_not_to_run(command) or missing_package(command) is not None:
         return
     printed = run(command, prepared).splitlines()
     if any(command.startswith(start) for start in NOT_COMPARED):

@@ -33,7 +33,7 @@ def differentiated(
         )
     model = WithLoss(source.model, settings.loss or source.loss)
     batches = tuple(
-        Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)))
+        Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)), name=batch.name)
         for batch in source.batches
     )
     return replace(source, model=model, batches=batches), [_with_backward(plan, settings) for plan in plans]

@@ -28,7 +28,7 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.report.finding import FailOn
+from ampaudit.report.finding import FailOn, FailOnGaps
 from ampaudit.report.pages import codes_beginning
 
 if TYPE_CHECKING:  # both need torch
@@ -41,6 +41,7 @@ __all__ = [
     "MIN_HEADROOM",
     "MIN_SQNR",
     "FailOnLevel",
+    "FailOnOption",
     "Ignored",
     "MinHeadroom",
     "MinSqnr",
@@ -67,6 +68,9 @@ def _known_codes(ignored: tuple[str, ...]) -> tuple[str, ...]:
 Rules = str | Path | InstanceOf[RuleSet]
 PolicyName = Annotated[Rules, Option("Policy name or rule file.")]
 FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")]
+FailOnOption = Annotated[
+    FailOnGaps, Option("Lowest severity that makes the exit code 1; 'gap': errors, and what was not audited.")
+]
 Ignored = Annotated[
     Texts,
     AfterValidator(_known_codes),
@@ -149,7 +153,7 @@ class ScanConfig(PlanConfig):
 
     policy: Annotated[Rules, Option("Policy name or rule file; separate several with commas.")] = "ampaudit"
     ranges: Annotated[bool, Option("Run FP32 once and show what each format would do.")] = False
-    fail_on: FailOnLevel = "error"
+    fail_on: FailOnOption = "error"
     min_headroom: MinHeadroom = MIN_HEADROOM
     min_sqnr: MinSqnr = MIN_SQNR
     advise: Annotated[bool, Option("Try changes for each error and print those that work.")] = False
@@ -202,7 +206,7 @@ class ScanKeywords(_RunOptions, total=False):
     """The fields of ``ScanConfig`` as keywords, without the policy."""
 
     ranges: bool
-    fail_on: FailOn
+    fail_on: FailOnGaps
     min_headroom: float
     min_sqnr: float
     advise: bool

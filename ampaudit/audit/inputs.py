@@ -15,9 +15,10 @@ from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.interface import unwrapped
+from ampaudit.source.inputs import inputs_from
 from ampaudit.source.open import open_source
 from ampaudit.source.training_step import runnable
+from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["Inputs", "ModelLike", "as_source", "check_trained"]
@@ -55,10 +56,9 @@ def as_source(
         raise InputError("give either inputs or batches, not both", hint=_HOW)
     given = [inputs] if inputs is not None else _several(batches)
     if isinstance(model, nn.Module):
-        if given is None:
-            raise InputError("give either inputs or batches", hint=_HOW)
         model = unwrapped(model)
-        model = ModelSource(type(model).__name__, "object", model, ())
+        source = ModelSource(type(model).__name__, "object", model, ())
+        model = source if given is not None else _with_inputs(source, options)
     elif not isinstance(model, ModelSource | str | Path):
         called = isinstance(model, type) and issubclass(model, nn.Module)
         hint = f"pass an instance: {model.__name__}(...)" if called else "pass a module or a path"
@@ -70,6 +70,16 @@ def as_source(
         return model
     made = runnable(model.model, model.location)
     return replace(model, model=made, batches=tuple(map(_batch, islice(given, most))), inputs=GIVEN)
+
+
+def _with_inputs(source: ModelSource, options: SourceConfig | None) -> ModelSource:
+    """Give a model in memory the inputs that the options name."""
+    if options is None or options.inputs is None:
+        raise InputError("give either inputs or batches", hint=_HOW)
+    options.check()
+    model = runnable(source.model, source.location)
+    batches, functions, info = inputs_from(options, model)
+    return replace(source, model=model, batches=batches, inputs=info, **functions)
 
 
 def check_trained(model: Any, optimizer: Any) -> None:

@@ -27,6 +27,7 @@ from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
+from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
@@ -132,6 +133,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         )
     config = config.changed(prove=config.prove or bool(config.assume))
     config.check()
+    source = with_plain_weights(source)
     form, where = low_precision_format(config.dtype), pick_device(config.device, audits=True)
     hidden = tuple(map(option, config.ignore))
     rule_sets = [rules_of(policy).for_environment(environment_of(where)) for policy in policies]
@@ -214,6 +216,7 @@ def _report(
         inputs=source.inputs,
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
-    return build_report(
+    made = build_report(
         context, findings, audit.converted, model, info, config.fail_on, promoted=audit.promoted
     )
+    return replace(made, notes=(*source.notes, *made.notes))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
 from ampaudit.audit.checks.interface import CheckContext, finding_source, source_of
 from ampaudit.audit.checks.output_error import accuracy_text
+from ampaudit.audit.checks.uncovered import gaps_of
 from ampaudit.audit.gradient_report import backward_report, gradient_of
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
-from ampaudit.report.finding import FailOn, threshold
+from ampaudit.report.finding import FailOnGaps, threshold
+from ampaudit.report.gap import Gap, GapKind
 from ampaudit.report.input_path import InputPath, ReadLine
 from ampaudit.report.model import (
     SCHEMA,
@@ -55,20 +57,23 @@ def build_report(
     converted: ConvertedModel,
     model: ModelInfo,
     run: RunInfo,
-    fail_on: FailOn,
+    fail_on: FailOnGaps,
     promoted: tuple[SiteId, ...] = (),
 ) -> Report:
     """Return the report of one audit; ``promoted`` are the sites decided by measured rules."""
     failed = any(f.severity.rank >= threshold(fail_on) and f.suppressed is None for f in findings)
+    hidden = {(f.code, f.site) for f in findings if f.suppressed is not None}
+    found = gaps_of(context)
+    gaps = tuple(gap for gap in found if (gap.kind.code, gap.site) not in hidden)
     memory = converted.weight_bytes
     return Report(
         schema=SCHEMA,
         tool=THIS_TOOL,
         model=model,
         run=run,
-        verdict="fail" if failed else "pass",
+        verdict="fail" if failed or (fail_on == "gap" and gaps) else "pass",
         fail_on=fail_on,
-        coverage=_coverage(context),
+        coverage=_coverage(context, found),
         findings=findings,
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
         outputs=tuple(_output(context, *output) for output in context.outputs),
@@ -80,6 +85,7 @@ def build_report(
         path=_path(context),
         backward=backward_report(context),
         environment=this_environment(),
+        gaps=gaps,
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
 
@@ -107,14 +113,7 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
     return found
 
 
-def _untraced(context: CheckContext) -> Iterator[str]:
-    """Return custom backwards before which no gradient is known."""
-    record = context.record.gradients
-    untraced = record.untraced if record is not None else []
-    return (custom.name for custom in untraced if not custom.instead)
-
-
-def _coverage(context: CheckContext) -> Coverage:
+def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
     floats = [site for site in context.sites if site.dtype is not None]
     seen = [s for s in floats if s.id in context.record.observations]
     handed_on = [s for s in floats if s.role in _HANDS_ON]
@@ -128,13 +127,15 @@ def _coverage(context: CheckContext) -> Coverage:
         author_sites=sum(s.decision.reason == "author" for s in floats),
         casts=sum(s.role.inserted for s in floats),
         author_casts=sum(s.role is Role.CAST for s in floats),
-        uncovered_ops=tuple(sorted({*context.record.uncovered, *_untraced(context)})),
+        uncovered_ops=tuple(sorted({gap.op for gap in gaps if gap.kind is not GapKind.OPAQUE})),
     )
 
 
 def _site(context: CheckContext, site: Site) -> SiteReport:
     seen = context.record.observations.get(site.id)
-    what_if = None
+    what_if, forward = None, None
+    if seen is not None:
+        forward = _forward(seen, context.number_format, context.record.names.get(seen.peak_batch))
     if context.ranges_only and seen is not None:
         what_if = {form.name: _what_if(seen, form) for form in WHAT_IF_FORMATS}
     return SiteReport(
@@ -151,7 +152,7 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         source=finding_source(site),
         verdict=_verdict(context, site, seen),
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
-        forward=_forward(seen, context.number_format) if seen is not None else None,
+        forward=forward,
         gradient=gradient_of(context, site),
         bound=_bound(context, site),
         bound_inside=_bound_inside(context, site),
@@ -228,7 +229,7 @@ def _verdict(
     return "observed" if seen is not None or site.role in _HANDS_ON else "not observed"
 
 
-def _forward(seen: Observation, form: NumberFormat) -> Forward:
+def _forward(seen: Observation, form: NumberFormat, batch: str | None) -> Forward:
     samples = seen.samples
     count = max(samples.sampled, 1)
     return Forward(
@@ -247,6 +248,7 @@ def _forward(seen: Observation, form: NumberFormat) -> Forward:
         max_error=samples.max_error,
         max_relative_error=samples.max_relative,
         exponents=dict(sorted(samples.exponents.items())),
+        batch=batch,
     )
 
 
@@ -278,6 +280,7 @@ def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float |
         variation_db=_rounded(seen.variation_db),
         constant=seen.constant if seen.kind != "integer" else None,
         empty=not seen.elements and not seen.mismatch,
+        batch=context.record.names.get(seen.batch),
     )
 
 

@@ -118,7 +118,7 @@ class _BoundPass:
         intervals = found if isinstance(found, list) else [found]
         self._prove(node, [interval.peak for interval in intervals])
         if entry is None or not entry.moves:
-            exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS  # type: ignore[arg-type]
+            exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS
             intervals = [_kept(s, d, exact=exact) for s, d in zip(intervals, _dtypes(value), strict=False)]
         self._intervals[node] = intervals if isinstance(found, list) else intervals[0]
 

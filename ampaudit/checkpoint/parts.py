@@ -161,7 +161,9 @@ def flat_tensor(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(view, dtype=dtype) if len(view) else torch.empty(0, dtype=dtype)
 
 
-def misfit(sizes: Sequence[int], strides: Sequence[int], offset: int, stored: int) -> str:
+def misfit(
+    sizes: Sequence[int], strides: Sequence[int], offset: int, stored: int, expanded: int = _MAX_EXPANDED
+) -> str:
     """Return why a tensor does not lie in its storage, or repeats it beyond reason; empty if it fits.
 
     Args:
@@ -169,12 +171,13 @@ def misfit(sizes: Sequence[int], strides: Sequence[int], offset: int, stored: in
         strides: in elements, as many as sizes; not negative.
         offset: of its first element.
         stored: elements of the storage.
+        expanded: elements that a tensor may have in any case.
     """
     elements = math.prod(sizes)
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if offset > stored or (elements and last >= stored):
         return f"needs more than the {stored:,} values that are stored"
-    if elements > max(stored, _MAX_EXPANDED):
+    if elements > max(stored, expanded):
         return f"claims {elements:,} values, of which {stored:,} are stored"
     return ""
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Unpack
 
 from ampaudit.audit.config import ScanConfig
-from ampaudit.ci.config import CheckConfig, CheckOptions, parse_size
+from ampaudit.ci.config import CheckConfig, CheckOptions
 from ampaudit.ci.judge import check_codes
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.arguments import given_paths
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import parse_size
 from ampaudit.report.budgets import Budgets
 from ampaudit.report.check import CheckResults, Request
 

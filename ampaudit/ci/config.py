@@ -26,12 +26,10 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
 from ampaudit.core.pyproject import read_options
 from ampaudit.core.source_config import AudioDirectory, BatchCount, ImageDirectory, TextFile
-from ampaudit.report.finding import FailOn
+from ampaudit.report.finding import FailOnGaps
 
-__all__ = ["CheckConfig", "CheckOptions", "parse_size", "read_config"]
+__all__ = ["CheckConfig", "CheckOptions", "read_config"]
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _FINITE = AllowInfNan(False)
 
 
@@ -44,7 +42,9 @@ class CheckConfig(Config):
     )
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
-    fail_on: Annotated[FailOn, Option("Lowest severity that counts.")] = "error"
+    fail_on: Annotated[
+        FailOnGaps, Option("Lowest severity that counts; 'gap': errors, and what was not audited.")
+    ] = "error"
     allow: Annotated[Texts, Option("Findings that do not count (repeatable).", metavar="CODE")] = ()
     ignore: Ignored = ()
     min_headroom: Annotated[
@@ -67,7 +67,9 @@ class CheckConfig(Config):
     ] = None
     inputs: Annotated[
         FilePath | None,
-        Option("Python file with example_inputs(), batches() or metric().", metavar="FILE"),
+        Option(
+            "Python file with example_inputs(), batches() or metric(); or recorded calls.", metavar="PATH"
+        ),
     ] = None
     text: TextFile = None
     images: ImageDirectory = None
@@ -92,7 +94,7 @@ class CheckOptions(TypedDict, total=False):
     policy: str | Path
     dtype: Dtype
     device: DeviceName
-    fail_on: FailOn
+    fail_on: FailOnGaps
     allow: Sequence[str]
     ignore: Sequence[str]
     min_headroom: float | None
@@ -145,17 +147,3 @@ def _beside(path: Path, target: str) -> str:
     beside = path.parent / target
     is_path = beside.exists() or (path.parent / target.rpartition(":")[0]).is_file()
     return str(beside) if is_path else target
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes such as ``4GB``, ``500 MB`` or ``2GiB``.
-
-    Raises:
-        UsageError: it is no size.
-    """
-    compact = text.strip().lower().replace(" ", "")
-    digits = compact.rstrip("kmgib")
-    try:
-        return int(float(digits) * _UNITS[compact[len(digits) :]])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise UsageError(f"{text!r} is not a valid size", hint="write 4GB, 500MB or 2GiB") from error

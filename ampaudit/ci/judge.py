@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.report.budgets import Breach, Budgets, Measurements
-from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.finding import Finding, threshold
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
 from ampaudit.report.saved import read_scan_report
@@ -71,14 +71,19 @@ def breaches(
     for finding in report.findings:
         if _counts(finding, budgets) and (finding.code, finding.site) not in known:
             yield Breach(finding.code, finding.site, finding.cause, finding.severity, finding.source)
+    if budgets.fail_on == "gap":
+        open_before = {(gap.kind, gap.op) for gap in baseline.gaps} if baseline else set()
+        for gap in report.gaps:
+            if gap.kind.code not in budgets.allow and (gap.kind, gap.op) not in open_before:
+                yield Breach(gap.kind.code, gap.site, gap.in_words)
     before = measured_in(baseline) if baseline else None
     yield from _numbers(seen, budgets, before)
 
 
 def _counts(finding: Finding, budgets: Budgets) -> bool:
-    if budgets.fail_on == "never" or finding.suppressed is not None or finding.code in budgets.allow:
+    if finding.suppressed is not None or finding.code in budgets.allow:
         return False
-    return finding.severity.rank >= Severity(budgets.fail_on).rank
+    return finding.severity.rank >= threshold(budgets.fail_on)
 
 
 def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) -> Iterator[Breach]:

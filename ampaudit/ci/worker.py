@@ -25,6 +25,7 @@ from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
+from ampaudit.report.gap import gaps_in_words
 from ampaudit.source.open import open_source
 
 __all__ = ["check_target"]
@@ -54,6 +55,8 @@ def check_target(request: Request) -> TargetResult:
     report = scan(source, config=config)
     if report.run.made_up:
         notes.append(f"audited on {report.run.made_up}")
+    if report.gaps:
+        notes.append(gaps_in_words(report.gaps))
     measured = with_metric(measured_in(report), source, outputs)
     if source.kind == "converted":
         measured = _with_recorded(measured, Path(request.target))

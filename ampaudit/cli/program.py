@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
     "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
     "convert": ("convert_command:convert_command", "Write a converted checkpoint."),
+    "record": ("record_command:record_command", "Record a script's calls of a module as inputs."),
     "verify": ("convert_command:verify_command", "Verify a converted directory."),
     "check": ("check_command:check_command", "Check models against budgets."),
     "lint": ("lint_command:lint_command", "Find mixed-precision mistakes in training scripts."),

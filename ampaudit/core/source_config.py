@@ -14,7 +14,9 @@ from ampaudit.core.untrusted import describe
 __all__ = ["AudioDirectory", "BatchCount", "ImageDirectory", "SourceConfig", "TextFile"]
 
 BatchCount = Annotated[
-    int | None, Ge(1), Option("Batches to run; by default 1, or up to 16 of sample files.")
+    int | None,
+    Ge(1),
+    Option("Batches to run; by default 1, up to 16 of sample files, or all recorded calls."),
 ]
 TextFile = Annotated[
     FilePath | None, Option("Texts or chats for the tokenizer beside the model.", metavar="FILE")
@@ -31,7 +33,10 @@ class SourceConfig(Config):
     ] = None
     inputs: Annotated[
         FilePath | None,
-        Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
+        Option(
+            "Python file with example_inputs() or batches(), and loss(); safetensors; or recorded calls.",
+            metavar="PATH",
+        ),
     ] = None
     text: TextFile = None
     images: ImageDirectory = None

@@ -8,6 +8,8 @@ import re
 import shlex
 import unicodedata
 
+from ampaudit.core.errors import UsageError
+
 __all__ = [
     "escape_control",
     "escape_json",
@@ -18,11 +20,14 @@ __all__ = [
     "format_scale",
     "forward_slashes",
     "model_file",
+    "parse_size",
     "plural",
     "shell_quoted",
     "short_op",
 ]
 
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 # what runners of GitHub, Azure and TeamCity carry out where they find it in a log; the first ones only at the
 # start of a line (actions/runner, ActionCommandManager.cs, lists their names)
 _COMMAND = re.compile(
@@ -115,3 +120,17 @@ def format_scale(scale: float) -> str:
 def format_power(exponent: int) -> str:
     """Format a power of two: ``2^16 (65,536)``."""
     return f"2^{exponent} ({2**exponent:,})" if 0 <= exponent < 30 else f"2^{exponent}"
+
+
+def parse_size(text: str) -> int:
+    """Parse a number of bytes such as ``4GB``, ``500 MB`` or ``2GiB``.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    compact = text.strip().lower().replace(" ", "")
+    digits = compact.rstrip("kmgib")
+    try:
+        return int(float(digits) * _UNITS[compact[len(digits) :]])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise UsageError(f"{text!r} is not a valid size", hint="write 4GB, 500MB or 2GiB") from error

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, TypedDict
 from ampaudit.audit.config import (
     MIN_HEADROOM,
     MIN_SQNR,
-    FailOnLevel,
+    FailOnOption,
     Ignored,
     MinHeadroom,
     MinSqnr,
@@ -23,7 +23,7 @@ from ampaudit.core.config import NOT_NAN, Config, FilePath, OnProgress, Option, 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory
 from ampaudit.policy import RuleSet
-from ampaudit.report.finding import FailOn
+from ampaudit.report.finding import FailOnGaps
 
 __all__ = ["ConvertConfig", "ConvertOptions", "Mode", "VerifyConfig", "VerifyOptions"]
 
@@ -47,7 +47,7 @@ class ConvertConfig(PlanConfig):
         ),
     ] = ()
     fail_on: Annotated[
-        FailOnLevel,
+        FailOnOption,
         Option("Lowest severity at which nothing is written and the exit code is 1."),
     ] = "error"
     min_headroom: MinHeadroom = MIN_HEADROOM
@@ -93,7 +93,7 @@ class ConvertOptions(PlanOptions, total=False):
     program: bool
     onnx: bool
     dynamic: Sequence[str]
-    fail_on: FailOn
+    fail_on: FailOnGaps
     min_headroom: float
     min_sqnr: float
     ignore: Sequence[str]

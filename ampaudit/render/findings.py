@@ -124,6 +124,7 @@ class Suite:
         seconds: of the audit; per case where that is known.
         inputs: what inputs are called that nobody chose.
         combined: one policy for all errors, if it was asked for.
+        gaps: what was not looked at, in words; empty without gaps.
     """
 
     name: str
@@ -136,10 +137,11 @@ class Suite:
     seconds: Mapping[str, float] = field(default_factory=dict)
     inputs: str = ""
     combined: CombinedPolicy | None = None
+    gaps: str = ""
 
     def __post_init__(self) -> None:
         """Escape what is not safe to print."""
-        for name in ("name", "label", "tool_version"):
+        for name in ("name", "label", "tool_version", "gaps"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         object.__setattr__(self, "cases", tuple(map(escape_control, self.cases)))
         errors = {escape_control(case): escape_lines(text) for case, text in self.errors.items()}
@@ -176,7 +178,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
         can_try=finding.severity is Severity.ERROR and finding.phase != "backward",
         layer=finding.layer or unnamed,
         op=short_op(finding.op),
-        evidence=finding.evidence.in_words,
+        evidence=finding.numbers,
         measure=finding.key_number,
         path=finding.poisons,
         trials=tuple(replace(trial, change=trial.in_words) for trial in finding.tried),

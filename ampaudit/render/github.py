@@ -35,8 +35,10 @@ def _lines(suite: Suite) -> Iterable[str]:
         said = f"{suite.combined.in_words}\n{suite.combined.text}"
         yield f"::notice title=One policy for all errors::{_message(said)}"
     verdict = "PASS" if suite.passed else "FAIL"
+    gaps = f"; {suite.gaps}" if suite.gaps else ""
     inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""
-    yield f"ampaudit: {verdict} {suite.name} ({suite.label}), {plural(len(suite.alerts), 'finding')}{inputs}"
+    found = f"{plural(len(suite.alerts), 'finding')}{gaps}{inputs}"
+    yield f"ampaudit: {verdict} {suite.name} ({suite.label}), {found}"
 
 
 def _annotation(suite: Suite, alert: Alert, command: str) -> str:

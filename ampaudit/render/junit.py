@@ -42,9 +42,11 @@ def _element(suite: Suite) -> ElementTree.Element:
         skipped="0",
         time=f"{sum(suite.seconds.values()):.3f}",
     )
-    if suite.inputs:
+    told = {name: text for name in ("inputs", "gaps") if (text := getattr(suite, name))}
+    if told:
         properties = ElementTree.SubElement(element, "properties")
-        ElementTree.SubElement(properties, "property", name="inputs", value=suite.inputs)
+        for name, text in told.items():
+            ElementTree.SubElement(properties, "property", name=name, value=text)
     for case in suite.cases:
         seconds = f"{suite.seconds.get(case, 0.0):.3f}"
         attributes = {"classname": _legal(suite.name), "name": _legal(case), "time": seconds}

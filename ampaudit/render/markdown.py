@@ -93,7 +93,7 @@ def _suite(suite: Suite) -> Iterator[str]:
     counts = [(level, sum(alert.level is level for alert in suite.active)) for level in Severity]
     said = ", ".join(plural(count, level.value) for level, count in counts if count) or "no findings"
     yield f"## {'✅ PASS' if suite.passed else '❌ FAIL'}: {code(suite.name)}"
-    yield f"{escaped(suite.label)}: {said}"
+    yield f"{escaped(suite.label)}: {said}" + (f"; {escaped(suite.gaps)}" if suite.gaps else "")
     if suite.errors:
         yield "\n".join(f"- {code(case)}: {escaped(text)}" for case, text in suite.errors.items())
     shown = [alert for alert in suite.active if alert.level is not Severity.NOTE]

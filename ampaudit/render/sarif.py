@@ -47,7 +47,7 @@ def _run(suite: Suite) -> dict[str, Any]:
     left = len(suite.alerts) - len(alerts)
     told = [f"{left} more findings are in the JSON report"] if left else []
     told += [f"{case}: {text}" for case, text in suite.errors.items()]
-    properties = {"inputs": suite.inputs} if suite.inputs else {}
+    properties = {name: text for name in ("inputs", "gaps") if (text := getattr(suite, name))}
     if suite.combined is not None:
         properties["combinedPolicy"] = suite.combined.text
     return {

@@ -25,9 +25,9 @@ def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[
     cover, run = report.coverage, report.run
     if run.inputs is not None and run.inputs.detail:
         yield "Inputs", escape_control(run.inputs.detail)
-    if run.level != "static" and (full or cover.uncovered_ops or cover.audited < cover.sites):
+    if run.level != "static" and (full or report.gaps or cover.audited < cover.sites):
         measured = f"({cover.measured} measured, the others pass values on)"
-        gaps = f"{plural(len(cover.uncovered_ops), 'op')} not covered; "
+        gaps = f"{plural(len(report.gaps), 'gap')}; "
         gaps += f"no rule mentions {plural(cover.no_rule, 'site')}"
         yield "Coverage", f"{cover.audited} of {cover.sites} floating-point sites audited {measured}; {gaps}"
     if report.proofs is not None:

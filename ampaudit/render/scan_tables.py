@@ -35,6 +35,7 @@ def _nearest(report: Report, count: int) -> Iterator[Section]:
     if not sites:
         return
     rows = []
+    named = any(site.forward is not None and site.forward.batch for site in sites)
     for site in sites[:count]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
@@ -44,10 +45,12 @@ def _nearest(report: Report, count: int) -> Iterator[Section]:
                 format_number(site.forward.peak),
                 f"{site.headroom_bits:.1f} bits",
                 "exact" if sqnr is None else f"{sqnr:.0f} dB",
+                *((escape_control(site.forward.batch or ""),) if named else ()),
                 *((_proved(site),) if report.proofs else ()),
             )
         )
-    heads = ("site", "peak", "headroom", "accuracy", *(("proved below",) if report.proofs else ()))
+    heads = ("site", "peak", "headroom", "accuracy", *(("peak in",) if named else ()))
+    heads += ("proved below",) if report.proofs else ()
     title = f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}"
     yield Section((tabulate(heads, rows, width=_WIDTH),), title)
 

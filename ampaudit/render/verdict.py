@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.core.text import escape_control, format_scale, plural, short_op
+from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
+from ampaudit.report.gap import gaps_in_words
 from ampaudit.report.model import Report
 
 __all__ = ["VERDICT_STYLES", "verdict_words"]
 
 VERDICT_STYLES = {"PASS": "bold green", "FAIL": "bold red", "WARN": "bold yellow"}
-_OPS = 3  # names of ops that were not audited
 
 
 def verdict_words(report: Report) -> tuple[str, str]:
@@ -22,16 +22,18 @@ def verdict_words(report: Report) -> tuple[str, str]:
     if word == "PASS" and report.run.level == "ranges" and warnings:
         word = "WARN"
     extra = f" ({plural(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
+    gaps = f"; {escape_control(gaps_in_words(report.gaps))}" if report.gaps else ""
     if errors:
-        what = "; ".join((*_broken(report), *_gaps(report)))
+        what = "; ".join(_broken(report)) + gaps
     elif report.run.level == "static" and report.proofs is not None:
         left = report.proofs.sites - report.proofs.proved
         what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
-        what += f"; a scan must observe the other {left}" if left else ""
+        what += (f"; a scan must observe the other {left}" if left else "") + gaps
     elif report.run.level == "ranges" and warnings:
-        what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
+        what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}{gaps}"
     else:
-        what = "; ".join((*_sound(report), *_gaps(report)))
+        first, *others = _sound(report)
+        what = "; ".join((f"{first}{gaps}", *others))
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
     path = "; along the path that these inputs take" if report.path is not None else ""
     return word, f"{what}{extra}{_ignored(report)}{path}{made_up}"
@@ -47,7 +49,11 @@ def _broken(report: Report) -> Iterator[str]:
     errors = [f for f in report.active if f.severity is Severity.ERROR]
     places = sum(not f.finite for f in errors)
     if places:
-        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
+        batches = {f.batch for f in errors if not f.finite}
+        where = (
+            f", first in {escape_control(batch)}" if len(batches) == 1 and (batch := batches.pop()) else ""
+        )
+        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{where}"
     if places == len(errors):
         return
     worst = report.worst_output
@@ -60,7 +66,8 @@ def _broken(report: Report) -> Iterator[str]:
         wrong = f"differs from FP32 in {worst.differing:,} elements"
     else:
         wrong = f"has {worst.in_words} against FP32"
-    yield f"finite but wrong in {report.run.dtype}: {escape_control(worst.name)} {escape_control(wrong)}"
+    wrong = escape_control(f"{worst.name} {wrong}{worst.where}")
+    yield f"finite but wrong in {report.run.dtype}: {wrong}"
 
 
 def _sound(report: Report) -> Iterator[str]:
@@ -75,7 +82,9 @@ def _sound(report: Report) -> Iterator[str]:
     nearest = report.least_headroom
     if nearest is not None:
         bits = f"{nearest.headroom_bits:.1f} bits"
-        yield f"the least headroom is {bits}, at {escape_control(nearest.site)}"
+        batch = nearest.forward.batch if nearest.forward is not None else None
+        where = escape_control(f"{nearest.site} in {batch}" if batch else nearest.site)
+        yield f"the least headroom is {bits}, at {where}"
     if report.promoted:
         yield f"{plural(len(report.promoted), 'site')} promoted to float32"
     if report.proofs is not None:
@@ -91,7 +100,8 @@ def _accuracy(report: Report) -> Iterator[str]:
     elif worst is not None and worst not in blank:
         among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
         against = "" if worst.kind == "integer" else " against FP32"
-        yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{among}"
+        where = escape_control(worst.where)
+        yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{where}{among}"
     elif len(blank) < len(report.outputs):
         yield "outputs are exact"
     for output in blank[:1]:
@@ -101,11 +111,3 @@ def _accuracy(report: Report) -> Iterator[str]:
 
 def _has(output: OutputAccuracy) -> str:
     return "has elements of which " if output.kind == "integer" else "has "
-
-
-def _gaps(report: Report) -> Iterator[str]:
-    """Return what was not audited."""
-    ops = [escape_control(short_op(op)) for op in report.coverage.uncovered_ops]
-    if ops:
-        more = f" and {len(ops) - _OPS} more" if len(ops) > _OPS else ""
-        yield f"not audited: {', '.join(ops[:_OPS])}{more}"

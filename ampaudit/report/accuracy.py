@@ -30,6 +30,7 @@ class OutputAccuracy:
             fewer than 16 elements, and where nothing varies or both agree.
         constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
         empty: whether it has no elements.
+        batch: name of its worst batch, such as ``call 14`` of a recording; null if that has none.
     """
 
     name: str
@@ -41,11 +42,17 @@ class OutputAccuracy:
     variation_db: float | None = None
     constant: float | None = None
     empty: bool = False
+    batch: str | None = None
 
     @property
     def accuracy_db(self) -> float | None:
         """``sqnr_db``; -inf if the output is broken."""
         return -math.inf if self.problem else self.sqnr_db
+
+    @property
+    def where(self) -> str:
+        """In which batch it is worst; empty if that has no name, or nothing is wrong."""
+        return f" in {self.batch}" if self.batch and (self.problem or self.sqnr_db is not None) else ""
 
     @property
     def in_words(self) -> str:

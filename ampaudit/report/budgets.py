@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ampaudit.core.errors import UsageError
-from ampaudit.report.finding import Severity, Source
+from ampaudit.report.finding import FailOnGaps, Severity, Source
 
 __all__ = ["Breach", "Budgets", "Measurements"]
 
@@ -18,7 +18,8 @@ class Budgets:
     """Limits; ``None`` means unlimited.
 
     Attributes:
-        fail_on: severity of a finding from which it counts: ``error``, ``warning``, ``note`` or ``never``.
+        fail_on: severity of a finding from which it counts: ``error``, ``warning``, ``note`` or ``never``;
+            ``gap`` for errors and gaps.
         allow: codes of findings that do not count.
         min_headroom: bits between the largest value of a 16-bit site and the format's end.
         min_sqnr: dB of every output, against FP32.
@@ -26,7 +27,7 @@ class Budgets:
         max_fp32_share: share, from 0 to 1, of computing sites that may stay in float32.
     """
 
-    fail_on: str = "error"
+    fail_on: FailOnGaps = "error"
     allow: tuple[str, ...] = ()
     min_headroom: float | None = None
     min_sqnr: float | None = None

@@ -21,6 +21,7 @@ __all__ = [
     "CombinedPolicy",
     "Evidence",
     "FailOn",
+    "FailOnGaps",
     "Finding",
     "Outcome",
     "Severity",
@@ -47,11 +48,14 @@ class Severity(StrEnum):
 
 
 FailOn = Literal["error", "warning", "note", "never"]
+FailOnGaps = Literal["error", "gap", "warning", "note", "never"]
 
 
-def threshold(fail_on: FailOn) -> float:
-    """The rank from which a finding fails a report."""
-    return Severity(fail_on).rank if fail_on != "never" else math.inf
+def threshold(fail_on: FailOnGaps) -> float:
+    """The rank from which a finding fails a report; ``gap`` fails on errors and gaps."""
+    if fail_on == "never":
+        return math.inf
+    return Severity("error" if fail_on == "gap" else fail_on).rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +228,8 @@ class Finding:
         hidden_at: sites that hide it, by turning inf or NaN into finite values.
         suppressed: the option or comment that suppresses it; null if it counts.
         tried: changes that were tried and cure or fix it, the smallest first.
+        batch: name of the batch in which an origin appears first, or another finding is worst, such as ``call
+            14`` of a recording; null if that has none.
     """
 
     code: str
@@ -244,6 +250,7 @@ class Finding:
     hidden_at: tuple[SiteId, ...] = ()
     suppressed: str | None = None
     tried: tuple[Trial, ...] = ()
+    batch: str | None = None
 
     def __repr__(self) -> str:
         number = f": {self.key_number}" if self.key_number else ""
@@ -251,6 +258,12 @@ class Finding:
         return (
             f"<{type(self).__name__} {self.severity} {self.code} {escape_control(self.site)}{number}{hidden}>"
         )
+
+    @property
+    def numbers(self) -> str:
+        """Its evidence in words, and the batch that shows it if that has a name."""
+        where = f"{'first' if self.origin else 'worst'} in {self.batch}" if self.batch else ""
+        return "; ".join(part for part in (self.evidence.in_words, where) if part)
 
     @property
     def finite(self) -> bool:

@@ -20,7 +20,8 @@ from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
-from ampaudit.report.finding import CRASHED, CombinedPolicy, Finding, Severity
+from ampaudit.report.finding import CRASHED, CombinedPolicy, FailOnGaps, Finding, Severity
+from ampaudit.report.gap import Gap, gaps_in_words
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.input_path import InputPath
 from ampaudit.report.inputs import InputsInfo, of_made_up
@@ -145,7 +146,8 @@ class Environment:
 class Report(Shown):
     """The report of an audit.
 
-    ``raised`` is schema 1's name for ``promoted``; ``path`` is given where its code depends on values.
+    ``raised`` is schema 1's name for ``promoted``; ``path`` is given where its code depends on values;
+    ``gaps`` leaves out those whose finding is suppressed.
     """
 
     schema: Literal[1]
@@ -153,7 +155,7 @@ class Report(Shown):
     model: ModelInfo
     run: RunInfo
     verdict: Literal["pass", "fail"]
-    fail_on: Literal["error", "warning", "note", "never"]
+    fail_on: FailOnGaps
     coverage: Coverage
     findings: tuple[Finding, ...]
     sites: tuple[SiteReport, ...]
@@ -170,11 +172,12 @@ class Report(Shown):
     backward: BackwardReport | None = None
     combined: CombinedPolicy | None = None
     path: InputPath | None = None
+    gaps: tuple[Gap, ...] = ()
     kind: Literal["scan"] = "scan"
 
     @property
     def exit_code(self) -> int:
-        """0 for a pass, 1 for findings at or above ``fail_on``, 3 if a check itself failed."""
+        """0 for a pass, 1 for findings at or above ``fail_on``, or gaps, 3 if a check itself failed."""
         if any(finding.code == CRASHED for finding in self.findings):
             return 3
         return 0 if self.verdict == "pass" else 1
@@ -272,6 +275,7 @@ class Report(Shown):
         hidden = len(self.findings) - len(self.active)
         found = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
         found += f", {hidden} ignored" if hidden else ""
+        found += f", {gaps_in_words(self.gaps)}" if self.gaps else ""
         how = f"in {self.run.dtype} under {self.run.policy}"
         on = f" on {self.run.made_up}" if self.run.made_up else ""
         return f"{self.verdict.upper()} {self.model.source} {how}{on}: {found}"

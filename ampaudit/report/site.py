@@ -49,6 +49,7 @@ class Forward:
         max_error: largest absolute error.
         max_relative_error: largest relative error.
         exponents: count of FP32 values per floor(log2|x|).
+        batch: name of the batch with the largest magnitude in FP32; null if it has none.
     """
 
     peak: float
@@ -66,6 +67,7 @@ class Forward:
     max_error: float
     max_relative_error: float
     exponents: dict[int, int] = field(repr=False)
+    batch: str | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -264,12 +264,12 @@ def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if isinstance(step.target, OnCopy):
         true_args = (true_args[0].clone(), *true_args[1:])
     result = call_in_low_precision(op, true_args, true_kwargs)
-    for position in step.mutates:
-        both = map(pytree.tree_leaves, (args[position], true_args[position]))
-        for kept, made in zip(*both, strict=True):
+    written = step.written(args, kwargs)
+    for kept, made in zip(written, step.written(true_args, true_kwargs), strict=True):
+        if isinstance(kept, torch.Tensor):
             kept.copy_(made)
-    if step.mutates:
-        return args[step.mutates[0]]
+    if step.in_place:
+        return written[0]
     dtypes = iter(step.dtypes)
     return pytree.tree_map(
         lambda item: rounded(item, next(dtypes)) if isinstance(item, torch.Tensor) else item, result

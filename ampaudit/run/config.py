@@ -32,7 +32,7 @@ class Differentiator(Protocol):
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap an observer so that the values needed by the backward pass are kept."""
 
-    def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
+    def run(self, executor: LockStep, outputs: list[Pair], number: int, title: str) -> None:
         """Run the backward pass of the run followed last; the last output is the loss."""
 
 

@@ -77,7 +77,7 @@ class Fp32Check:
         found = _differences(named, fp32)
         if all(difference.agrees for difference in found):
             return None
-        self._refuse_broken(named, fp32, number)
+        self._refuse_broken(named, fp32, batch.title(number))
         place = self._place(model, traced, batch, number)
         if place is None:
             # the same code: ties fall either way in FP32 as well, and other random numbers are no difference
@@ -129,7 +129,8 @@ class Fp32Check:
             raise RunFailed(f"the FP32 model cannot be called: {first_line(error)}") from error
         broken = next((name for name, output in found.items() if is_broken(output)), None)
         if broken is not None:
-            raise ReferenceBroken(f"the FP32 model itself gives NaN or infinity in batch {number}: {broken}")
+            where = batch.title(number)
+            raise ReferenceBroken(f"the FP32 model itself gives NaN or infinity in {where}: {broken}")
         return dict(found)
 
     def _note_failure(self, error: Exception, traced: TracedModel) -> None:
@@ -159,11 +160,11 @@ class Fp32Check:
                 self._places[id(traced)] = traced, first_difference(traced, fp32)
         return self._places[id(traced)][1]
 
-    def _refuse_broken(self, named: Mapping[str, Pair], fp32: Mapping[str, Any], number: int) -> None:
+    def _refuse_broken(self, named: Mapping[str, Pair], fp32: Mapping[str, Any], title: str) -> None:
         broken = [name for name, tensor in fp32.items() if is_broken(tensor)]
         if any(name in named and not is_broken(named[name][0]) for name in broken):
             raise ReferenceBroken(
-                f"the FP32 model itself gives NaN or infinity in batch {number}: {broken[0]}, run eagerly"
+                f"the FP32 model itself gives NaN or infinity in {title}: {broken[0]}, run eagerly"
             )
 
 

@@ -140,7 +140,7 @@ def refuse_larger_than_memory(graph: fx.Graph, device: torch.device) -> None:
                 )
 
 
-def refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
+def refuse_broken_inputs(tensors: list[torch.Tensor], title: str) -> None:
     """Raise for inputs that contain NaN or infinity.
 
     Raises:
@@ -148,6 +148,4 @@ def refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
     """
     for index, tensor in enumerate(tensors):
         if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
-            raise InputError(
-                f"input[{index}] of batch {number} holds NaN or infinity", hint="clean the input"
-            )
+            raise InputError(f"input[{index}] of {title} holds NaN or infinity", hint="clean the input")

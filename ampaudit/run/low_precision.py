@@ -1,8 +1,9 @@
 """Calls ops on 16-bit tensors if a device does more than compute in float32 and round once.
 
-Three kinds of op are like that. A composite op calls others, and each of these rounds: ``logsumexp`` holds a
-sum of exponentials in 16 bits. An accumulating op (``scatter_add``) rounds after each addition. And some ops
-depend on the format itself: ``nan_to_num`` replaces infinity by the format's largest number.
+Four kinds of op are like that. A composite op calls others, and each of these rounds: ``logsumexp`` holds a
+sum of exponentials in 16 bits. An accumulating op (``scatter_add``) rounds after each addition. Some ops
+depend on the format itself: ``nan_to_num`` replaces infinity by the format's largest number. And of an op
+from outside PyTorch, only its own kernel knows what it does in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.opnames import (
     base_name,
     composite_kernel,
+    is_foreign,
     is_view,
     mutated_arguments,
     named_arguments,
@@ -53,7 +55,7 @@ _IN_OWN_TYPE = frozenset(
 def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call with these (fake) arguments must see 16-bit tensors."""
     if op.namespace != "aten":
-        return False
+        return is_foreign(op)
     if is_fourier(op) or str(op) == "aten.view.dtype" or _runs_natively(op) or accumulates(op, args, kwargs):
         return True
     if is_view(op) or _parts(op) is None:
@@ -236,7 +238,8 @@ def _written_names(op: OpOverload) -> tuple[str, ...]:
 
 @cache
 def _runs_natively(op: OpOverload) -> bool:
-    return base_name(op) in _IN_OWN_TYPE or op._overloadname.endswith("_mode")  # div, rounded to an integer
+    # div.Tensor_mode rounds to an integer
+    return base_name(op) in _IN_OWN_TYPE or op._overloadname.endswith("_mode") or is_foreign(op)
 
 
 @cache
@@ -244,4 +247,4 @@ def _parts(op: OpOverload) -> Callable[..., Any] | None:
     """Call a composite op so that its parts are dispatched; ``None`` if it has none."""
     if base_name(op) in _SHARED_KERNELS:
         return lambda *args, **kwargs: op._op_dk(DispatchKey.CPU, *args, **kwargs)
-    return None if rounds_once(op) else composite_kernel(op)
+    return None if rounds_once(op) or is_foreign(op) else composite_kernel(op)

@@ -12,6 +12,7 @@ from torch._ops import HigherOrderOperator
 
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
+from ampaudit.report.gap import Gap, GapKind
 from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
 from ampaudit.run.decisions import differing_choices
@@ -57,7 +58,7 @@ class Meter(Observer):
         self.samples = Samples(number_format.min_normal)
         self.path = PathValues()
         self._near = number_format.max / 2
-        self.uncovered: dict[str, str] = {}
+        self.gaps: set[Gap] = set()
         self._backend = backend
         self._local = local
         self._updated: dict[int, int] = {}  # positions of written arguments, by the number of a row
@@ -76,7 +77,7 @@ class Meter(Observer):
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure a step's outputs."""
-        self._note_uncovered(step)
+        self._note_gaps(step)
         self.path.observe(step, reference, call)
         if step.decides and step.site is not None and not call.shared:
             self._count_choices(step.site.id, reference, value)
@@ -107,7 +108,9 @@ class Meter(Observer):
         """Measure one output; on the CPU, return whether it went wrong."""
         assert step.site is not None
         if reference.shape != value.shape:
-            self.uncovered[step.site.op] = "its shape depends on values and differs between FP32 and 16 bits"
+            self._note_gap(
+                step, GapKind.SHAPE, "its shape depends on values and differs between FP32 and 16 bits"
+            )
             return False
         if value.numel() == 0:
             self._rows.append((step.site.id, [0.0] * len(FIELDS), 0))
@@ -144,14 +147,18 @@ class Meter(Observer):
         for (site, _, elements), count in zip(self._choices, differing, strict=True):
             yield site, elements, int(count)
 
-    def _note_uncovered(self, step: Step) -> None:
-        if step.site is None:
-            return
+    def _note_gap(self, step: Step, kind: GapKind, reason: str) -> None:
+        if step.site is not None:
+            self.gaps.add(Gap(step.site.id, kind, step.site.op, reason))
+
+    def _note_gaps(self, step: Step) -> None:
         op = overload_of(step.target)
         if op is not None and step.low_precision and multiplies(op, step.args, step.kwargs):
-            self.uncovered[step.site.op] = "16 bits round after each factor; here the product is rounded once"
+            reason = "16 bits round after each factor; here the product is rounded once"
+            self._note_gap(step, GapKind.PRODUCT, reason)
         if isinstance(step.target, HigherOrderOperator):
-            self.uncovered[step.site.op] = "control flow: only its outputs are checked, not its branches"
+            reason = "control flow: only its outputs are checked, not its branches"
+            self._note_gap(step, GapKind.CONTROL_FLOW, reason)
 
     def results(self) -> Iterator[MeasuredValue]:
         """Return all measurements since the start, fetched from the device at once."""

@@ -18,7 +18,8 @@ class Observation:
     """The measurements of one site, merged over batches (maxima, minima, sums).
 
     Peaks, counts and errors are over all elements; what ``samples`` holds is over the sampled ones.
-    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch.
+    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch,
+    ``peak_batch`` the number of the batch with the largest.
     """
 
     elements: int = 0
@@ -37,10 +38,13 @@ class Observation:
     local_elements: int = 0
     inside_peak: float = 0.0
     batch_peaks: list[float] = field(default_factory=list)
+    peak_batch: int = 0
     samples: SampleStatistics = field(default_factory=SampleStatistics)
 
-    def merge(self, fields: dict[str, float], elements: int) -> None:
-        """Add one batch's measured fields."""
+    def merge(self, fields: dict[str, float], elements: int, batch: int = 0) -> None:
+        """Add the measured fields of the batch of a number."""
+        if not self.batches or fields["ref_peak"] > self.ref_peak:
+            self.peak_batch = batch
         self.elements += elements
         self.batches += 1
         self.batch_peaks.append(fields["ref_peak"])

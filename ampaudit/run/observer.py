@@ -50,18 +50,22 @@ class StepCall:
         self.measure: BlockMeasure | None = None
         self.state: torch.Tensor | None = None  # of the random numbers, before a step that draws some
         self.resized: str | None = None  # the sizes that the 16-bit run's own choices would have given
-        self._template = reference.arguments(step)[0]
+        self._template = reference.arguments(step)
         args, kwargs = (reference if shared else backend).arguments(step)
         self.args, self.kwargs = resolved(args, inputs, 1), resolved(kwargs, inputs, 1)
 
     def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Return written arguments besides the result: their position, and their value in both runs."""
-        return [(position, self.ref_args[position], self.args[position]) for position, _ in step.updates]
+        if not step.updates:
+            return []
+        args, kwargs = resolved(self._template, self.inputs, 0)
+        at = step.written_at
+        return [(p, at(p, args, kwargs), at(p, self.args, self.kwargs)) for p, _ in step.updates]
 
     @property
     def ref_args(self) -> tuple[Any, ...]:
         """The reference's positional arguments."""
-        args: tuple[Any, ...] = resolved(self._template, self.inputs, 0)
+        args: tuple[Any, ...] = resolved(self._template[0], self.inputs, 0)
         return args
 
 

@@ -185,8 +185,9 @@ def _updates(
 ) -> tuple[tuple[int, torch.dtype], ...]:
     """Return written arguments that are not the result, with their dtypes in the converted model."""
     found: list[tuple[int, torch.dtype]] = []
+    given = named_arguments(overload, node.args, dict(node.kwargs))
     for position in set(mutates) - set(returned_arguments(overload)):
-        written = node.args[position] if position < len(node.args) else None
+        written = given.get(argument_names(overload)[position])
         dtype = getattr(written.meta.get("val"), "dtype", None) if isinstance(written, fx.Node) else None
         if dtype is not None:
             found.append((position, dtype))

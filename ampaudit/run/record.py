@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ampaudit.core.sites import SiteId
+from ampaudit.report.gap import Gap
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.backward.record import GradientRecord
 from ampaudit.run.buffers import BufferUpdate
@@ -58,11 +59,12 @@ class RunRecord:
         device: ``cpu`` or ``cuda``.
         backend: ``emulated`` or ``native``.
         batches: batches run.
+        names: of the batches that have one, by number.
         observations: by site id; views share their source's values and have none of their own.
         origins: independent origins, in graph order.
         masks: sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
         by_design: sites near the limit because they take in a mask, harmless or not.
-        uncovered: op names that could not be observed, with the reason.
+        gaps: what the run did not look at, one per site and kind.
         seconds: wall time per phase.
         gradients: what the backward pass showed, if there was one.
         outputs: by name, the worst batch of each output, as it is when nothing is repaired.
@@ -77,11 +79,12 @@ class RunRecord:
     device: str
     backend: str
     batches: int = 0
+    names: dict[int, str] = field(default_factory=dict)
     observations: dict[SiteId, Observation] = field(default_factory=dict)
     origins: list[Origin] = field(default_factory=list)
     masks: set[SiteId] = field(default_factory=set)
     by_design: set[SiteId] = field(default_factory=set)
-    uncovered: dict[str, str] = field(default_factory=dict)
+    gaps: set[Gap] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
     outputs: dict[str, OutputComparison] = field(default_factory=dict)

@@ -79,12 +79,14 @@ class RepairingMeter(Observer):
 
     def _repair_updates(self, step: Step, call: StepCall) -> None:
         """Repair buffers that the step has written, even if nothing in this run reads them."""
-        for (_, reference, value), (_, dtype) in zip(call.updates(step), step.updates, strict=True):
+        for (position, reference, value), (_, dtype) in zip(call.updates(step), step.updates, strict=True):
             wrong = _wrong(reference, value) if value.is_floating_point() else None
             if wrong is not None:
                 if step.site is not None and self._is_origin(step, wrong, None):
                     self.origins.append(step.site.id)
                 _replace(reference, value, wrong, dtype, in_place=True)
+                written = step.written_at(position, step.node.args, dict(step.node.kwargs))
+                self._repaired[written] = wrong | self._repaired.get(written, wrong)
 
     def _affected(self, step: Step, reference: torch.Tensor) -> torch.Tensor | None:
         """Return the elements that depend on a repaired one."""

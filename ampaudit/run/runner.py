@@ -90,7 +90,7 @@ class Runner:
         model = self.executors.model
         executor = self.executors.get(batch, number)
         tensors = tensor_leaves(batch.args, batch.kwargs)
-        refuse_broken_inputs(tensors, number)
+        refuse_broken_inputs(tensors, batch.title(number))
         return PreparedBatch(executor, tensors, self._meter(), batch, number, model)
 
     def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> None:
@@ -101,7 +101,7 @@ class Runner:
         self._note_inputs(executor, tensors)
         fp32 = self.fp32_outputs(ready, outputs)
         if fp32 is None:
-            self._refuse_broken_reference(outputs, measured, number)
+            self._refuse_broken_reference(outputs, measured, ready.batch.title(number))
         named = dict(zip(executor.program.traced.outputs, outputs, strict=True))
         if self.config.keep_outputs is not None:
             self.config.keep_outputs(number, named)
@@ -120,13 +120,15 @@ class Runner:
             outputs = self._pass(ready, repairing)
             meter, measured = repairing.meter, list(repairing.meter.results())
             self._note_origins(repairing.origins, faults, number)
-        self._merge(meter, measured)
         self.record.path.add(meter.path, executor.program.traced, number)
+        self._merge(meter, measured, number)
+        if ready.batch.name:
+            self.record.names[number] = ready.batch.name
         self._add_seconds("run", started)
         if self._gradients is not None:
             started = time.perf_counter()
             with guarded(self.config.device):
-                self._gradients.run(executor, outputs, number)
+                self._gradients.run(executor, outputs, number, ready.batch.title(number))
             self._add_seconds("backward", started)
 
     def _compare(
@@ -209,9 +211,9 @@ class Runner:
             if site not in known:
                 self.record.origins.append(faults.origin(site, number))
 
-    def _merge(self, meter: Meter, measured: Sequence[MeasuredValue]) -> None:
+    def _merge(self, meter: Meter, measured: Sequence[MeasuredValue], number: int) -> None:
         for row in measured:
-            self.record.observation(row.site).merge(row.fields, row.elements)
+            self.record.observation(row.site).merge(row.fields, row.elements, number)
         for site, error, signal, elements in meter.local_results():
             observation = self.record.observation(site)
             observation.local_err_sq += error
@@ -224,11 +226,11 @@ class Runner:
             self.record.decisions.setdefault(site, DecisionStats()).add(elements, differing)
         for name, statistics in meter.samples.results.items():
             self.record.observation(self.executors.sites[name].id).samples.add(statistics)
-        self.record.uncovered.update(meter.uncovered)
+        self.record.gaps |= meter.gaps
         self.record.batches += 1
 
     def _refuse_broken_reference(
-        self, outputs: list[Pair], measured: list[MeasuredValue], number: int
+        self, outputs: list[Pair], measured: list[MeasuredValue], title: str
     ) -> None:
         if not any(is_broken(reference) for reference, _ in outputs):
             return
@@ -237,7 +239,7 @@ class Runner:
         where = f" at {site.id}" if site else ""
         line = f" ({site.source.file}:{site.source.line})" if site and site.source else ""
         raise ReferenceBroken(
-            f"the FP32 model itself gives NaN or infinity in batch {number}; the first is{where}{line}"
+            f"the FP32 model itself gives NaN or infinity in {title}; the first is{where}{line}"
         )
 
     def _add_seconds(self, phase: str, started: float) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.core.errors import first_line
 from ampaudit.trace.graph import Role, Site
-from ampaudit.trace.opnames import written_values
+from ampaudit.trace.opnames import argument_names, is_foreign, written_values
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
@@ -79,6 +80,12 @@ class Step:
         op = self.node.target
         return written_values(op, args, kwargs) if self.mutates and isinstance(op, OpOverload) else []
 
+    def written_at(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the argument at a position of the schema, as a node or a value, or ``None``."""
+        assert isinstance(self.node.target, OpOverload)
+        name = argument_names(self.node.target)[position]
+        return args[position] if position < len(args) else kwargs.get(name)
+
     @property
     def low_precision(self) -> bool:
         """Whether an output is a 16-bit float."""
@@ -99,15 +106,21 @@ class Step:
         """Whether the step makes new real or complex values."""
         if self.site is None or not self.makes_values:
             return False
-        return any(d is not None and (d.is_floating_point or d.is_complex) for d in self.dtypes)
+        dtypes = (*self.dtypes, *(dtype for _, dtype in self.updates))
+        return any(d is not None and (d.is_floating_point or d.is_complex) for d in dtypes)
 
 
 @contextlib.contextmanager
 def noting_line(step: Step) -> Iterator[None]:
-    """Add the line of the model's code to errors of torch."""
+    """Add the line of the model's code to errors of torch, and to any error of a kernel from elsewhere."""
+    op = step.node.target
     try:
         yield
-    except (RuntimeError, NotImplementedError, IndexError) as error:
+    except Exception as error:
+        known = isinstance(error, RuntimeError | IndexError)
+        if not known and not (isinstance(op, OpOverload) and is_foreign(op)):
+            raise
+        told = error if known else RuntimeError(f"{op}: {type(error).__name__}: {first_line(error)}")
         if step.site is not None and step.site.source is not None:
-            error.add_note(f"{step.site.source.file}:{step.site.source.line}")
-        raise
+            told.add_note(f"{step.site.source.file}:{step.site.source.line}")
+        raise told from (None if known else error)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.errors import InputError, SourceError, first_line
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe, describe_path
-from ampaudit.report.inputs import GIVEN, InputsInfo
+from ampaudit.report.inputs import InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.source.pt2.program import StoredProgram, read_program
@@ -33,9 +33,9 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
     program = _trusted(path) if options.trust else read_program(path)
-    functions, info = functions_of(), GIVEN
+    functions, model = functions_of(), ExportedModel(program)
     if options.inputs:
-        batches, functions = inputs_from(options.inputs, options.batches or 1, options.seed)
+        batches, functions, info = inputs_from(options, model, same_model=False)
     elif program.example is not None:
         args, kwargs = program.example
         batches, info = (Batch(tuple(args), dict(kwargs)),), InputsInfo("stored", "inputs of the export")
@@ -43,7 +43,7 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
         raise SourceError(f"{path} holds no example inputs", hint="pass --inputs FILE.py")
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return ModelSource(location, "pt2", ExportedModel(program), batches, digest, inputs=info, **functions)
+    return ModelSource(location, "pt2", model, batches, digest, inputs=info, **functions)
 
 
 def _trusted(path: Path) -> StoredProgram:

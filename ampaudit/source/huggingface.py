@@ -62,8 +62,7 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
         batches = tuple(Batch((), tensors) for tensors in made["batches"])
         info = InputsInfo(made["origin"], made["detail"])
     else:
-        assert options.inputs is not None
-        batches, functions = inputs_from(options.inputs, options.batches or 1, options.seed)
+        batches, functions, info = inputs_from(options, model)
     digest = hashlib.sha256(read_bounded(path / CONFIG_FILE, MAX_CONFIG, SourceError)).hexdigest()
     return ModelSource(location, "huggingface", model, batches, digest, inputs=info, **functions)
 

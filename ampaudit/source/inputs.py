@@ -1,4 +1,4 @@
-"""Reads a model's inputs: from the functions of a Python file, or from a safetensors file."""
+"""Reads a model's inputs: from a Python file, a safetensors file, or recorded calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from types import ModuleType
 from typing import Any, TypedDict
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import InputError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe
-from ampaudit.report.inputs import GIVEN
+from ampaudit.report.inputs import GIVEN, InputsInfo
+from ampaudit.source.calls import recorded_calls
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
@@ -89,14 +92,28 @@ def functions_of(*modules: ModuleType) -> Functions:
     return Functions(loss=first("loss"), metric=first("metric"), optimizer=first("optimizer"))
 
 
-def inputs_from(path: Path, count: int, seed: int) -> tuple[tuple[Batch, ...], Functions]:
-    """Read the batches of a file for --inputs, and its loss(), metric() and optimizer().
+def inputs_from(
+    options: SourceConfig, model: nn.Module, *modules: ModuleType, same_model: bool = True
+) -> tuple[tuple[Batch, ...], Functions, InputsInfo]:
+    """Read the batches for --inputs, and the file's loss(), metric() and optimizer().
+
+    Args:
+        options: say where: a Python file, or the directory of a recording.
+        model: takes the batches.
+        *modules: have the functions that the file lacks.
+        same_model: whether the model has the parameter names of a module that was recorded.
 
     Raises:
-        InputError, SourceError: see ``batches_of`` and ``module_from_file``.
+        InputError, SourceError: see ``batches_of``, ``recorded_calls`` and ``module_from_file``.
     """
+    path = options.inputs
+    assert path is not None
+    if path.is_dir():
+        batches, info = recorded_calls(path, options.batches, model, same_model=same_model)
+        return batches, functions_of(*modules), info
     module = module_from_file(path)
-    return batches_of(module, count, seed), functions_of(module)
+    batches = batches_of(module, options.batches or 1, options.seed)
+    return batches, functions_of(module, *modules), GIVEN
 
 
 def _call(module: ModuleType, name: str, default: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.unchanged import FileState
 from ampaudit.report.inputs import GIVEN, InputsInfo
 
-__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "unwrapped"]
+__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
 
 # inputs must differ from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
@@ -21,11 +21,19 @@ INPUT_SEED_OFFSET = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The arguments of one call; ``item`` is the user's batch, if that differs from the arguments."""
+    """The arguments of one call; ``item`` is the user's batch, if that differs from the arguments.
+
+    ``name`` is what reports call it, such as ``call 14`` of a recording.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     item: Any = None
+    name: str = ""
+
+    def title(self, number: int) -> str:
+        """Return its name, or what a batch of that number is called."""
+        return self.name or f"batch {number}"
 
     @property
     def whole(self) -> Any:
@@ -48,7 +56,7 @@ class Batch:
         def over(value: Any) -> Any:
             return pytree.tree_map_only(torch.Tensor, once, value)
 
-        return Batch(over(self.args), over(self.kwargs), over(self.item))
+        return Batch(over(self.args), over(self.kwargs), over(self.item), self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ class ModelSource:
         files: its files as they were before they were read.
         inputs: where the batches come from.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
+        notes: what was changed of the model before it is audited.
     """
 
     location: str
@@ -80,16 +89,9 @@ class ModelSource:
     dtype: str | None = None
     files: tuple[FileState, ...] = ()
     inputs: InputsInfo = GIVEN
+    notes: tuple[str, ...] = ()
 
     @property
     def names_files(self) -> bool:
         """Whether its file says which source files its ops come from; these must not be opened."""
         return self.kind in ("pt2", "converted")
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile and the data-parallel wrappers, which compute the same."""
-    inner = getattr(model, "_orig_mod", None)
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        inner = model.module
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model

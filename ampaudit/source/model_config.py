@@ -86,8 +86,8 @@ def _without_references(directory: Path, value: Any, place: str) -> Any:
         if key.startswith("__") and key != "__float__":
             problem = "is not the name of a setting"
         if problem is not None:
-            what, hint = f"{describe(name)} {problem}", "edit the file, or read its code and pass --trust"
-            raise _refused(directory, what, hint)
+            hint = _HINTS.get(key, "edit the file, or read its code and pass --trust")
+            raise _refused(directory, f"{describe(name)} {problem}", hint)
         if key not in _DROPPED:
             kept[key] = _without_references(directory, item, f"{name}.")
     return kept
@@ -112,7 +112,7 @@ def _other_weights(value: Any) -> str | None:
 
 def _quantized(value: Any) -> str | None:
     method = value.get("quant_method") if isinstance(value, dict) else value
-    return f"asks for a quantization, {describe(method)!r}, which is not audited" if value else None
+    return f"asks for a quantization, {describe(method)!r}, which its package has to load" if value else None
 
 
 def _other_files(value: Any) -> str | None:
@@ -131,6 +131,10 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "quantization_config": _quantized,
     "torch_dtype": _dtype,
     "transformers_weights": _other_weights,
+}
+
+_HINTS = {
+    "quantization_config": "pass --trust to load it with that package; the audit dequantizes its weights"
 }
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from ampaudit.core.errors import SourceError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.inputs import InputsInfo
-from ampaudit.source.inputs import batches_of, functions_of, has_inputs
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, unwrapped
+from ampaudit.source.inputs import batches_of, functions_of, has_inputs, inputs_from
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.training_step import runnable, training_batches
+from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
 __all__ = ["from_import_path", "from_python_file"]
@@ -52,8 +53,10 @@ def _source(
     digest: str | None,
 ) -> ModelSource:
     model = runnable(_model(module, factory, location), location)
-    inputs = module_from_file(options.inputs) if options.inputs else module
-    if options.inputs is None and not has_inputs(module):
+    if options.inputs is not None:
+        given, functions, info = inputs_from(options, model, module)
+        return ModelSource(location, kind, model, given, digest, inputs=info, **functions)
+    if not has_inputs(module):
         own = _own_batches(model, options, location)
         if own:
             info = InputsInfo("given", "batches of train_dataloader()")
@@ -62,8 +65,8 @@ def _source(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
         )
-    batches = batches_of(inputs, options.batches or 1, options.seed)
-    return ModelSource(location, kind, model, batches, digest, **functions_of(inputs, module))
+    batches = batches_of(module, options.batches or 1, options.seed)
+    return ModelSource(location, kind, model, batches, digest, **functions_of(module))
 
 
 def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:

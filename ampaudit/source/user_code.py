@@ -16,7 +16,7 @@ from ampaudit.trace.failure import failing_lines
 
 _NO_DEVICE = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "HIP GPUs", "XPU", "MPS backend")
 
-__all__ = ["calling_user_code", "import_module_named", "module_from_file"]
+__all__ = ["calling_user_code", "import_module_named", "locating_failures", "module_from_file"]
 
 
 def module_from_file(path: Path) -> ModuleType:
@@ -82,9 +82,20 @@ def _exists(name: str) -> bool:
 def calling_user_code(what: str) -> Iterator[None]:
     """Redirect the user's prints to stderr, and replace tracebacks by the line that failed."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), locating_failures(what):
             yield
-    except (AuditError, KeyboardInterrupt):
+    except SystemExit as error:
+        raise SourceError(
+            f"{what} called sys.exit({error.code!r})", hint="keep scripts under if __name__ == '__main__':"
+        ) from error
+
+
+@contextlib.contextmanager
+def locating_failures(what: str) -> Iterator[None]:
+    """Replace tracebacks by the line that failed."""
+    try:
+        yield
+    except AuditError:
         raise
     except SyntaxError as error:
         raise SourceError(
@@ -92,10 +103,6 @@ def calling_user_code(what: str) -> Iterator[None]:
         ) from error
     except MemoryError as error:
         raise SourceError(f"{what}: out of memory", hint="make the model or its inputs smaller") from error
-    except SystemExit as error:
-        raise SourceError(
-            f"{what} called sys.exit({error.code!r})", hint="keep scripts under if __name__ == '__main__':"
-        ) from error
     except Exception as error:
         _raise_located(what, error)
 

@@ -29,10 +29,10 @@ from ampaudit.trace.op_calls import (
 from ampaudit.trace.opnames import (
     InnerOps,
     argument_names,
+    base_name,
     is_composite,
     kept_whole,
     op_name,
-    short_name,
     written_values,
 )
 from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
@@ -152,7 +152,7 @@ class Caster:
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """Return the id of the op that is traced next."""
         replayed = replayed_record()
-        return (replayed and replayed.site) or self._numbering[tracer_id].next_id(layer, short_name(op))
+        return (replayed and replayed.site) or self._numbering[tracer_id].next_id(layer, base_name(op))
 
     def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
         """Return the op to trace at a site: the model's own, or an edited one."""

@@ -18,8 +18,9 @@ from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.internals import ProxyTorchDispatchMode, needs_values, without_autocast
+from ampaudit.trace.kernels import KernelTrials, takes_low_precision
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
-from ampaudit.trace.opnames import composite_kernel, is_composite
+from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import PathRecorder
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
 
@@ -50,6 +51,7 @@ class OpRecorder:
     Args:
         caster: decides about the op.
         path: supplies values, for a trace along the path of given inputs.
+        kernels: of ops from outside PyTorch.
         by_torch: torch's own method that records an op.
         mode: the mode that it belongs to.
         types: the types of tensors in the call.
@@ -59,12 +61,14 @@ class OpRecorder:
         self,
         caster: Caster,
         path: PathRecorder | None,
+        kernels: KernelTrials,
         by_torch: Call,
         mode: ProxyTorchDispatchMode,
         types: Any,
     ) -> None:
         self._caster = caster
         self._path = path
+        self._kernels = kernels
         self._by_torch = by_torch
         self._mode = mode
         self._types = types
@@ -88,9 +92,11 @@ class OpRecorder:
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
         try:
+            if self._kernels.refuses(changed):
+                raise NotImplementedError
             result = self._record_result(record, changed)
-        except (RuntimeError, NotImplementedError) as error:
-            if not _NO_KERNEL.search(str(error)):
+        except Exception as error:
+            if not _lacks_kernel(changed, error):
                 raise
             record, changed, result = self._without_kernel(record, changed, dtype)
         caster.note(result, changed, called)
@@ -162,7 +168,7 @@ class OpRecorder:
             # the flags that the author's code reads must not make autocast act below the tracer
             with without_autocast():
                 result = self._call(record, called, by, last)
-        except (RuntimeError, NotImplementedError):
+        except Exception:
             self._drop_after(last)
             raise
         # an op with several results is followed by one node for each
@@ -196,6 +202,13 @@ class OpRecorder:
         if path is not None and result is not NotImplemented:
             path.values.follow(called, record.original_args, result)
         return result
+
+
+def _lacks_kernel(called: OpCalled, error: Exception) -> bool:
+    """Return whether an op raises for lack of a 16-bit kernel; ops from elsewhere have words of their own."""
+    if isinstance(error, RuntimeError) and _NO_KERNEL.search(str(error)):
+        return True
+    return is_foreign(called.op) and takes_low_precision(called)
 
 
 def _gradients_enabled() -> bool:

@@ -26,7 +26,9 @@ __all__ = [
     "base_name",
     "composite_kernel",
     "converts",
+    "example_size",
     "is_composite",
+    "is_foreign",
     "is_view",
     "kept_whole",
     "may_write",
@@ -37,7 +39,6 @@ __all__ = [
     "returned_arguments",
     "rounds_once",
     "selects",
-    "short_name",
     "written_arguments",
     "written_values",
 ]
@@ -85,9 +86,10 @@ _CONVERSIONS = frozenset({"to", "_to_copy"})
 CAST_OPS = _CONVERSIONS | {"type_as"}
 
 
+@cache
 def base_name(op: OpOverload) -> str:
-    """Return the op without namespace and overload: ``softmax``."""
-    return op._schema.name.split("::", 1)[1]
+    """Return the op without overload: ``softmax``, or ``mylib::softmax``, about which nothing is known."""
+    return op._schema.name.removeprefix("aten::")
 
 
 @cache
@@ -109,17 +111,14 @@ def converts(target: object) -> bool:
 @cache
 def op_name(op: OpOverload) -> str:
     """Return the policy's name of an op: ``linear``, or ``softmax.int`` for a named overload."""
-    base = base_name(op)
-    prefix = "" if op.namespace == "aten" else f"{op.namespace}::"
-    overload = op._overloadname
-    return f"{prefix}{base}" if overload in ("", "default") else f"{prefix}{base}.{overload}"
+    base, overload = base_name(op), op._overloadname
+    return base if overload in ("", "default") else f"{base}.{overload}"
 
 
 @cache
-def short_name(op: OpOverload) -> str:
-    """Return the op's name in site ids: ``linear``, ``softmax``, ``mylib::swish``."""
-    base = base_name(op)
-    return base if op.namespace == "aten" else f"{op.namespace}::{base}"
+def is_foreign(op: OpOverload) -> bool:
+    """Return whether an op comes from outside PyTorch, so that its kernel alone knows what it computes."""
+    return op.namespace not in ("aten", "prim", "prims")
 
 
 @cache

@@ -19,7 +19,7 @@ from ampaudit.trace.entry import layer_of
 from ampaudit.trace.flatten import ObjectSource
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
 from ampaudit.trace.marks import is_mark
-from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects
+from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects, written_values
 from ampaudit.trace.replay import META_KEY, OpRecord
 from ampaudit.trace.stack import source_lines
 from ampaudit.trace.values import float_value, sizes_of
@@ -69,10 +69,11 @@ def _place(site: Site) -> tuple[Any, ...]:
 
 def _number(value: Any) -> torch.Tensor | None:
     """Return the first floating-point tensor, or else the first complex one."""
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.Tensor) and item.is_complex():
-            return float_value(value) or item
-    return float_value(value)
+    found = float_value(value)
+    if found is not None:
+        return found
+    items = value if isinstance(value, list | tuple) else (value,)
+    return next((item for item in items if isinstance(item, torch.Tensor) and item.is_complex()), None)
 
 
 def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumbering) -> Site:
@@ -90,7 +91,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     elif role is Role.INSERTED_CAST:
         short = "cast"
     given = record.site if record is not None and role is not Role.WEIGHT_CAST else None
-    value = _number(node.meta.get("val"))
+    value = _number(_results(node))
     source, caller = source_lines(meta.get("stack_trace"))
     return Site(
         id=given or numbering.next_id(layer, short),
@@ -108,6 +109,14 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
         facts=record.facts if record else None,
         original_args=record.original_args if record else {},
     )
+
+
+def _results(node: fx.Node) -> Any:
+    """Return the (fake) results of a node, which an op that returns nothing writes to its arguments."""
+    if not isinstance(node.target, OpOverload) or node.target._schema.returns:
+        return node.meta.get("val")
+    found = written_values(node.target, node.args, dict(node.kwargs))
+    return [value.meta.get("val") for value in found if isinstance(value, fx.Node)]
 
 
 def _cast_weight(node: fx.Node, weights: dict[str, Placeholder]) -> Placeholder | None:

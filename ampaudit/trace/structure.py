@@ -29,7 +29,7 @@ _ATOMS = (
 )
 
 
-def structural_copy(model: Module, replace: Mapping[int, torch.Tensor] | None = None) -> Module:
+def structural_copy(model: Module, replace: Mapping[int, Any] | None = None) -> Module:
     """Copy modules, containers, objects, hooks and closures, preserving ties.
 
     A hook or a patched ``forward`` that closes over the model, a list or a counter closes over their copies.
@@ -38,8 +38,8 @@ def structural_copy(model: Module, replace: Mapping[int, torch.Tensor] | None = 
 
     Args:
         model: not changed.
-        replace: replacements by the ``id`` of a tensor; other tensors are cloned. A mapping of each parameter
-            to itself makes a copy that shares parameters and has buffers of its own.
+        replace: replacements by the ``id`` of a tensor or a module; other tensors are cloned. A mapping of
+            each parameter to itself makes a copy that shares parameters and has buffers of its own.
     """
     made: Module = _Copier(replace or {}).copied(model)
     return made
@@ -48,7 +48,7 @@ def structural_copy(model: Module, replace: Mapping[int, torch.Tensor] | None = 
 class _Copier:
     """One copy in progress; ``_memo`` maps the id of each original to its copy, as ``copy.deepcopy`` does."""
 
-    def __init__(self, replace: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, replace: Mapping[int, Any]) -> None:
         self._memo: dict[int, Any] = dict(replace)
         self._originals: list[Any] = []  # an id means one object for as long as that lives
 

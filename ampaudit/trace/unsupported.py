@@ -17,6 +17,7 @@ from ampaudit.trace.internals import FakeTensor
 
 __all__ = ["refuse_unsupported"]
 
+_FLOAT_FUNCTIONALS = ("FloatFunctional", "FXFloatFunctional")  # in that package, but plain
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 # subclasses of which torch knows how to trace every op
 _TRACED = (FakeTensor, DTensor)
@@ -44,10 +45,10 @@ def refuse_unsupported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def _refuse_module(module: nn.Module, name: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise SourceError(
-            f"{name} is TorchScript, which torch.export does not trace",
-            hint="return the nn.Module that was scripted or traced",
+            f"{name} is TorchScript that was traced, frozen or loaded: its Python code is not known",
+            hint="return the nn.Module from which it was made",
         )
-    if type(module).__module__.startswith(_QUANTIZED):
+    if type(module).__module__.startswith(_QUANTIZED) and type(module).__name__ not in _FLOAT_FUNCTIONALS:
         raise SourceError(
             f"{name} is quantized ({type(module).__name__}): its weights are integers",
             hint="return the model as it is before it is quantized; 16 bits are an alternative to int8",

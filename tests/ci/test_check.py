@@ -18,12 +18,13 @@ import torch
 import yaml
 
 from ampaudit import scan
-from ampaudit.ci.config import parse_size, read_config
+from ampaudit.ci.config import read_config
 from ampaudit.ci.judge import breaches, check_codes, measured_in, read_baseline
 from ampaudit.ci.metric import with_metric
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.config import silent
 from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.text import parse_size
 from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
 from ampaudit.render.json import to_json

@@ -14,10 +14,12 @@ from ampaudit.ci.config import read_config
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
 from ampaudit.cli.program import main
 from ampaudit.report.budgets import Budgets
+from ampaudit.source.calls import recorded_calls
 from tests.fuzz import honest
 from tests.fuzz.containers import as_pickle, as_safetensors, as_zip
 from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.mutators import Files, FolderMutator, as_bytes, as_json, as_text, folder, one_of
+from tests.support.recorded import Sink
 from tests.support.saved import saved_report
 
 __all__ = ["FORMATS", "Format", "command", "judged", "mutated"]
@@ -65,6 +67,11 @@ def _baseline() -> tuple[str, int]:
     report, budgets = _audited(), Budgets(min_headroom=1.0, min_sqnr=20.0, max_fp32_share=0.5)
     found = breaches(report, measured_in(report), budgets, read_baseline(Path("report.json")))
     return str(list(found)), 0
+
+
+def _arguments() -> tuple[str, int]:
+    batches, info = recorded_calls(Path("calls"), None, Sink())
+    return f"{info} {[batch.name for batch in batches]}", 0
 
 
 def _check_options() -> tuple[str, int]:
@@ -160,7 +167,7 @@ FORMATS = {
                 command("rules", "show", "rules.yaml"),
                 command("rules", "diff", "rules.yaml", "torch-cuda"),
             ),
-            250,
+            150,
         ),
         Format(
             "report",
@@ -171,7 +178,7 @@ FORMATS = {
                 command("report", "report.json", "-v"),
                 command("diff", "report.json", "report.json"),
             ),
-            250,
+            150,
         ),
         Format("baseline", honest.baselines, folder({"*": _JSON}), (_baseline,), 50),
         Format(
@@ -199,6 +206,23 @@ FORMATS = {
             folder({"*": _JSON}),
             (command("lint", "train.ipynb"), command("lint", "train.ipynb", "--fix")),
             50,
+        ),
+        Format(
+            "recording",
+            honest.recordings,
+            folder({"*.json": _JSON, "*.safetensors": as_safetensors}),
+            (
+                command("scan", "tests.fuzz.honest:get_model", "--inputs", "calls"),
+                command("plan", "tests.fuzz.honest:get_model", "--inputs", "calls"),
+            ),
+            100,
+        ),
+        Format(
+            "arguments",
+            honest.recorded_arguments,
+            folder({"*/call-*.json": _JSON, "*.safetensors": as_safetensors}),
+            (_arguments,),
+            100,
         ),
         Format(
             "inputs",

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from ampaudit.export.convert import convert
+from ampaudit.recording.calls import record
 from ampaudit.render.render import as_file
 from ampaudit.source import Batch, ModelSource
 from tests.fuzz.mutators import Files
 from tests.support.paths import ROOT
+from tests.support.recorded import Colour, Pair, Points, Sink
 from tests.support.rule_file import GOOD
 from tests.support.saved import SAMPLES, sample
 
@@ -31,6 +33,8 @@ __all__ = [
     "huggingface",
     "inputs",
     "notebooks",
+    "recorded_arguments",
+    "recordings",
     "reports",
     "rule_files",
     "safetensors_files",
@@ -237,6 +241,46 @@ def notebooks() -> list[Files]:
         notebook = {"cells": cells, "metadata": {"language_info": {"name": "python"}}, "nbformat": 4}
         made.append({"train.ipynb": json.dumps(notebook).encode()})
     return made
+
+
+def _recorded(model: nn.Module, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> Files:
+    with tempfile.TemporaryDirectory() as folder:
+        with record(model, Path(folder) / "calls"):
+            for args, kwargs in calls:
+                model(*args, **kwargs)
+        return _under(Path(folder))
+
+
+@cache
+def recordings() -> list[Files]:
+    """Return calls of ``get_model``."""
+    torch.manual_seed(0)
+    return [
+        _recorded(Small(), ((), example_inputs()), ((torch.ones(1, 4),), {"y": torch.ones(2, 8)[:, ::2]}))
+    ]
+
+
+@cache
+def recorded_arguments() -> list[Files]:
+    """Return calls with every kind of argument."""
+    tensor = torch.randn(2, 3)
+    plain = (
+        None,
+        True,
+        -7,
+        1.5,
+        float("inf"),
+        "text",
+        b"bytes",
+        2j,
+        slice(1, 2),
+        range(3),
+        torch.Generator(),
+    )
+    of_torch = (torch.float16, torch.device("cuda:1"), torch.channels_last, torch.Size([2]), tensor.bool())
+    nested = {"a": [tensor, (tensor.t(), {1: tensor[0]})], (1, "b"): {3}, None: frozenset("x")}
+    classes = (Colour.RED, Pair(tensor, [Colour.BLUE]), Points(tensor.half(), ["n"]), tensor.numpy())
+    return [_recorded(Sink(), (plain, {}), (of_torch, {"nested": nested}), (classes, {"x": tensor}))]
 
 
 def inputs() -> list[Files]:

@@ -188,14 +188,22 @@ REFUSED = {
         "(nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3])),)",
         words=("input[0] is a packed sequence", "padded batch"),
     ),
-    "scripted": Case(_model(f"torch.jit.script({_TINY})"), words=("TorchScript", "give the Python model")),
-    "scripted layer": Case(
-        _forward("return self.second(x)", init="self.second = torch.jit.script(nn.Linear(8, 2))"),
-        words=("layer second is TorchScript",),
+    "traced": Case(
+        _model(f"torch.jit.trace({_TINY}, torch.ones(2, 8))"), words=("TorchScript", "give the Python model")
     ),
-    "dynamic quantization": Case(
-        _model(f"torch.ao.quantization.quantize_dynamic({_TINY}, {{nn.Linear}})"),
-        words=("layer 0 is quantized", "before it is quantized"),
+    "traced layer": Case(
+        _forward(
+            "return self.second(x)", init="self.second = torch.jit.trace(nn.Linear(8, 2), torch.ones(2, 8))"
+        ),
+        words=("layer second is TorchScript that was traced, frozen or loaded", "from which it was made"),
+    ),
+    "quantized graph": Case(
+        "from torch.ao.quantization import get_default_qconfig_mapping, quantize_fx\n"
+        + _model(
+            f"quantize_fx.convert_fx(quantize_fx.prepare_fx({_TINY}.eval(), get_default_qconfig_mapping(), "
+            "(torch.ones(2, 8),)))"
+        ),
+        words=("computes on integers (convert_fx)", "before its weights are quantized"),
     ),
     "tensor subclass": Case(_SUBCLASS, words=("Int8Tensor", "torchao")),
     "sparse input": Case(_model("nn.Linear(8, 8)"), "torch.eye(8).to_sparse()", words=("sparse coo",)),
@@ -250,6 +258,11 @@ AUDITED = {
     "bfloat16": Case(_model(f"{_TINY}.bfloat16()"), "torch.randn(2, 8).bfloat16()"),
     "compiled": Case(_model(f"torch.compile({_TINY})")),
     "compiled layer": Case(_forward("return self.b(x)", init="self.b = torch.compile(nn.Linear(8, 2))")),
+    "scripted": Case(_model(f"torch.jit.script({_TINY})")),
+    "scripted layer": Case(
+        _forward("return self.second(x)", init="self.second = torch.jit.script(nn.Linear(8, 2))")
+    ),
+    "dynamic quantization": Case(_model(f"torch.ao.quantization.quantize_dynamic({_TINY}, {{nn.Linear}})")),
     "compiled and parallel": Case(_model(f"torch.compile(nn.DataParallel({_TINY}))")),
     "no inputs": Case(
         _forward("return self.first(self.z)", "", "self.z = nn.Parameter(torch.ones(2, 8))"), "()"

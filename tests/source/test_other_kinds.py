@@ -65,7 +65,7 @@ def test_a_torchscript_program_is_named(tmp_path: Path, model_file: Callable[...
     path = model_file(body + "def example_inputs():\n    return torch.randn(2, 4)\n")
     assert "Python model" in refused(path, "is a TorchScript program")
     with pytest.raises(SourceError, match="is a TorchScript program"):
-        scan(scripted, torch.randn(2, 4))
+        scan(torch.jit.freeze(scripted.eval()), torch.randn(2, 4))
     torch.save({"a": torch.ones(1)}, tmp_path / "state.pt")
     with pytest.raises(SourceError) as caught:
         open_source(str(tmp_path / "state.pt"), SourceConfig())

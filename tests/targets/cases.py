@@ -180,6 +180,8 @@ CASES = (
     Case("A model that is in float16 already", "half_already", PASS),
     Case("`torch.compile(model)`", "compiled", PASS),
     Case("`nn.DataParallel(model)`", "data_parallel", PASS),
+    Case("`torch.jit.script(model)`", "scripted", PASS),
+    Case("Dynamic quantization", "dynamic_quantization", PASS),
     Case("Flex attention", "flex_attention", "not audited: flex_attention"),
     Case("A LightningModule with `forward`", "lightning_forward", PASS, needs=("lightning",)),
     Case(
@@ -193,8 +195,7 @@ CASES = (
     Case("Whisper, with its feature extractor", whisper_directory, "inputs: built-in samples"),
     Case("A branch on values", "value_branch", "use torch.where or torch.cond there", 3),
     Case("Packed sequences", "packed_sequences", "pass the padded batch", 3),
-    Case("Dynamic quantization", "dynamic_quantization", "is quantized (Linear)", 2),
-    Case("A traced or scripted model", "scripted", "is a TorchScript program", 2),
+    Case("A traced model", "traced", "is a TorchScript program", 2),
     Case(
         "A forward pass that fails without ampaudit", "failing_forward", "the model itself fails in FP32", 2
     ),

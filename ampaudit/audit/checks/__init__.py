@@ -36,6 +36,7 @@ from ampaudit.audit.checks import (
     no_kernel,
     no_loss_scale,
     not_taken,
+    opaque,
     origins,
     output_error,
     output_variation,
@@ -67,6 +68,6 @@ _MODULES = (
     *(small_weights, tied_weights),
     *(alignment, ping_pong, costly_island, float32_spread),
     *(gradient_overflow, gradient_vanishes, no_loss_scale, gradient_error, no_gradient, own_backward),
-    *(uncovered, unmentioned, not_taken),
+    *(uncovered, opaque, unmentioned, not_taken),
 )
 ALL_CHECKS: tuple[Check, ...] = tuple(module.CHECK for module in _MODULES)

@@ -79,7 +79,7 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     made = gradient_finding(context, site, "AMP701", stats, cause, advice, name=name, severity=severity)
     if origin.source is not None:
         made = replace(made, source=finding_source(replace(site, source=origin.source, caller=None)))
-    return replace(made, origin=True)
+    return replace(made, origin=True, batch=context.record.names.get(origin.batch))
 
 
 CHECK = Check("AMP701", find)

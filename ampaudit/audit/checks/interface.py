@@ -203,8 +203,10 @@ def finding_at(
 ) -> Finding:
     """Return a finding at a site, with its measurements; kind and severity come from the page."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
-    evidence = evidence_of(context.observed(site.id), context.number_format)
-    return replace(made, phase="forward", op=site.op, source=finding_source(site), evidence=evidence)
+    seen = context.observed(site.id)
+    evidence, batch = evidence_of(seen, context.number_format), context.record.names.get(seen.peak_batch)
+    source = finding_source(site)
+    return replace(made, phase="forward", op=site.op, source=source, evidence=evidence, batch=batch)
 
 
 def finding_about(

@@ -14,7 +14,7 @@ from ampaudit.report.finding import Finding, Severity
 from ampaudit.trace import Site
 from ampaudit.trace.caster import NO_KERNEL
 from ampaudit.trace.fourier import is_fourier, signal_sizes
-from ampaudit.trace.opnames import base_name
+from ampaudit.trace.opnames import base_name, is_foreign
 
 __all__ = ["CHECK"]
 
@@ -59,9 +59,9 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
         return _fourier(node, node.target, site, form)
     if site.decision is NO_KERNEL:
         where = context.record.device
-        cause = (
-            f"torch has no {form} kernel for {base} on this device ({where}); the audit continued in float32"
-        )
+        foreign = isinstance(node.target, OpOverload) and is_foreign(node.target)
+        lacks = f"{base} refuses {form}" if foreign else f"torch has no {form} kernel for {base}"
+        cause = f"{lacks} on this device ({where}); the audit continued in float32"
         return cause, Severity.ERROR
     if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
         return None

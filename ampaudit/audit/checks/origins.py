@@ -86,6 +86,7 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
     return replace(
         finding,
         origin=True,
+        batch=context.record.names.get(origin.batch),
         poisons=origin.poisons,
         fate=origin.fate,
         hidden_at=origin.hidden_at,

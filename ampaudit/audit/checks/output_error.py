@@ -84,7 +84,8 @@ def _finding(context: CheckContext, culprit: Culprit, seen: OutputComparison, na
     code, why, advice = _explained(context, culprit, seen, names[0])
     site = _site(context, culprit, names[0])
     finding = finding_at(context, site, code, f"{what}; {why}", advice)
-    return replace(finding, poisons=tuple(culprit.sites[1:]))
+    batch = context.record.names.get(seen.batch)
+    return replace(finding, poisons=tuple(culprit.sites[1:]), batch=batch)
 
 
 def _required(context: CheckContext, seen: OutputComparison) -> str:

@@ -1,21 +1,55 @@
-"""AMP901: values that were not checked."""
+"""AMP901: values that were not checked; and every gap of an audit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
+from ampaudit.report.gap import Gap, GapKind
+from ampaudit.trace import Role, Site
 
-__all__ = ["CHECK"]
+__all__ = ["CHECK", "findings_on_gaps", "foreign_sites", "gaps_of"]
+
+_INSIDE = "it is run as one op, and only its results are measured"
+
+
+def foreign_sites(context: CheckContext) -> Iterator[Site]:
+    """Return the sites that compute with an op from outside ATen."""
+    for site in context.graph_sites:
+        if site.role is Role.COMPUTE and "." in site.op and not site.op.startswith(("aten.", "prims.")):
+            yield site
+
+
+def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
+    """Collect what the audit did not look at: one gap per op and kind, at its first site in graph order."""
+    found = [*context.record.gaps]
+    found += [Gap(site.id, GapKind.OPAQUE, site.op, _INSIDE) for site in foreign_sites(context)]
+    gradients = context.record.gradients
+    for custom in gradients.untraced if gradients is not None else ():
+        if not custom.instead:
+            found.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
+    order = {site.id: number for number, site in enumerate(context.sites)}
+    gaps: dict[tuple[GapKind, str], Gap] = {}
+    for gap in sorted(found, key=lambda gap: order.get(gap.site, len(order))):
+        first = gaps.setdefault((gap.kind, gap.op), gap)
+        if first is not gap:
+            gaps[gap.kind, gap.op] = replace(first, sites=first.sites + 1)
+    return tuple(gaps.values())
+
+
+def findings_on_gaps(context: CheckContext, code: str, advice: str) -> Iterator[Finding]:
+    """Yield a finding for each gap that has this code."""
+    for gap in gaps_of(context):
+        if gap.kind.code == code:
+            more = f", at {gap.sites} sites" if gap.sites > 1 else ""
+            yield finding_at(context, context.site[gap.site], code, f"{gap.in_words}{more}", advice)
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Yield one note per op that could not be observed, at its first site."""
-    for op, reason in sorted(context.record.uncovered.items()):
-        site = next(s for s in context.sites if s.op == op)
-        advice = "judge this op by hand; the sites after it are audited"
-        yield finding_at(context, site, "AMP901", f"{op} is not covered: {reason}", advice)
+    return findings_on_gaps(context, "AMP901", "judge this op by hand; the sites after it are audited")
 
 
 CHECK = Check("AMP901", find)

@@ -14,6 +14,7 @@ from ampaudit.render.strip import Strip
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
+from ampaudit.report.gap import gaps_in_words
 from ampaudit.report.model import Report
 
 __all__ = ["ComparisonView"]
@@ -94,6 +95,8 @@ def _remarks(report: Report) -> Iterator[str]:
         yield f"breaks at {', '.join(names[:_SHOWN])}{more}"
     if report.backward is not None:
         yield scales_that_suit(report.backward)
+    if report.gaps:
+        yield escape_control(gaps_in_words(report.gaps))
     if report.promoted:
         yield f"{plural(len(report.promoted), 'site')} promoted to float32 because of their values"
 

@@ -15,6 +15,7 @@ from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
 from ampaudit.render.view import Cell, Row, View, ViewPage
 from ampaudit.report.finding import Severity, threshold
+from ampaudit.report.gap import gaps_in_words
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
 
@@ -79,6 +80,7 @@ class ScanView(View[Report]):
         """Return the layers as one suite."""
         report = self.document
         rank = threshold(report.fail_on)
+        failing = {(gap.kind.code, gap.site) for gap in report.gaps if report.fail_on == "gap"}
         layers = [site.layer for site in report.sites if site.forward is not None]
         layers += [finding.layer for finding in report.findings]
         suite = Suite(
@@ -86,11 +88,15 @@ class ScanView(View[Report]):
             label=f"{escape_control(report.run.policy)}, {report.run.dtype}",
             passed=report.exit_code == 0,
             cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
-            alerts=tuple(alert_of(f, escape_control(f.layer or TOP), rank) for f in report.findings),
+            alerts=tuple(
+                alert_of(f, escape_control(f.layer or TOP), 0 if (f.code, f.site) in failing else rank)
+                for f in report.findings
+            ),
             tool_version=report.tool.version,
             inputs=report.run.made_up,
             seconds={"": sum(report.timings.values())} if report.timings else {},
             combined=report.combined,
+            gaps=gaps_in_words(report.gaps),
         )
         return (suite,)
 

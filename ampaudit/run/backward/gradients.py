@@ -52,7 +52,7 @@ class GradientAudit:
         self._tape = Tape(observer, self._needed[id(program)])
         return self._tape
 
-    def run(self, executor: LockStep, outputs: list[Any], number: int) -> None:
+    def run(self, executor: LockStep, outputs: list[Any], number: int, title: str) -> None:
         """Run the backward pass from the loss, which is the last output."""
         assert self._tape is not None, "a run is recorded before its backward pass"
         tape, program = self._tape, executor.program
@@ -89,7 +89,7 @@ class GradientAudit:
             repaired.finish()
             self._note_origins(repairing)
             meter = repaired
-        self._refuse_broken_reference(meter, number)
+        self._refuse_broken_reference(meter, title)
         meter.into(self.record)
         self._note_unpaired(meter)
         self._note_untraced(customs, names, tape)
@@ -99,11 +99,11 @@ class GradientAudit:
         known = {(origin.site, origin.value) for origin in self.record.origins}
         self.record.origins += [o for o in repairing.origins if (o.site, o.value) not in known]
 
-    def _refuse_broken_reference(self, meter: GradientMeter, number: int) -> None:
+    def _refuse_broken_reference(self, meter: GradientMeter, title: str) -> None:
         broken = meter.broken_reference
         if broken:
             raise ReferenceBroken(
-                f"the FP32 gradient itself is NaN or infinite in batch {number}: of {broken[0]}"
+                f"the FP32 gradient itself is NaN or infinite in {title}: of {broken[0]}"
                 + (f" and {len(broken) - 1} more parameters" if len(broken) > 1 else "")
             )
 

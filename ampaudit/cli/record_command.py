@@ -1,0 +1,146 @@
+"""``ampaudit record``: writes the calls of a script's modules, as inputs of an audit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ampaudit.cli.options import (
+    FILE,
+    GroupedCommand,
+    config_from,
+    config_options,
+    debug_option,
+    force_option,
+)
+from ampaudit.core.errors import InputError, SourceError, did_you_mean
+from ampaudit.core.text import escape_control, plural
+from ampaudit.core.untrusted import describe, describe_path
+from ampaudit.recording.config import RecordConfig
+
+if TYPE_CHECKING:
+    from ampaudit.recording.calls import Watcher
+
+__all__ = ["record_command"]
+
+_SHOWN = 8  # classes that were called
+
+
+@click.command(
+    "record",
+    cls=GroupedCommand,
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option(
+    "-m",
+    "--module",
+    "modules",
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help="Module to record (repeatable).",
+)
+@click.option("-o", "--output", type=FILE, required=True, metavar="DIR", help="Directory to write.")
+@config_options(RecordConfig)
+@force_option
+@debug_option
+@click.argument("script", type=FILE)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def record_command(
+    modules: tuple[str, ...], output: Path, script: Path, arguments: tuple[str, ...], **options: Any
+) -> None:
+    """Run SCRIPT with its ARGUMENTS as Python does, and record the calls of a module.
+
+    \b
+    NAME is one of
+      pipe.unet          what a variable of the script, or of its functions, leads to
+      encoder.layer.0    a submodule of a module that the script calls
+      BertEncoder        a class: its first instance that is called
+
+    The recording is the inputs of an audit: ampaudit scan MODEL --inputs DIR
+    """  # noqa: D301  (click wants the character, not its escape)
+    config = config_from(RecordConfig, options)
+    if not script.is_file():
+        raise SourceError(f"{describe_path(script)}: no such file", hint="give the path of the script")
+
+    from ampaudit.recording.calls import record_named
+
+    with _telling(record_named(modules, output, config)) as watcher:
+        ended = _run(script, arguments)
+    if ended:
+        raise SourceError(
+            f"{describe_path(script)} ended with {ended}", hint="what it did until then is recorded"
+        )
+    _check_found(watcher)
+
+
+@contextmanager
+def _telling(recording: AbstractContextManager[Watcher]) -> Iterator[Watcher]:
+    """Say at the end what was recorded, also if the script fails."""
+    with ExitStack() as stack, recording as watcher:
+        stack.callback(_tell, watcher)
+        yield watcher
+
+
+def _tell(watcher: Watcher) -> None:
+    for recording in watcher.recordings.values():
+        if recording.calls:
+            click.echo(f"ampaudit: {escape_control(recording.summary)}", err=True)
+
+
+def _run(script: Path, arguments: tuple[str, ...]) -> str:
+    """Run a script as ``__main__``; return how it ended, if that is a failure.
+
+    Raises:
+        SourceError: it raised an exception.
+    """
+    import runpy
+
+    from ampaudit.source.user_code import locating_failures
+
+    try:
+        with _as_main(script, arguments), locating_failures(str(script)):
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ending:
+        if ending.code not in (None, 0):
+            return f"exit code {ending.code}" if isinstance(ending.code, int) else describe(ending.code, 200)
+    return ""
+
+
+@contextmanager
+def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
+    """Set what a script sees of its own start."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _check_found(watcher: Watcher) -> None:
+    """Raise if a module was not called, or none of its calls could be recorded.
+
+    Raises:
+        InputError: naming what was called instead.
+    """
+    for name, recording in watcher.recordings.items():
+        if recording.module is None:
+            called = [
+                f"{kind} ({plural(count, 'call')})" for kind, count in watcher.called.most_common(_SHOWN)
+            ]
+            hint = did_you_mean(name, watcher.called)
+            hint += f"the script calls {', '.join(called)}" if called else "the script calls no module"
+            raise InputError(f"--module {describe(name)}: no such module was called", hint=hint)
+        if not recording.calls:
+            hint = "name the module that the script calls; module.forward(...) is no call"
+            raise InputError(f"--module {describe(name)}: the module was never called", hint=hint)
+        if not recording.recorded:
+            why = next(iter(recording.skipped), recording.stopped)
+            raise InputError(f"--module {describe(name)}: no call could be recorded", hint=describe(why, 200))

@@ -1,0 +1,44 @@
+"""Options of ``record``."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict
+
+from annotated_types import Ge
+from pydantic import AfterValidator
+
+from ampaudit.core.config import Config, Option
+from ampaudit.core.text import parse_size
+
+__all__ = ["RecordConfig", "RecordKeywords"]
+
+
+def _bytes(given: int | str) -> int:
+    return parse_size(given) if isinstance(given, str) else given
+
+
+class RecordConfig(Config):
+    """Options of ``record``."""
+
+    every: Annotated[int, Ge(1), Option("Record the first call and every N-th after it.", metavar="N")] = 1
+    first: Annotated[int, Ge(1), Option("Calls to record at most, of each module.", metavar="N")] = 1000
+    max_bytes: Annotated[
+        int | str,
+        AfterValidator(_bytes),
+        Option("Stop recording before the files need more than this.", metavar="SIZE"),
+    ] = "4GB"
+    force: Annotated[bool, Option("Replace an earlier recording.", command_line=False)] = False
+
+    @property
+    def limit(self) -> int:
+        """The number of bytes that may be written."""
+        return _bytes(self.max_bytes)
+
+
+class RecordKeywords(TypedDict, total=False):
+    """The fields of ``RecordConfig`` as keywords."""
+
+    every: int
+    first: int
+    max_bytes: int | str
+    force: bool

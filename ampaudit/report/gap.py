@@ -1,0 +1,71 @@
+"""Defines gaps: what an audit did not look at, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import plural, short_op
+
+__all__ = ["Gap", "GapKind", "gaps_in_words"]
+
+_SHOWN = 3  # ops of each kind
+
+
+class GapKind(StrEnum):
+    """Why something was not looked at."""
+
+    OPAQUE = "opaque op"
+    CONTROL_FLOW = "control flow"
+    SHAPE = "varying shape"
+    PRODUCT = "product rounded once"
+    BACKWARD = "backward"
+
+    @property
+    def code(self) -> str:
+        """The code of its findings."""
+        codes = {GapKind.OPAQUE: "AMP904", GapKind.BACKWARD: "AMP706"}
+        return codes.get(self, "AMP901")
+
+    @property
+    def in_words(self) -> str:
+        """What stands before the names of its ops."""
+        return "not audited inside" if self is GapKind.OPAQUE else "not audited"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """An op that was not looked at, or not as a device computes it.
+
+    Attributes:
+        site: the first site of the op.
+        kind: why.
+        op: the op's name, or that of a custom backward.
+        reason: one clause that says what is not known.
+        sites: the number of sites that it is about.
+    """
+
+    site: SiteId
+    kind: GapKind
+    op: str
+    reason: str
+    sites: int = 1
+
+    @property
+    def in_words(self) -> str:
+        """What is not known about which op."""
+        return f"{short_op(self.op)} is {self.kind.in_words}: {self.reason}"
+
+
+def gaps_in_words(gaps: Sequence[Gap]) -> str:
+    """Return ``2 gaps (not audited inside: mylib.softmax; not audited: cond)``; empty without gaps."""
+    groups: dict[str, list[str]] = {}
+    for gap in gaps:
+        groups.setdefault(gap.kind.in_words, []).append(short_op(gap.op))
+    listed = "; ".join(
+        f"{words}: {', '.join(ops[:_SHOWN])}" + (f" and {len(ops) - _SHOWN} more" if ops[_SHOWN:] else "")
+        for words, ops in groups.items()
+    )
+    return f"{plural(len(gaps), 'gap')} ({listed})" if gaps else ""

@@ -1,0 +1,132 @@
+"""Computes float32 weights from the codes and scales of quantized formats, by their descriptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["awq", "bitsandbytes_4bit", "bitsandbytes_8bit", "gptq", "scaled", "unpack"]
+
+_BLOCK = 128  # of fine-grained fp8, where a layer does not name its own
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the values of a word are, as AutoAWQ interleaves them
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack integers of any width along the first axis from 32-bit words, the lowest bits first.
+
+    Args:
+        packed: int32; a value may begin in one word and end in the next.
+        bits: of a value.
+        count: the number of values.
+    """
+    start = torch.arange(count, device=packed.device) * bits
+    word, shift = start // 32, (start % 32).view(-1, *[1] * (packed.dim() - 1))
+    words = packed.long() & 0xFFFFFFFF
+    above = words[(word + 1).clamp(max=len(words) - 1)] << (32 - shift)
+    return (words[word] >> shift | above) & ((1 << bits) - 1)
+
+
+def scaled(
+    values: Tensor, scale: Tensor, block: tuple[int, ...] | None = None, zero: Tensor | None = None
+) -> Tensor:
+    """Multiply values by scales per tensor, row, column group or block.
+
+    Raises:
+        ValueError: the scales do not fit.
+    """
+    wide = values.float()
+    if zero is not None:
+        wide = wide - _spread(zero, values.shape, block)
+    return wide * _spread(scale, values.shape, block)
+
+
+def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> Tensor:
+    """Repeat scales over the elements that they stand for."""
+    wide = scale.float()
+    if wide.numel() == 1:
+        return wide.reshape(())
+    if wide.dim() == 1 and len(wide) == shape[0]:
+        wide = wide.view(-1, *[1] * (len(shape) - 1))
+    if wide.dim() != len(shape):
+        raise ValueError(f"scales of shape {tuple(scale.shape)} for values of shape {tuple(shape)}")
+    sizes = (*[1] * (len(shape) - len(block)), *block) if block is not None else (None,) * len(shape)
+    for axis, (size, given) in enumerate(zip(shape, sizes, strict=True)):
+        found = wide.shape[axis]
+        if found not in (1, size):
+            width = given or (_BLOCK if found == -(-size // _BLOCK) else size // found)
+            if -(-size // width) != found:
+                raise ValueError(f"scales of shape {tuple(scale.shape)} for values of shape {tuple(shape)}")
+            wide = wide.repeat_interleave(width, axis).narrow(axis, 0, size)
+    return wide
+
+
+def bitsandbytes_4bit(data: Tensor, state: Any) -> Tensor:
+    """Look up each nibble, the high one first, and multiply by its block's largest magnitude.
+
+    The magnitudes may be quantized themselves (``nested``): to 8 bits, about their mean. A run on a CPU with
+    bfloat16 instructions leaves the codes in blocks of 32 rows.
+    """
+    if getattr(state, "packing_format_for_cpu", False):
+        rows, half = data.shape
+        packed = data.reshape(-1, 32)
+        codes = torch.cat([packed & 15, packed >> 4], 1).reshape(-1, half, 32, 2)
+        codes = codes.transpose(1, 2).reshape(rows, 2 * half).long()
+        peaks = state.absmax.float().T.repeat_interleave(state.blocksize, 1)
+        weight: Tensor = state.code.float()[codes] * peaks[:, : codes.shape[1]]
+        return weight
+    raw = data.contiguous().view(torch.uint8).reshape(-1)
+    codes = torch.stack([raw >> 4, raw & 15], 1).reshape(-1).long()
+    peaks = state.absmax.reshape(-1)
+    if state.nested:
+        inner = state.state2
+        peaks = _blocks(inner.code[peaks.long()], inner.absmax, inner.blocksize) + state.offset
+    count = state.shape.numel()
+    return _blocks(state.code.float()[codes[:count]], peaks.float(), state.blocksize).reshape(state.shape)
+
+
+def _blocks(values: Tensor, peaks: Tensor, size: int) -> Tensor:
+    return values * peaks.repeat_interleave(size)[: len(values)]
+
+
+def bitsandbytes_8bit(codes: Tensor, peaks: Tensor) -> Tensor:
+    """Return rows of int8 that are scaled so that 127 is the row's largest magnitude."""
+    return codes.float() * (peaks.float() / 127).reshape(-1, 1)
+
+
+def gptq(layer: Any, *, less_one: bool) -> Tensor:
+    """Return the weight of a GPTQ layer: (code - zero) * scale, each row of inputs with its group's.
+
+    Args:
+        layer: with ``qweight``, ``qzeros``, ``scales``, ``bits``, and ``g_idx`` if inputs are reordered.
+        less_one: whether zeros are stored one less than they are; they wrap around, but for 3 bits.
+    """
+    bits, (groups, outputs) = layer.bits, layer.scales.shape
+    inputs = layer.qweight.shape[0] * 32 // bits
+    codes = unpack(layer.qweight, bits, inputs)
+    zeros = unpack(layer.qzeros.T, bits, outputs).T
+    if less_one:
+        zeros = zeros + 1 if bits == 3 else (zeros + 1) & ((1 << bits) - 1)
+    group = getattr(layer, "g_idx", None)
+    if group is None or group.numel() != inputs:
+        group = torch.arange(inputs, device=codes.device) // -(-inputs // groups)
+    group = group.long()
+    weight: Tensor = (codes - zeros[group]).float() * layer.scales.float()[group]
+    return weight.T.contiguous()
+
+
+def awq(layer: Any) -> Tensor:
+    """Return the weight of an AWQ layer of 4 bits: (code - zero) * scale of each group of inputs.
+
+    A row is one input's, in AWQ's order (GEMM), or one output's in plain order (GEMV).
+    """
+    codes, zeros = (unpack(t.T, 4, 8 * t.shape[1]).T for t in (layer.qweight, layer.qzeros))
+    scales, size = layer.scales.float(), layer.group_size
+    if layer.qweight.shape[0] == layer.in_features and layer.scales.shape[1] == layer.out_features:
+        size = size if size > 0 else len(codes)
+        order = torch.arange(codes.shape[1], device=codes.device).view(-1, 8)[:, list(_AWQ_ORDER)].reshape(-1)
+        codes, zeros, scales = codes[:, order].T, zeros[:, order].T, scales.T
+    group = torch.arange(codes.shape[1], device=codes.device) // size
+    weight: Tensor = (codes - zeros[:, group]).float() * scales[:, group]
+    return weight.contiguous()

@@ -1,0 +1,259 @@
+"""Replaces layers whose weights are stored in fewer than 16 bits by plain layers with float32 weights.
+
+Both runs then compute with the values that the codes stand for, so that the 16-bit arithmetic around the
+quantized layers is what is audited. Layers are known by their class and package, which is never imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from ampaudit.core.errors import SourceError
+from ampaudit.core.text import plural
+from ampaudit.core.untrusted import describe
+from ampaudit.source.interface import ModelSource
+from ampaudit.source.stored_formats import awq, bitsandbytes_4bit, bitsandbytes_8bit, gptq, scaled, unpack
+from ampaudit.source.torch_ao_layers import plain_torch_ao, rebased
+from ampaudit.trace.fake_model import named_tensors
+from ampaudit.trace.internals import FakeTensor
+from ampaudit.trace.structure import structural_copy
+
+__all__ = ["with_plain_weights"]
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+_INTEGER_OPS = ("quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic")
+# subclasses of tensors that compute in their own dtype
+_PLAIN_TENSORS = (FakeTensor, DTensor)
+# GPTQ and AWQ layers that keep the order of the file; the kernels of others have orders of their own
+_FILE_ORDER = {"TorchLinear", "TorchQuantLinear", "TritonV2Linear", "TritonV2QuantLinear"}
+_FILE_ORDER_AWQ = {"AwqTorchLinear", "AwqGEMMLinear", "AwqGEMVLinear", "WQLinear_GEMM", "WQLinear_GEMV"}
+# attributes of layers whose forward is wrapped to move weights, or to round them
+_PATCHING = ("_hf_hook", "quantization_scheme")
+_REORDERING = ("exllama", "marlin", "qigen", "hpu")
+_Plain = tuple[str, nn.Module | dict[int, Any]]
+
+
+def with_plain_weights(source: ModelSource) -> ModelSource:
+    """Return a source whose model has float32 weights where they are stored in fewer than 16 bits.
+
+    The model itself is not changed: a copy shares its other weights.
+
+    Raises:
+        SourceError: a layer holds its weights in an order that only its kernel knows.
+    """
+    model, formats = source.model, Counter[str]()
+    replaced: dict[int, Any] = {}
+    for path, module in _outermost(model, replaced):
+        found = _plain_layer(module, f"layer {describe(path)}" if path else "the model")
+        if found is not None:
+            kind, made = found
+            if isinstance(made, nn.Module):
+                formats[kind] += any(True for _ in made.parameters())  # none in place of a conversion
+                replaced |= {id(module): _finished(made, module), **{id(p): p for p in module.parameters()}}
+            else:
+                formats[kind] += 1
+                replaced |= made
+    for tensor in named_tensors(model).values():
+        plain = None if id(tensor) in replaced else _plain_tensor(tensor)
+        if plain is not None:
+            formats["torch.quantized" if tensor.is_quantized else type(tensor).__name__] += 1
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if is_parameter else plain
+    if not replaced and not any(map(rebased, model.modules())):
+        return source
+    shared = {id(tensor): tensor for tensor in named_tensors(model).values()}
+    copied = structural_copy(model, {**shared, **replaced})
+    for module in copied.modules():
+        module.__class__ = rebased(module) or type(module)
+    notes = tuple(_note(kind, count) for kind, count in formats.items() if count)
+    return replace(source, model=copied, notes=(*source.notes, *notes))
+
+
+def _outermost(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over modules by name, without those that are parts of replaced ones."""
+    inside: str | None = None
+    for path, module in model.named_modules():
+        if inside is None or not path.startswith(inside):
+            yield path, module
+            inside = (path and f"{path}.") if id(module) in replaced else None
+
+
+def _note(kind: str, count: int) -> str:
+    what = f"{plural(count, 'layer')} with {describe(kind)} weights"
+    return f"{what}: dequantized for both runs; what their quantized kernels compute is not audited"
+
+
+def _plain_tensor(tensor: Tensor) -> Tensor | None:
+    """Return the values of a quantized tensor; ``None`` for any other, or one that cannot say."""
+    inner = getattr(tensor, "original_weight_tensor", tensor)  # of torchao, with an activation's quantization
+    own = getattr(type(inner), "dequantize", Tensor.dequantize) is not Tensor.dequantize
+    if isinstance(tensor, _PLAIN_TENSORS) or not (tensor.is_quantized or own):
+        return None
+    with torch.no_grad():
+        found: Tensor = inner.dequantize()
+    return found.detach()
+
+
+def _plain_layer(module: nn.Module, name: str) -> _Plain | None:
+    """Return the format of a layer's weights, and a plain layer or plain weights; ``None`` if it is plain.
+
+    Raises:
+        SourceError: the weights cannot be read.
+    """
+    for base in type(module).__mro__:
+        package = base.__module__.partition(".")[0]
+        find = _PACKAGES.get(package)
+        if find is None:
+            continue
+        try:
+            with torch.no_grad():
+                found = find(module, base)
+        except (ValueError, AttributeError, RuntimeError, IndexError) as error:
+            raise _refused(module, name, f"holds weights that cannot be dequantized: {error}") from error
+        if found is None:
+            continue
+        defining = next(c for c in type(module).__mro__ if "forward" in vars(c))
+        if not issubclass(base, defining):
+            raise _refused(
+                module, name, f"changes the forward of {base.__name__}, whose weights are quantized"
+            )
+        return found
+    return None
+
+
+def _refused(module: nn.Module, name: str, why: str) -> SourceError:
+    return SourceError(
+        f"{name} ({describe(type(module).__name__)}) {describe(why, 200)}",
+        hint="audit the model as it is before its weights are quantized, or after they are dequantized",
+    )
+
+
+def _finished(made: nn.Module, module: nn.Module) -> nn.Module:
+    """Give a new layer the mode and the hooks of the one that it replaces."""
+    made.train(module.training)
+    for name in _HOOKS:
+        setattr(made, name, getattr(module, name))
+    return made
+
+
+def _linear(weight: Tensor, bias: Any) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
+    return made
+
+
+def _bitsandbytes(module: Any, base: type) -> _Plain | None:
+    """Read Linear4bit, Linear8bitLt and their embeddings."""
+    if base.__name__ in ("Linear4bit", "Embedding4bit"):
+        state = getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
+        if state is None:
+            return None  # not quantized before it is moved to a device
+        kind, weight = f"bitsandbytes {state.quant_type}", bitsandbytes_4bit(module.weight.data, state)
+    elif base.__name__ in ("Linear8bitLt", "Embedding8bit"):
+        holders = (module.weight, getattr(module, "state", None))  # moved from one to the other by a run
+        state = next((holder for holder in holders if getattr(holder, "CB", None) is not None), None)
+        if state is None:
+            return None
+        kind, weight = "bitsandbytes int8", bitsandbytes_8bit(state.CB, state.SCB)
+    else:
+        return None
+    if "Embedding" not in base.__name__:
+        return kind, _linear(weight, module.bias)
+    made = nn.Embedding.from_pretrained(weight, padding_idx=module.padding_idx)
+    return kind, made
+
+
+def _gptq(module: Any, base: type) -> _Plain | None:
+    """Read the layers of AutoGPTQ, GPTQModel and AutoAWQ, for kernels that leave the order as it is."""
+    if not hasattr(module, "qweight") or "forward" not in vars(base):
+        return None
+    if base.__name__ in _FILE_ORDER_AWQ:
+        return "AWQ", _linear(awq(module), module.bias)
+    original = base.__name__ == "QuantLinear" and not any(word in base.__module__ for word in _REORDERING)
+    if (original or base.__name__ in _FILE_ORDER) and not getattr(module, "planar", False):
+        return f"GPTQ, {module.bits} bits", _linear(gptq(module, less_one=original), module.bias)
+    raise ValueError("its kernel reorders them; load the model with backend='torch'")
+
+
+def _transformers(module: Any, base: type) -> _Plain | None:
+    """Read fine-grained fp8, whose layers compute plainly once their weights are wider, and FBGEMM's."""
+    if base.__name__ == "FbgemmFp8Linear":
+        return "fp8", _linear(scaled(module.weight, module.weight_scale), module.bias)
+    if base.__name__ not in ("FP8Linear", "FP8GroupedLinear", "FP8Experts"):
+        return None
+    own = dict(module.named_parameters(recurse=False))
+    made: dict[int, Any] = {}
+    for name, tensor in own.items():
+        scale = own.get(f"{name}_scale_inv")
+        if scale is not None and tensor.element_size() == 1:
+            if not tensor.is_floating_point():
+                raise ValueError("they are packed in 4 bits")
+            made[id(tensor)] = nn.Parameter(scaled(tensor, scale, _block(module)), requires_grad=False)
+    return ("fp8", made) if made else None
+
+
+def _block(module: Any) -> tuple[int, ...] | None:
+    found = getattr(module, "block_size", None)
+    return None if found is None else tuple(found)
+
+
+def _compressed(module: Any, base: type) -> _Plain | None:
+    """Read a linear layer to which compressed-tensors has added scales."""
+    scheme, scale = getattr(module, "quantization_scheme", None), getattr(module, "weight_scale", None)
+    if base is not nn.Linear or scheme is None or scale is None:
+        return None
+    zero = getattr(module, "weight_zero_point", None)
+    packed = getattr(module, "weight_packed", None)
+    if packed is None:
+        if module.weight.element_size() > 1:
+            return None  # decompressed already
+        return "compressed-tensors", _linear(scaled(module.weight, scale, zero=zero), module.bias)
+    if packed.dtype is not torch.int32:
+        raise ValueError("they are packed in a format of 4-bit floats")
+    bits, (rows, columns) = scheme.weights.num_bits, module.weight_shape.tolist()
+    values = unpack(packed.T, bits, columns).T - (1 << (bits - 1))
+    if zero is not None and zero.dtype is torch.int32 and zero.shape[0] != rows:
+        zero = unpack(zero, bits, rows) - (1 << (bits - 1))
+    return "compressed-tensors", _linear(scaled(values, scale, zero=zero), module.bias)
+
+
+def _torch(module: Any, base: type) -> _Plain | None:
+    """Read torch.ao's layers, and those to which compressed-tensors has added scales."""
+    if base is fx.GraphModule:
+        names = {getattr(node.target, "__name__", "") for node in module.graph.nodes}
+        if not names.isdisjoint(_INTEGER_OPS):
+            raise ValueError("its graph computes on integers (convert_fx)")
+    return plain_torch_ao(module, base) or _compressed(module, base)
+
+
+def _own_method(module: Any, base: type) -> _Plain | None:
+    """Ask HQQ's and Quanto's layers themselves."""
+    if base.__name__ == "HQQLinear":
+        return "HQQ", _linear(module.dequantize().float(), module.bias)
+    if base.__name__ == "QLinear" and _plain_tensor(module.weight) is not None:
+        return "Quanto", _linear(module.weight.dequantize().float(), module.bias)
+    return None
+
+
+_PACKAGES: Mapping[str, Callable[[Any, type], _Plain | None]] = {
+    "auto_gptq": _gptq,
+    "awq": _gptq,
+    "bitsandbytes": _bitsandbytes,
+    "gptqmodel": _gptq,
+    "hqq": _own_method,
+    "optimum": _own_method,
+    "torch": _torch,
+    "transformers": _transformers,
+}
