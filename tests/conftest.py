@@ -93,6 +93,8 @@ ONE_IN = {
     "audit/test_cures.py::test_what_is_printed_is_what_the_change_does": 2,
     "audit/test_healthy.py::test_it_is_quiet": 2,
     "audit/test_models.py::test_a_reported_failure_is_found_and_its_twin_is_healthy": 2,
+    "audit/test_paths.py::test_a_healthy_model_is_quiet_and_its_reference_is_its_own": 8,
+    "audit/test_paths.py::test_an_overflow_is_found_at_its_line": 4,
     "audit/test_quiet.py::test_a_healthy_architecture_is_quiet_and_inside_its_bounds": 2,
     "audit/test_silent.py::test_the_line_where_the_error_enters_is_named_first": 2,
     "audit/test_silent.py::test_the_repaired_twin_passes": 2,

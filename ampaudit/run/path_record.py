@@ -154,8 +154,7 @@ def _producers(traced: TracedModel) -> Iterator[tuple[int, SiteId]]:
 def _shown(read: ValueRead, value: torch.Tensor) -> str:
     if value.numel() != 1:
         return f"{shape_of(value)} values"
-    name = "item" if read.name in ("numpy", "tolist") else read.name
-    found = python_value(name, value)
+    found = python_value("item" if read.kind is ReadKind.ARRAY else read.name, value)
     return f"{found:.6g}" if isinstance(found, float) else str(found)
 
 

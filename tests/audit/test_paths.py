@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ from torch.utils import _pytree as pytree
 import ampaudit
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
-from tests.paths.cases import NAMES, PLANTED, TWO_PATHS, batches_of, load, marked_lines
+from tests.paths.cases import AUDITED, PLANTED, TWO_PATHS, batches_of, load, marked_lines
 from tests.paths.flips import DECISIONS
 from tests.paths.oracle import Line, follow
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("ampaudit.trace.path") is None, reason="values are not followed yet"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the models' own code
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the models' own code
 FLIPPED = "AMP214"
 FAILS_IN_HALF = {("fastspeech_hifigan", "half")}  # an embedding of FP32 meets a convolution in 16 bits
 ARRAYS = {"numpy_round_trip"}
@@ -38,8 +34,7 @@ def line_of(finding: Finding) -> Line | None:
     return None if finding.source is None else (finding.source.file, finding.source.line)
 
 
-@pytest.mark.parametrize("policy", ["ampaudit", "half"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "policy"), AUDITED)
 def test_a_healthy_model_is_quiet_and_its_reference_is_its_own(name: str, policy: str) -> None:
     module = load(name)
     if (name, policy) in FAILS_IN_HALF:
@@ -90,7 +85,9 @@ def test_each_path_has_its_own_findings(name: str) -> None:
 def test_a_decision_that_flips_is_a_finding(name: str) -> None:
     decision = DECISIONS[name]
     inputs = decision.inputs(decision.flips)
-    whole, low = (follow(decision.model(), inputs, dtype) for dtype in (None, torch.float16))
+    whole, low = (
+        follow(decision.model(), inputs, dtype, line_by_line=True) for dtype in (None, torch.float16)
+    )
     assert not whole.agrees(low)
     report = ampaudit.scan(decision.model(), inputs, policy="half")
     assert [line_of(f) for f in report.findings if f.code == FLIPPED] == [decision.line]
@@ -100,7 +97,9 @@ def test_a_decision_that_flips_is_a_finding(name: str) -> None:
 def test_a_decision_with_room_to_spare_is_none(name: str) -> None:
     decision = DECISIONS[name]
     inputs = decision.inputs(decision.holds)
-    whole, low = (follow(decision.model(), inputs, dtype) for dtype in (None, torch.float16))
+    whole, low = (
+        follow(decision.model(), inputs, dtype, line_by_line=True) for dtype in (None, torch.float16)
+    )
     assert whole.agrees(low)
     report = ampaudit.scan(decision.model(), inputs, policy="half")
     assert [f for f in report.findings if f.code == FLIPPED or f.severity == "error"] == []

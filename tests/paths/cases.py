@@ -9,14 +9,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["NAMES", "PLANTED", "TWO_PATHS", "batches_of", "load", "marked_lines"]
+__all__ = ["AUDITED", "PLANTED", "TWO_PATHS", "batches_of", "load", "marked_lines"]
 
 _FILES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted((Path(__file__).parent / "models").glob("*.py"))
     if path.stem != "__init__"
 }
-NAMES = list(_FILES)
+# each model with the policies that it is audited under
+AUDITED = [
+    (name, policy)
+    for name, text in _FILES.items()
+    for policy in (("ampaudit",) if "model.half() fails" in text else ("ampaudit", "half"))
+]
 PLANTED = [name for name, text in _FILES.items() if "def planted(" in text]
 # their batches take different paths, with an overflow on each
 TWO_PATHS = [name for name, text in _FILES.items() if text.count("# OVERFLOW") > 1]

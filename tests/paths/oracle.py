@@ -68,8 +68,10 @@ class _Observing(TorchDispatchMode):
         return out
 
 
-def follow(model: nn.Module, inputs: Any, dtype: torch.dtype | None = None) -> Trail:
-    """Run a copy of a model as it is, or all of it in another dtype."""
+def follow(
+    model: nn.Module, inputs: Any, dtype: torch.dtype | None = None, *, line_by_line: bool = False
+) -> Trail:
+    """Run a copy of a model as it is, or all of it in another dtype; noting each line takes long."""
     trail, model, inputs = Trail(), copy.deepcopy(model), copy.deepcopy(inputs)
     if dtype is not None:
         model = model.to(dtype)
@@ -80,7 +82,8 @@ def follow(model: nn.Module, inputs: Any, dtype: torch.dtype | None = None) -> T
     torch.manual_seed(0)
     before = sys.gettrace()
     with torch.no_grad(), _Observing(trail):
-        sys.settrace(lambda frame, event, _: _tracer(frame, trail))
+        if line_by_line:
+            sys.settrace(lambda frame, event, _: _tracer(frame, trail))
         try:
             trail.output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
         finally:

@@ -26,7 +26,7 @@ class ReadKind(StrEnum):
 
     CHOICE = "choice"  # a boolean or an integer: Python may branch on it
     NUMBER = "number"  # a float
-    ARRAY = "array"  # a NumPy array or a list, which Python may compute with
+    ARRAY = "array"  # a NumPy array, a list or a plain float, which Python may compute with
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def python_value(name: str, value: torch.Tensor) -> Any:
         return value.numpy()
     if name == "tolist":
         return value.tolist()
-    return value.item() if name == "item" else bool(value)
+    return bool(value) if name in ("bool", "equal") else value.item()
 
 
 def model_lines() -> tuple[SourceLine | None, SourceLine | None]:
@@ -118,7 +118,8 @@ class ReadValues:
         """Record a read."""
         exact = name == "bool" or not (value.is_floating_point() or value.is_complex())
         kind = ReadKind.CHOICE if exact else ReadKind.NUMBER
-        kind = ReadKind.ARRAY if name in ("numpy", "tolist") and not (exact and name == "tolist") else kind
+        leaves = name == "numpy" or (name in ("tolist", "float") and not exact)
+        kind = ReadKind.ARRAY if leaves else kind
         source, caller = model_lines()
         read = ValueRead(len(self.reads), name, kind, layer, source, caller, value)
         self.reads.append(read)

@@ -90,6 +90,7 @@ class PathRecorder:
         # Python's own functions ask these methods, of which torch's have no values
         numbers = [
             Replacement(FakeTensor, "__int__", lambda tensor: int(tensor.item())),
+            Replacement(FakeTensor, "__float__", lambda tensor: float(self.read("float", tensor))),
             Replacement(FakeTensor, "__format__", _format),
         ]
         # torch.export's own max() and min() take no tensor of several values
@@ -101,6 +102,8 @@ class PathRecorder:
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
         """Return what an op gives to Python code."""
         with mode:
+            if op is aten.is_nonzero.default and args[0].dtype is not torch.bool:
+                return self.read("bool", args[0].ne(0))  # which other numbers they are decides nothing
             if op is not aten.equal.default:
                 return self.read(READING[op], args[0])
             first, second = args

@@ -15,7 +15,7 @@ class Smoothed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         states = self.first(x)
-        outside = states.detach().numpy().astype(np.float64)
+        outside = states.detach().float().numpy().astype(np.float64)
         smooth = np.apply_along_axis(lambda row: np.convolve(row, np.ones(3) / 3, mode="same"), -1, outside)
         states = torch.from_numpy(smooth).to(x.dtype)
         strong = (states * self.gain).square()  # OVERFLOW
