@@ -24,6 +24,7 @@ from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.measurements import measurements, weight_peaks
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.outputs import compare_outputs, merge_outputs, paired_with_fp32
+from ampaudit.run.program import Program
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
@@ -69,9 +70,9 @@ class Runner:
         record.backend = self.executors.backend.name
         self._gradients = config.differentiator(config) if config.differentiator is not None else None
         record.gradients = None if self._gradients is None else self._gradients.record
-        self._fp32 = Fp32Check(
-            config, eager or EagerModel(config.device, config.seed, config.release), record.code
-        )
+        self._eager = eager or EagerModel(config.device, config.seed, config.release)
+        self._fp32 = Fp32Check(config, self._eager, record.code)
+        self._checked: set[int] = set()  # programs whose twins were compared with kernels
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if necessary, run, and run again with repairs if something broke."""
@@ -90,7 +91,15 @@ class Runner:
         executor = self.executors.get(batch, number)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         refuse_broken_inputs(tensors, number)
+        self._check_twins(executor.program, model, batch, number)
         return PreparedBatch(executor, tensors, self._meter(), batch, number, model)
+
+    def _check_twins(self, program: Program, model: nn.Module, batch: Batch, number: int) -> None:
+        ops = {site.twin_of for site in program.traced.sites if site.twin_of is not None}
+        if ops and id(program) not in self._checked:
+            self._checked.add(id(program))
+            found = self._eager.check_twins(ops, model, batch, number)
+            self.record.twins |= {op: self.record.twins.get(op) or why for op, why in found.items()}
 
     def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> None:
         """Read the measurements of a run, run again with repairs if something broke, and merge."""

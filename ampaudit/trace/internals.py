@@ -54,6 +54,7 @@ __all__ = [
     "recompute",
     "recording_mode",
     "region_calls",
+    "registered_ops",
     "track_tensor_tree",
     "unset_fake_temporarily",
     "without_autocast",
@@ -69,6 +70,7 @@ without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 function_base: Any = _SingleLevelFunction
 function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+registered_ops: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 # hooks that every module calls
 global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 # nodes of an exported graph that enter and leave regions

@@ -39,11 +39,13 @@ from ampaudit.trace.internals import (
     without_autocast,
     without_pre_dispatch,
 )
-from ampaudit.trace.kernels import KernelTrials, takes_low_precision
+from ampaudit.trace.kernels import takes_low_precision
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
 from ampaudit.trace.stack import is_tool_file
+from ampaudit.trace.twin_call import call_traced
+from ampaudit.trace.twins import twin_of
 
 __all__ = ["DispatchHook", "current_layer", "same_module"]
 
@@ -73,7 +75,6 @@ class DispatchHook:
 
     def __init__(self, caster: Caster) -> None:
         self.caster = caster
-        self.kernels = KernelTrials()
         self.record = ProxyTorchDispatchMode.__torch_dispatch__  # torch's own
 
     @contextmanager
@@ -140,7 +141,8 @@ class _OpRecorder:
     def trace(self, called: OpCalled) -> Any:
         """Record the op under the policy's decision, and return its result."""
         caster = self._caster
-        if caster.splits(called):
+        twin = twin_of(called.op)
+        if twin is None and caster.splits(called):
             parts = self._parts(called)
             if parts is not NotImplemented:
                 return parts
@@ -153,8 +155,11 @@ class _OpRecorder:
         changed, original_args = caster.clipped(called, record.decision)
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
+        if twin is not None:
+            with caster.twins.entered(twin.op, site):
+                return call_traced(twin, changed, self._mode, caster.is_written)
         try:
-            if self._hook.kernels.refuses(changed):
+            if caster.kernels.refuses(changed):
                 raise NotImplementedError
             result = self._record_result(record, changed)
         except Exception as error:
