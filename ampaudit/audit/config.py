@@ -47,11 +47,14 @@ __all__ = [
     "MinSqnr",
     "PlanConfig",
     "PlanOptions",
+    "PolicyConfig",
     "PolicyName",
+    "PolicyOptions",
     "Rules",
     "ScanConfig",
     "ScanKeywords",
     "ScanOptions",
+    "TwinFile",
     "check_device",
     "policies_of",
     "rules_of",
@@ -70,6 +73,9 @@ PolicyName = Annotated[Rules, Option("Policy name or rule file.")]
 FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")]
 FailOnOption = Annotated[
     FailOnGaps, Option("Lowest severity that makes the exit code 1; 'gap': errors, and what was not audited.")
+]
+TwinFile = Annotated[
+    FilePath | None, Option("Python file that registers twins of custom ops.", metavar="FILE")
 ]
 Ignored = Annotated[
     Texts,
@@ -120,8 +126,8 @@ def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
     return [rules_of(one) for one in several]
 
 
-class PlanConfig(Config):
-    """Options of ``plan``, which applies a policy without running in 16 bits."""
+class PolicyConfig(Config):
+    """Options of whatever applies a policy to a model."""
 
     policy: PolicyName = "ampaudit"
     dtype: DtypeName = "float16"
@@ -134,6 +140,12 @@ class PlanConfig(Config):
         check_device(self.device, audits=True)
 
 
+class PlanConfig(PolicyConfig):
+    """Options of ``plan``, which applies a policy without running in 16 bits."""
+
+    twins: TwinFile = None
+
+
 class _RunOptions(TypedDict, total=False):
     """Keywords of whatever runs a model."""
 
@@ -143,10 +155,16 @@ class _RunOptions(TypedDict, total=False):
     on_progress: OnProgress
 
 
-class PlanOptions(_RunOptions, total=False):
-    """The fields of ``PlanConfig`` as keywords."""
+class PolicyOptions(_RunOptions, total=False):
+    """The fields of ``PolicyConfig`` as keywords."""
 
     policy: str | Path | RuleSet
+
+
+class PlanOptions(PolicyOptions, total=False):
+    """The fields of ``PlanConfig`` as keywords."""
+
+    twins: str | Path | None
 
 
 class ScanConfig(PlanConfig):
@@ -215,6 +233,7 @@ class ScanConfig(PlanConfig):
 class ScanKeywords(_RunOptions, total=False):
     """The fields of ``ScanConfig`` as keywords, without the policy."""
 
+    twins: str | Path | None
     ranges: bool
     fail_on: FailOnGaps
     min_headroom: float

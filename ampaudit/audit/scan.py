@@ -30,6 +30,7 @@ from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
+from ampaudit.source.twins import using_twins
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
@@ -123,7 +124,8 @@ def as_converted(
 
 def scan_policies(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
-    return [found.report for found in audit_policies(source, policies, config)]
+    with using_twins(config.twins):
+        return [found.report for found in audit_policies(source, policies, config)]
 
 
 @preserved()

@@ -47,6 +47,7 @@ _GROUPS = {
         "text",
         "images",
         "audio",
+        "twins",
         "batches",
         "train",
         "stream",

@@ -27,6 +27,8 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
 
+_FIXED = ("author", "twin")  # decisions that no policy makes
+
 
 @dataclass(frozen=True, slots=True)
 class Audit:
@@ -151,7 +153,7 @@ def promoted_sites(
 
     An op that is in float32 already, because the author or its inputs made it so, is not promoted by a rule.
     """
-    low_precision = (s for s in sites if s.dtype in LOW_PRECISION_DTYPES and s.decision.reason != "author")
+    low_precision = (s for s in sites if s.dtype in LOW_PRECISION_DTYPES and s.decision.reason not in _FIXED)
     ours = (s for s in low_precision if s.facts and s.id in seen)
     facts = [(s.id, replace(s.facts, measurement=seen[s.id])) for s in ours if s.facts]
     return tuple(site for site, fact in facts if rules.promotes(fact))
