@@ -48,6 +48,7 @@ _GROUPS = {
         "images",
         "audio",
         "batches",
+        "sweep",
         "train",
         "stream",
         "trust",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.core.text import escape_control, format_scale, plural, short_op
+from ampaudit.render.sweep import sweep_words
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
@@ -32,6 +33,8 @@ def verdict_words(report: Report) -> tuple[str, str]:
         what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
     else:
         what = "; ".join((*_sound(report), *_gaps(report)))
+    if report.sweep is not None:
+        what += f"; {escape_control(sweep_words(report.sweep))}"
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
     return word, f"{what}{extra}{_ignored(report)}{made_up}"
 

@@ -19,7 +19,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
+from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, CombinedPolicy, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.inputs import InputsInfo, of_made_up
@@ -168,6 +168,7 @@ class Report(Shown):
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
     combined: CombinedPolicy | None = None
+    sweep: Sweep | None = None
     kind: Literal["scan"] = "scan"
 
     @property

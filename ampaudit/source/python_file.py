@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -63,8 +64,16 @@ def _source(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
         )
-    batches = batches_of(inputs, options.batches or 1, options.seed)
-    return ModelSource(location, kind, model, batches, digest, **functions_of(inputs, module))
+    sized = partial(batches_of, inputs, options.batches or 1, options.seed)
+    return ModelSource(
+        location,
+        kind,
+        model,
+        sized(options.input_sizes or {}),
+        digest,
+        sized=sized,
+        **functions_of(inputs, module),
+    )
 
 
 def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:

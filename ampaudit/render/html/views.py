@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampaudit.core.text import escape_control, format_scale, plural
+from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
+from ampaudit.render.sweep import sweep_chart, sweep_sections
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.finding import CombinedPolicy, Severity
 from ampaudit.report.model import Report
@@ -45,6 +47,8 @@ class ReportView:
         facts: label and text of everything else a reader may ask.
         scales: the loss scales in a sentence; empty without gradients.
         combined: one policy for all errors, if it was asked for.
+        sweep: the results at each size, if several were run.
+        chart: of the least headroom over the size.
     """
 
     report: Report
@@ -58,6 +62,8 @@ class ReportView:
     facts: tuple[tuple[str, str], ...]
     scales: str
     combined: CombinedPolicy | None
+    sweep: tuple[Section, ...]
+    chart: str
 
 
 def page_values(reports: Sequence[tuple[Report, Suite, str]]) -> dict[str, Any]:
@@ -81,6 +87,8 @@ def _view(report: Report, suite: Suite, heading: str) -> ReportView:
         facts=tuple(summary_rows(report, 0)),
         scales=scales_that_suit(report.backward) if report.backward is not None else "",
         combined=suite.combined,
+        sweep=tuple(sweep_sections(report.sweep)) if report.sweep is not None else (),
+        chart=sweep_chart(report.sweep) if report.sweep is not None else "",
     )
 
 
