@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from annotated_types import Ge, Gt
-from pydantic import AfterValidator, InstanceOf
+from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
 from ampaudit.core.assumptions import parse_assumption
 from ampaudit.core.config import (
@@ -26,6 +26,7 @@ from ampaudit.core.config import (
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
+from ampaudit.core.sweep import parse_sweep, sweep_text
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn, FailOnGaps
@@ -91,6 +92,7 @@ _EXCLUDES = {
     "static": ("stress", "advise", "diff"),
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
     "steps": ("ranges", "static", "prove", "assume", "stress", "backward"),
+    "sweep": ("ranges", "static", "stress", "advise", "diff"),
 }
 
 
@@ -204,6 +206,11 @@ class ScanConfig(PlanConfig):
         Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")
     ] = ()
     ignore: Ignored = ()
+    sweep: Annotated[
+        str,
+        BeforeValidator(sweep_text),
+        Option("Scan at several sizes of the inputs.", metavar="AXIS=N,N,..."),
+    ] = ""
     backend: Annotated[Backend | None, python_only("Computes in 16 bits instead of the device's own.")] = None
     keep_outputs: Annotated[
         KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
@@ -228,6 +235,8 @@ class ScanConfig(PlanConfig):
         parse_contract(self.contract)
         for text in self.assume:
             parse_assumption(text)
+        if self.sweep:
+            parse_sweep(self.sweep)
 
 
 class ScanKeywords(_RunOptions, total=False):
@@ -252,6 +261,7 @@ class ScanKeywords(_RunOptions, total=False):
     static: bool
     assume: Sequence[str]
     ignore: Sequence[str]
+    sweep: str | Mapping[str, Sequence[int]]
     backend: Backend | None
     keep_outputs: KeepOutputs | None
 

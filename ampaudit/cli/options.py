@@ -49,6 +49,7 @@ _GROUPS = {
         "audio",
         "twins",
         "batches",
+        "sweep",
         "train",
         "stream",
         "trust",
