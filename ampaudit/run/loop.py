@@ -18,7 +18,7 @@ from ampaudit.run.outputs import compare_outputs
 from ampaudit.run.record import StateFault, StepObservation
 from ampaudit.run.runner import CallResult, PreparedBatch, Runner
 from ampaudit.source.interface import Batch
-from ampaudit.source.next_inputs import NEXT_INPUTS, call_next_inputs
+from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs
 from ampaudit.trace import Role
 from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
 from ampaudit.trace.graph import Slot
@@ -201,7 +201,12 @@ class _Loop:
         shared = {id(first) for first, second in pairs if first is second}
         with guarded(self._config.device, self._fp32.inputs), torch.no_grad():
             torch.manual_seed(self._config.seed + ready.number + _SEED_OFFSET)
-            return side.call(program.traced.structure.filled(tensors), _Lent(shared), call)
+            try:
+                return side.call(program.traced.structure.filled(tensors), _Lent(shared), call)
+            except NothingFedBack:
+                if not self._own.buffers:
+                    raise
+                return side.inputs, OpWatch()  # the state is in buffers
 
 
 def _buffers(ready: PreparedBatch) -> dict[str, Pair]:

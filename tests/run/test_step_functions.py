@@ -254,6 +254,16 @@ def test_state_in_a_buffer_is_carried() -> None:
     assert torch.equal(model.state, torch.ones(4))
 
 
+def test_inputs_stay_if_only_buffers_change() -> None:
+    class Summing(InBuffer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state.add_(x)
+            return self.state.sum(-1, keepdim=True)
+
+    _, kept = scanned(Summing(), torch.ones(4), 4)
+    assert [float(outputs["output"][0]) for outputs in kept] == [8.0, 12.0, 16.0, 20.0]
+
+
 class Holder:
     """An object with a tensor in it that torch does not know."""
 
