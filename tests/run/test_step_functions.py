@@ -14,7 +14,7 @@ from torch import nn
 import ampaudit
 from ampaudit.core.errors import AuditError, UsageError
 from ampaudit.report.model import Report
-from tests.run.test_steps import half, scanned
+from tests.support.steps import half, scanned
 
 STEPS = 10
 SMALL: dict[str, Any] = {"vocab_size": 64, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
