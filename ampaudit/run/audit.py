@@ -103,9 +103,9 @@ def _run_all(
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
         with telling_own_failures(model, batch):
-            if configs[0].steps is not None:
+            if (steps := configs[0].steps) is not None:
                 for runner in runners:
-                    run_steps(runner, configs[0].steps, batch, number)
+                    run_steps(runner, steps, batch, number, progress)
             elif len(runners) == 1:
                 runners[0].run(batch, number)
             else:
