@@ -13,8 +13,9 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, OpFacts
+from ampaudit.trace.twins import TwinCall
 from ampaudit.trace.values import CASTABLE_DTYPES, float_value
 
 __all__ = [
@@ -53,8 +54,7 @@ class OpRecord:
         replayed: metadata of the exported node that it replays, if the model is an exported program.
         no_grad: whether the model's code switches gradients off here.
         in_backward: whether it is an op of a custom backward.
-        twin_of: the custom op whose twin calls it.
-        called_at: the line that calls that op.
+        twin: the call of a custom op whose twin calls it.
     """
 
     decision: Decision
@@ -65,8 +65,7 @@ class OpRecord:
     replayed: Mapping[str, Any] | None = None
     no_grad: bool = False
     in_backward: bool = False
-    twin_of: str | None = None
-    called_at: SourceLine | None = None
+    twin: TwinCall | None = None
 
 
 def replayed_meta() -> Mapping[str, Any] | None:
