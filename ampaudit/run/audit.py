@@ -22,12 +22,13 @@ from ampaudit.run.runner import Runner
 from ampaudit.run.sharing import SharedReference, interleave
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
+from ampaudit.trace.caster import TWIN
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
 
-_FIXED = ("author", "twin")  # decisions that no policy makes
+_FIXED = ("author", TWIN)  # decisions that no policy makes
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class Runner:
         return PreparedBatch(executor, tensors, self._meter(local=not beyond), batch, number, model, carried)
 
     def _check_twins(self, program: Program, model: nn.Module, batch: Batch, number: int) -> None:
-        ops = {site.twin_of for site in program.traced.sites if site.twin_of is not None}
+        ops = {site.twin.op for site in program.traced.sites if site.twin is not None}
         if ops and id(program) not in self._checked:
             self._checked.add(id(program))
             found = self._eager.check_twins(ops, model, batch, number)

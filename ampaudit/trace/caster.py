@@ -37,10 +37,10 @@ from ampaudit.trace.opnames import (
     written_values,
 )
 from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
-from ampaudit.trace.twin_call import TwinScopes
+from ampaudit.trace.twin_call import OpenTwins
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, storage_id
 
-__all__ = ["HALF_FOURIER", "NO_KERNEL", "Call", "Caster"]
+__all__ = ["HALF_FOURIER", "NO_KERNEL", "TWIN", "Call", "Caster"]
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -52,8 +52,9 @@ NO_KERNEL = Decision(
 HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "CPUs have no float16 kernel for it; the audit does what CUDA's does"
 )
+TWIN = "twin"  # why a policy does not decide
 INSIDE_TWIN = Decision(
-    Cast.FOLLOW, None, "twin", "what a kernel computes inside follows its inputs; no policy reaches it"
+    Cast.FOLLOW, None, TWIN, "what a kernel computes inside follows its inputs; no policy reaches it"
 )
 BACKWARD = Decision(Cast.FOLLOW, None, "default", "in the backward pass, where autocast is off")
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
@@ -103,7 +104,7 @@ class Caster:
         self._region: Region | None = None
         self.backward_name: str | None = None
         self.kernels = KernelTrials()
-        self.twins = TwinScopes()
+        self.twins = OpenTwins()
         self._alive: list[Any] = []
 
     @contextmanager
@@ -163,8 +164,7 @@ class Caster:
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """Return the id of the op that is traced next."""
         replayed = replayed_record()
-        scope = self.twins.innermost
-        around = layer if scope is None else scope.site
+        around = layer if self.twins.innermost is None else self.twins.innermost.site
         return (replayed and replayed.site) or self._numbering[tracer_id].next_id(around, base_name(op))
 
     def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
@@ -189,12 +189,9 @@ class Caster:
         decision, dtype = (
             self._backward_decision(facts, called) if backward else self._decision(facts, region)
         )
-        record = OpRecord(decision, site, None if backward else facts, in_backward=backward)
-        if (scope := self.twins.outermost) is not None:
-            record = replace(record, twin_of=scope.op, called_at=scope.called_at)
-        elif (replayed := replayed_record()) is not None:
-            record = replace(record, twin_of=replayed.twin_of, called_at=replayed.called_at)
-        return record, dtype
+        replayed = replayed_record()
+        twin = self.twins.outermost or (None if replayed is None else replayed.twin)
+        return OpRecord(decision, site, None if backward else facts, in_backward=backward, twin=twin), dtype
 
     def _backward_decision(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
         """Let ops follow the dtypes of their inputs, unless the code enables autocast."""

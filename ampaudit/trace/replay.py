@@ -13,8 +13,9 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, OpFacts
+from ampaudit.trace.twins import TwinCall
 from ampaudit.trace.values import CASTABLE_DTYPES, float_value
 
 __all__ = [
@@ -54,8 +55,7 @@ class OpRecord:
         no_grad: whether the model's code switches gradients off here.
         in_backward: whether it is an op of a custom backward.
         by_values: whether its sizes depend on values, which the trace took from given inputs.
-        twin_of: the custom op whose twin calls it.
-        called_at: the line that calls that op.
+        twin: the call of a custom op whose twin calls it.
     """
 
     decision: Decision
@@ -67,8 +67,7 @@ class OpRecord:
     no_grad: bool = False
     in_backward: bool = False
     by_values: bool = False
-    twin_of: str | None = None
-    called_at: SourceLine | None = None
+    twin: TwinCall | None = None
 
 
 def replayed_meta() -> Mapping[str, Any] | None:

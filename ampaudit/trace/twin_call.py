@@ -4,47 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.sites import SiteId
 from ampaudit.trace.internals import FakeTensor, disable_proxy_modes_tracing
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import written_values
 from ampaudit.trace.stack import calling_line
-from ampaudit.trace.twins import Twin, TwinFailed
+from ampaudit.trace.twins import Twin, TwinCall, TwinFailed
 from ampaudit.trace.values import dtype_name, sizes_of, storage_id
 
-__all__ = ["TwinScopes", "as_returned", "call_traced", "compare_kinds"]
+__all__ = ["OpenTwins", "as_returned", "call_traced", "compare_kinds"]
 
 Writes = Callable[[torch.Tensor], int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Scope:
-    op: str
-    site: SiteId
-    called_at: SourceLine | None
-
-
-class TwinScopes:
-    """The ops through whose twins the current op is called."""
+class OpenTwins:
+    """The calls through whose twins the current op is called."""
 
     def __init__(self) -> None:
-        self._open: list[_Scope] = []
+        self._open: list[TwinCall] = []
 
     @property
-    def innermost(self) -> _Scope | None:
-        """The op whose twin runs; ``None`` outside of twins."""
+    def innermost(self) -> TwinCall | None:
+        """The call whose twin runs; ``None`` outside of twins."""
         return self._open[-1] if self._open else None
 
     @property
-    def outermost(self) -> _Scope | None:
-        """The op that the model's code calls."""
+    def outermost(self) -> TwinCall | None:
+        """The call in the model's code."""
         return self._open[0] if self._open else None
 
     @contextmanager
@@ -54,11 +46,11 @@ class TwinScopes:
         Raises:
             TwinFailed: the twin calls its own op.
         """
-        if any(scope.op == op for scope in self._open):
+        if any(call.op == op for call in self._open):
             hint = "compute the same with PyTorch's ops"
             raise TwinFailed(f"the twin of {op} calls {op} itself", hint=hint)
         line = self._open[0].called_at if self._open else calling_line()
-        self._open.append(_Scope(op, site, line))
+        self._open.append(TwinCall(op, site, line))
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from ampaudit.core.errors import SourceError, UsageError, did_you_mean, first_line
+from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import forward_slashes
 from ampaudit.core.untrusted import describe
 from ampaudit.trace.internals import registered_ops
@@ -22,6 +23,7 @@ from ampaudit.trace.stack import is_tool_file
 
 __all__ = [
     "Twin",
+    "TwinCall",
     "TwinFailed",
     "active_twins",
     "known_twins",
@@ -91,6 +93,21 @@ class Twin:
         name = getattr(self.function, "__qualname__", repr(self.function))
         line = code.co_firstlineno if code is not None and "<lambda>" in name else 0
         return getattr(self.function, "__module__", ""), name, line
+
+
+@dataclass(frozen=True, slots=True)
+class TwinCall:
+    """A call of an op that is traced through its twin.
+
+    Attributes:
+        op: the op's name.
+        site: of the call.
+        called_at: the user's line that calls it.
+    """
+
+    op: str
+    site: SiteId
+    called_at: SourceLine | None
 
 
 @overload

@@ -167,6 +167,24 @@ def test_a_rule_about_the_op_decides_about_its_inside(tmp_path: Path) -> None:
     assert {s.precision for s in report.sites if f"{LIB}::softmax/" in s.site} == {"float32"}
 
 
+def test_advice_on_an_op_inside_keeps_the_op_in_float32() -> None:
+    """No rule reaches an op of a twin by itself."""
+    ampaudit.twin(f"{LIB}::softmax", plain_softmax)
+    model = nn.Sequential(identity(), Wrap(lambda model, x: softmax(x, 30.0)), identity()).eval()
+    report = scan(model, X, policy="half", advise=True)
+    tried = next(f for f in report.findings if f.severity == "error").tried
+    (cure,) = [trial for trial in tried if trial.kind == "rule" and trial.outcome == "cure"]
+    assert f'site: ["1/{LIB}::softmax"]' in cure.paste
+    assert '"2/linear"' in cure.paste  # which takes 16 bits again, as its weights are
+
+
+def test_without_twin_and_kernel_the_error_says_what_to_do() -> None:
+    cuda_only.register_fake(torch.empty_like)
+    with pytest.raises(SourceError, match=f"{LIB}::cuda_only has no kernel for CPU") as caught:
+        scanned(cuda_only)
+    assert f"ampaudit.twin('{LIB}::cuda_only', function)" in caught.value.hint
+
+
 def test_one_without_a_kernel_here_is_audited_and_said_to_be_unchecked() -> None:
     ampaudit.twin(f"{LIB}::cuda_only", lambda x: x * 1e5)
     report = scanned(cuda_only)

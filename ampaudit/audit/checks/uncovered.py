@@ -26,10 +26,9 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
     """Collect what the audit did not look at: one gap per op and kind, at its first site in graph order."""
     found = [*context.record.gaps]
     found += [Gap(site.id, GapKind.OPAQUE, site.op, _INSIDE) for site in foreign_sites(context)]
-    twins = ((site, site.twin_of) for site in context.graph_sites if site.twin_of is not None)
-    for site, op in twins:
-        if reason := context.record.twins.get(op, "nothing was run"):
-            found.append(Gap(site.id, GapKind.UNCHECKED_TWIN, op, reason))
+    for site in context.graph_sites:
+        if site.twin and (reason := context.record.twins.get(site.twin.op, "nothing was run")):
+            found.append(Gap(site.id, GapKind.UNCHECKED_TWIN, site.twin.op, reason))
     gradients = context.record.gradients
     for custom in gradients.untraced if gradients is not None else ():
         if not custom.instead:
