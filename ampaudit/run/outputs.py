@@ -162,7 +162,7 @@ def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     if reference.is_complex():
         reference, value = (
             torch.view_as_real(side.to(torch.complex64) if side.dtype is torch.complex32 else side)
-            for side in (reference, value)
+            for side in (reference.resolve_conj(), value.resolve_conj())
         )
     if reference.dtype not in _MEASURED:  # float8 has hardly any kernel
         reference, value = reference.float(), value.float()

@@ -319,3 +319,10 @@ def test_gradients_without_a_batch_dimension(name: str) -> None:
                 assert found[key].sqnr_db is None or found[key].sqnr_db > 25 or found[key].cancelled
         assert set(found) == {k for k, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
+
+
+def test_a_conjugated_output_is_compared() -> None:
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(m.a(x).float(), x.float()).conj()
+
+    assert ampaudit.scan(model_of(forward), numbers(4, 8), policy="half").verdict == "pass"

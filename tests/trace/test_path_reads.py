@@ -31,7 +31,19 @@ def whole(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return m.a(x) * int(x.abs().sum()) * float(x.abs().max())
 
 
-@pytest.mark.parametrize("function", [least, tensor_of_list, only_a_size, whole])
+def inside_a_kernel(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() == 0:
+        return x
+    return m.a(x) * nn.functional.one_hot(x.long().abs()).shape[-1]
+
+
+def new_tensor(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() == 0:
+        return x
+    return m.a(x) * x.new_tensor([x.max() / 3, 2.0]).sum()
+
+
+@pytest.mark.parametrize("function", [least, tensor_of_list, only_a_size, whole, inside_a_kernel, new_tensor])
 def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:
     model, x = model_of(function), torch.arange(-3.5, 12.5).reshape(2, 8) / 4
     kept: dict[str, Any] = {}

@@ -96,7 +96,8 @@ class PathRecorder:
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
         makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
-        with patched([*reads, *numbers, builtins, *makers]):
+        new_tensor = Replacement(FakeTensor, "new_tensor", _stacked_like)
+        with patched([*reads, *numbers, builtins, *makers, new_tensor]):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -189,6 +190,11 @@ def _stacking(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return _stacked(data, dtype)
 
     return make
+
+
+def _stacked_like(tensor: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+    """Return ``tensor.new_tensor(data)``."""
+    return torch.tensor(data, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 
 def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,13 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.errors import TraceFailed
 from ampaudit.trace.eager_call import without_low_precision, writable
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.internals import FakeTensor, without_autocast, without_modes, without_torch_function
+from ampaudit.trace.internals import (
+    NO_VALUE,
+    FakeTensor,
+    without_autocast,
+    without_modes,
+    without_torch_function,
+)
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import converts, written_values
 from ampaudit.trace.path.reads import model_lines
@@ -66,7 +72,7 @@ class Fp32Values:
         """Return the FP32 value of a tensor of the trace; a real one is a constant."""
         if isinstance(tensor, FakeTensor):
             if _VALUE not in vars(tensor):
-                raise RuntimeError("a tensor of the trace has no value")
+                raise RuntimeError(NO_VALUE)  # made by a fake kernel: the op stays whole
             found: torch.Tensor = vars(tensor)[_VALUE]
             return found
         if id(tensor) not in self._constants:
