@@ -74,7 +74,7 @@ def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any],
     given = [t for t in _tensors((called.args, called.kwargs)) if id(t) not in written]
     before = [writes(tensor) for tensor in given]
     with mode:
-        result = as_returned(twin, called.op, twin(*called.args, **called.kwargs))
+        result = as_returned(twin, called.op, twin(called.op, called.args, called.kwargs))
         if [writes(tensor) for tensor in given] != before:
             raise twin.failed("changes an argument that the op leaves alone")
         if expected is not None:
