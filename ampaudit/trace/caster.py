@@ -117,7 +117,7 @@ class Caster:
             self.backward_name = None
             self._alive.clear()
 
-    def writes_to(self, tensor: torch.Tensor) -> int:
+    def is_written(self, tensor: torch.Tensor) -> int:
         """Count the writes to a tensor's memory so far."""
         return self._writes[storage_id(tensor)]
 

@@ -157,7 +157,7 @@ class _OpRecorder:
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
         if twin is not None:
             with caster.twins.entered(twin.op, site):
-                return call_traced(twin, changed, self._mode, caster.writes_to)
+                return call_traced(twin, changed, self._mode, caster.is_written)
         try:
             if caster.kernels.refuses(changed):
                 raise NotImplementedError
