@@ -120,6 +120,14 @@ def test_overlapping_tensors_are_one_memory_again(tmp_path: Path) -> None:
     assert whole[:, 1].eq(-1).all()
 
 
+def test_columns_of_a_large_tensor_are_stored_without_the_rest(tmp_path: Path) -> None:
+    columns = torch.randn(500, 2000)[:, 7:9]
+    before = columns.clone()
+    (found,), _ = round_trip(tmp_path / "calls", columns)
+    assert torch.equal(found, before)
+    assert (tmp_path / "calls/call-000001.safetensors").stat().st_size < 2 * before.nbytes
+
+
 def test_every_kind_of_argument(tmp_path: Path) -> None:
     tensor = torch.randn(2, 2)
     args = (
