@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError
-from ampaudit.run.carried import Lent, carried_inputs, refuse_hidden_state
+from ampaudit.run.carried import Lent, carried_inputs, own_copy, refuse_hidden_state
 from ampaudit.run.config import NextInputs, Steps
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import Carried, Observer, Pair
@@ -74,8 +73,8 @@ class _Loop:
         self._count = steps.count
         opened = Batch(*with_objects_open((batch.args, batch.kwargs)))
         given = opened.mapped(lambda tensor: tensor.to(self._config.device, copy=True))
-        self._fp32 = _Side(given, copy.deepcopy(steps.next_inputs))
-        self._own = _Side(given, copy.deepcopy(steps.next_inputs))
+        self._fp32 = _Side(given, own_copy(steps.next_inputs))
+        self._own = _Side(given, own_copy(steps.next_inputs))
         self._unrepaired: _Side | None = None
         self._lost = False  # the unrepaired run cannot go on: its values are too broken
 
@@ -89,7 +88,8 @@ class _Loop:
             self._own.inputs = _as_placed(self._own.inputs, ready)
         self._measure(record, ready, result)
         self._own.buffers |= _buffers(ready)
-        unrepaired = self._run_unrepaired(ready, outputs) if result.origins or self._unrepaired else None
+        differs = not self._lost and (bool(result.origins) or self._unrepaired is not None)
+        unrepaired = self._run_unrepaired(ready, outputs) if differs else None
         record.poisoned = self._lost or (self._unrepaired is not None and _broken(unrepaired or []))
         if record.step < self._count:
             self._step_on(record, ready, result.outputs, unrepaired)
@@ -138,10 +138,8 @@ class _Loop:
         unrepaired: list[Pair] | None,
     ) -> None:
         """Make the inputs of the next step in each run."""
-        spare = replace(
-            self._own, function=copy.deepcopy(self._own.function), buffers=dict(self._own.buffers)
-        )
-        again = _Side(self._fp32.inputs, copy.deepcopy(self._fp32.function))
+        spare = replace(self._own, function=own_copy(self._own.function), buffers=dict(self._own.buffers))
+        again = _Side(self._fp32.inputs, own_copy(self._fp32.function))
         fp32, watch = self._call(self._fp32, ready, outputs, 0)
         own, own_watch = self._call(self._own, ready, outputs, 1)
         call = self._config.call_name(ready.number)

@@ -172,7 +172,9 @@ class Runner:
         if self.config.edits and fp32 is not None:
             edited = {name: (fp32.get(name), reference) for name, (reference, _) in named.items()}
             merge_outputs(self.record.edited, compare_outputs(edited, ready.number))
-        attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number)
+        buffers = {} if ready.own is None else ready.own.buffers
+        own = Carried(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
+        attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number, own)
         for name in merge_outputs(self.record.outputs, found):
             self._worst[name] = attribution
         self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}

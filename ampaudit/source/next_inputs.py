@@ -16,6 +16,7 @@ from ampaudit.source.interface import Batch
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import with_objects_open
 from ampaudit.trace.holders import restored
+from ampaudit.trace.values import inexact
 
 __all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "stepping"]
 
@@ -115,7 +116,7 @@ def _alike(output: Any, given: Any) -> bool:
         isinstance(one, torch.Tensor)
         and isinstance(other, torch.Tensor)
         and one.shape == other.shape
-        and one.is_floating_point()
-        and other.is_floating_point()
+        and inexact(one)
+        and inexact(other)
         for one, other in zip(leaves, others, strict=True)
     )

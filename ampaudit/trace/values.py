@@ -18,6 +18,7 @@ __all__ = [
     "dtype_name",
     "fits",
     "float_value",
+    "inexact",
     "sizes_of",
     "sizes_vary",
     "storage_id",
@@ -43,6 +44,11 @@ def torch_dtype(form: NumberFormat) -> torch.dtype:
     """Return the dtype of a number format."""
     dtype: torch.dtype = getattr(torch, form.name)
     return dtype
+
+
+def inexact(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def float_value(value: Any) -> torch.Tensor | None:

@@ -350,6 +350,44 @@ def test_inputs_written_in_place_are_not_the_users() -> None:
     assert int(position) == 1
 
 
+def test_a_complex_state_is_fed_back() -> None:
+    class Turning(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (0.6 + 0.8j)
+
+    _, kept = scanned(Turning(), torch.ones(4, dtype=torch.complex64), 5)
+    torch.testing.assert_close(kept[-1]["output"][0], torch.full((4,), (0.6 + 0.8j) ** 5))
+
+
+def test_a_function_that_holds_a_model_shares_it() -> None:
+    class Through(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("a model is not copied for each run")
+
+    class Projected:
+        def __init__(self) -> None:
+            self.model = Through(4, 4)
+
+        def __call__(self, outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.model(outputs.float()).to(outputs.dtype)
+            return found
+
+    report, _ = scanned(nn.Linear(4, 4), torch.ones(2, 4), 3, next_inputs=Projected())
+    assert report.verdict == "pass"
+
+
+def test_a_function_that_cannot_be_copied_is_refused() -> None:
+    class Iterating:
+        def __init__(self) -> None:
+            self.numbers = (number for number in range(9))
+
+        def __call__(self, outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+            return outputs * next(self.numbers)
+
+    with pytest.raises(AuditError, match="cannot be copied for each run"):
+        ampaudit.scan(nn.Linear(4, 4), torch.ones(2, 4), steps=3, next_inputs=Iterating())
+
+
 def test_no_step_is_known_for_any_model() -> None:
     with pytest.raises(UsageError, match="no output of the model is like one of its inputs"):
         ampaudit.scan(nn.Linear(4, 3), torch.ones(2, 4), steps=3)
