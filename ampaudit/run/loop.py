@@ -42,7 +42,7 @@ def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress:
         SourceError: the function fails.
         ReferenceBroken: it gives NaN or infinity in FP32.
     """
-    loop = _Loop(runner, steps, batch)
+    loop, runner.record.fed_back = _Loop(runner, steps, batch), steps.fed_back
     for step in range(1, steps.count + 1):
         progress("running steps", step - 1, steps.count)
         runner.record.steps.append(loop.advance(StepObservation(number, step)))

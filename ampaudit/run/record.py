@@ -120,6 +120,7 @@ class RunRecord:
         code: where the model's code does something else than in FP32.
         steps: what each step showed; empty without ``--steps``.
         traces: how often the model was traced.
+        fed_back: what makes the inputs of a step, in words.
     """
 
     device: str
@@ -140,6 +141,7 @@ class RunRecord:
     code: CodeRecord = field(default_factory=CodeRecord)
     steps: list[StepObservation] = field(default_factory=list)
     traces: int = 0
+    fed_back: str = ""
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add wall-clock time to a phase."""

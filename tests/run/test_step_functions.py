@@ -92,18 +92,32 @@ def test_the_16_bit_cache_is_that_of_a_16_bit_loop() -> None:
 
 
 def test_an_overflow_in_the_cache_is_named() -> None:
+    """A position that only the fifth step reaches has a key beyond float16."""
     model = generating("gpt2")
-    with torch.no_grad():  # keys of one token are large; the queries that meet them are small
-        block = model.transformer.h[1].attn.c_attn
-        block.weight[:, :32] *= 1e-6
-        block.bias[:32] = 0
-        token = int(model.generate(**prompt(), max_new_tokens=3, do_sample=False)[1, -2])
-        model.transformer.wte.weight[token, 0] = 4e4
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    report, _ = scanned(model, prompt(), 5)
-    assert report.verdict == "fail"
+    attention = model.transformer.h[0].attn.c_attn
+    with torch.no_grad():
+        model.transformer.wpe.weight[9] = 0.0
+        model.transformer.wpe.weight[9, 3] = 100.0
+        attention.weight[3, 32:64] = 15_000.0
+        attention.weight[:, :32] *= 1e-6  # queries: scores stay small
+    peaks: list[float] = []
+    hook = attention.register_forward_hook(
+        lambda module, args, output: peaks.append(float(output[..., 32:64].abs().amax()))
+    )
+    model.generate(
+        **prompt() | {"attention_mask": torch.ones(2, 6).long()}, max_new_tokens=8, do_sample=False
+    )
+    hook.remove()
+    expected = 1 + next(step for step, peak in enumerate(peaks) if peak >= 65_520.0)
+    assert expected == 5
+    report, kept = scanned(model, {"input_ids": prompt()["input_ids"]}, 8)
+    worst = next(f for f in report.findings if f.severity == "error")
+    assert (worst.layer, worst.evidence.step) == ("transformer.h.0.attn.c_attn", expected)
+    keys = [outputs["output.past_key_values.layers[0].keys"] for outputs in kept]
+    assert [bool(value.isfinite().all()) for _, value in keys[:expected]] == [True] * 4 + [False]
+    assert all(bool(reference.isfinite().all()) for reference, _ in keys)
     assert report.steps is not None
-    assert report.steps.first_broken is not None
+    assert [step.step for step in report.steps.steps if step.poisoned] == [6, 7, 8]
 
 
 def test_a_model_with_its_own_kind_of_cache_is_refused() -> None:
