@@ -87,16 +87,16 @@ class Runner:
         """Trace if necessary, run, and run again with repairs if something broke."""
         self.execute(self.prepare(batch, number))
 
-    def execute(self, ready: PreparedBatch) -> tuple[list[Pair], CallResult]:
+    def execute(self, ready: PreparedBatch) -> tuple[list[Pair], dict[str, Pair], CallResult]:
         """Run a prepared batch, and again with repairs if something broke.
 
         Returns:
-            The outputs of the first run, and the results of the last.
+            The outputs of the first run, the buffers that it wrote, and the results of the last.
         """
         started = time.perf_counter()
         outputs = self.outputs(ready, ready.meter)
         self._add_seconds("run", started)
-        return outputs, self.finish(ready, outputs)
+        return outputs, ready.executor.named_buffers(), self.finish(ready, outputs)
 
     def prepare(
         self, batch: Batch, number: int, own: Batch | None = None, buffers: Mapping[str, Pair] | None = None

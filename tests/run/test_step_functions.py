@@ -265,6 +265,7 @@ def test_state_in_a_buffer_is_carried() -> None:
     assert report.steps is not None
     assert report.steps.first_broken is not None
     assert report.steps.first_broken.step == 16  # 2^16 is the first that float16 lacks
+    assert [step.step for step in report.steps.steps if step.poisoned] == [17, 18, 19, 20]
     assert torch.equal(model.state, torch.ones(4))
 
 
