@@ -87,7 +87,7 @@ recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 registered_ops: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 NO_VALUE = "a tensor of the trace has no value"
-_NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer", NO_VALUE)
+_NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer", "no fake impl registered", NO_VALUE)
 # hooks that every module calls
 global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 # nodes of an exported graph that enter and leave regions

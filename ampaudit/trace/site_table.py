@@ -58,8 +58,9 @@ def with_known_sites(traced: TracedModel, known: Sequence[Site]) -> TracedModel:
     sites = []
     for site in traced.sites:
         same = ids[_place(site)]
-        short = site.id.rpartition("/")[2].partition("#")[0]
-        sites.append(replace(site, id=same.popleft() if same else numbering.next_id(site.layer, short)))
+        around, _, name = site.id.rpartition("/")  # a layer, or the call of an op whose twin it is part of
+        made = same.popleft() if same else numbering.next_id(around, name.partition("#")[0])
+        sites.append(replace(site, id=made))
     return replace(traced, sites=tuple(sites))
 
 

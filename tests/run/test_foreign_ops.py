@@ -115,6 +115,17 @@ def test_a_name_of_aten_says_nothing() -> None:
     assert codes(report) == ["AMP101"]
 
 
+def test_one_that_nothing_describes_runs_along_the_path() -> None:
+    @torch.library.custom_op(f"{LIB}::undescribed", mutates_args=())
+    def undescribed(x: torch.Tensor) -> torch.Tensor:
+        return x * 1e5
+
+    report = scanned(undescribed)
+    assert codes(report) == ["AMP101"]
+    assert report.findings[0].site == f"(top)/{LIB}::undescribed"
+    assert [gap.kind for gap in report.gaps] == ["opaque op"]
+
+
 @pytest.mark.parametrize("error", range(4))
 def test_one_that_refuses_16_bits_continues_in_float32(error: int) -> None:
     report = scanned(lambda x: wide_only(x, error))

@@ -262,6 +262,17 @@ def test_a_twin_may_call_another_op_with_a_twin() -> None:
     assert "scanned(doubled)" not in power.source.caller.code  # the line of the model
 
 
+def test_a_twin_that_decides_by_values_keeps_the_names_of_its_ops() -> None:
+    @custom_op("branching")
+    def branching(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if bool(x.sum() > -1) else x * 3
+
+    ampaudit.twin(f"{LIB}::branching", lambda x: x * 2 if bool(x.sum() > -1) else x * 3)
+    report = scanned(branching)
+    inside = [site.site for site in report.sites if f"{LIB}::branching" in site.site]
+    assert inside == [f"(top)/{LIB}::branching/sum", f"(top)/{LIB}::branching/mul"]
+
+
 def test_several_results_and_lists_of_tensors() -> None:
     ampaudit.twin(f"{LIB}::two", lambda x, ys: [x.sum(-1), torch.stack(ys).sum(0)])
     kept: dict[int, Any] = {}
