@@ -47,6 +47,7 @@ from ampaudit.report.public import diff as diff
 from ampaudit.report.public import read_report as read_report
 from ampaudit.report.training import TrainingReport as TrainingReport
 from ampaudit.report.verification import Verification as Verification
+from ampaudit.trace.twins import twin as twin
 from ampaudit.training.config import TrainConfig as TrainConfig
 from ampaudit.training.prepare import Prepared as Prepared
 from ampaudit.training.prepare import prepare as prepare

@@ -96,3 +96,12 @@ def test_the_digits_network_learns_and_is_healthy() -> None:
     assert least_headroom(report) > 8
     source = open_source(str(EXAMPLES / "digits_cnn.py"), SourceConfig())
     assert sys.modules[type(source.model).__module__].accuracy(source.model) > 0.9
+
+
+def test_mean_pooling_leaves_the_format_at_a_known_length() -> None:
+    report = scan(
+        str(EXAMPLES / "mean_pooling.py"), policy="half", device="cpu", sweep="length=64,256,1024,4096,32768"
+    )
+    assert report.sweep is not None
+    assert [value.verdict for value in report.sweep.values] == ["pass"] * 4 + ["fail"]
+    assert [growth.crossing for growth in report.sweep.growth] == [32_760]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from annotated_types import Ge, Gt
-from pydantic import AfterValidator, InstanceOf
+from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
 from ampaudit.core.assumptions import parse_assumption
 from ampaudit.core.config import (
@@ -26,6 +26,7 @@ from ampaudit.core.config import (
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
+from ampaudit.core.sweep import parse_sweep, sweep_text
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn, FailOnGaps
@@ -47,11 +48,14 @@ __all__ = [
     "MinSqnr",
     "PlanConfig",
     "PlanOptions",
+    "PolicyConfig",
     "PolicyName",
+    "PolicyOptions",
     "Rules",
     "ScanConfig",
     "ScanKeywords",
     "ScanOptions",
+    "TwinFile",
     "check_device",
     "policies_of",
     "rules_of",
@@ -71,6 +75,9 @@ FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code
 FailOnOption = Annotated[
     FailOnGaps, Option("Lowest severity that makes the exit code 1; 'gap': errors, and what was not audited.")
 ]
+TwinFile = Annotated[
+    FilePath | None, Option("Python file that registers twins of custom ops.", metavar="FILE")
+]
 Ignored = Annotated[
     Texts,
     AfterValidator(_known_codes),
@@ -85,6 +92,7 @@ _EXCLUDES = {
     "static": ("stress", "advise", "diff"),
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
     "steps": ("ranges", "static", "prove", "assume", "stress", "backward"),
+    "sweep": ("ranges", "static", "stress", "advise", "diff"),
 }
 
 
@@ -120,8 +128,8 @@ def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
     return [rules_of(one) for one in several]
 
 
-class PlanConfig(Config):
-    """Options of ``plan``, which applies a policy without running in 16 bits."""
+class PolicyConfig(Config):
+    """Options of whatever applies a policy to a model."""
 
     policy: PolicyName = "ampaudit"
     dtype: DtypeName = "float16"
@@ -134,6 +142,12 @@ class PlanConfig(Config):
         check_device(self.device, audits=True)
 
 
+class PlanConfig(PolicyConfig):
+    """Options of ``plan``, which applies a policy without running in 16 bits."""
+
+    twins: TwinFile = None
+
+
 class _RunOptions(TypedDict, total=False):
     """Keywords of whatever runs a model."""
 
@@ -143,10 +157,16 @@ class _RunOptions(TypedDict, total=False):
     on_progress: OnProgress
 
 
-class PlanOptions(_RunOptions, total=False):
-    """The fields of ``PlanConfig`` as keywords."""
+class PolicyOptions(_RunOptions, total=False):
+    """The fields of ``PolicyConfig`` as keywords."""
 
     policy: str | Path | RuleSet
+
+
+class PlanOptions(PolicyOptions, total=False):
+    """The fields of ``PlanConfig`` as keywords."""
+
+    twins: str | Path | None
 
 
 class ScanConfig(PlanConfig):
@@ -186,6 +206,11 @@ class ScanConfig(PlanConfig):
         Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")
     ] = ()
     ignore: Ignored = ()
+    sweep: Annotated[
+        str,
+        BeforeValidator(sweep_text),
+        Option("Scan at several sizes of the inputs.", metavar="AXIS=N,N,..."),
+    ] = ""
     backend: Annotated[Backend | None, python_only("Computes in 16 bits instead of the device's own.")] = None
     keep_outputs: Annotated[
         KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
@@ -210,11 +235,14 @@ class ScanConfig(PlanConfig):
         parse_contract(self.contract)
         for text in self.assume:
             parse_assumption(text)
+        if self.sweep:
+            parse_sweep(self.sweep)
 
 
 class ScanKeywords(_RunOptions, total=False):
     """The fields of ``ScanConfig`` as keywords, without the policy."""
 
+    twins: str | Path | None
     ranges: bool
     fail_on: FailOnGaps
     min_headroom: float
@@ -233,6 +261,7 @@ class ScanKeywords(_RunOptions, total=False):
     static: bool
     assume: Sequence[str]
     ignore: Sequence[str]
+    sweep: str | Mapping[str, Sequence[int]]
     backend: Backend | None
     keep_outputs: KeepOutputs | None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,18 @@ from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.inputs import inputs_from
+from ampaudit.source.inputs import inputs_from, unknown_axis
+from ampaudit.source.interface import Sized
 from ampaudit.source.open import open_source
 from ampaudit.source.training_step import runnable
 from ampaudit.source.unwrapping import unwrapped
+from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.isolation import preserved
 
-__all__ = ["Inputs", "ModelLike", "as_source", "check_trained"]
+__all__ = ["Inputs", "ModelLike", "SizedInputs", "as_source", "check_trained"]
 
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+SizedInputs = Callable[..., Inputs]  # by axis, for a sweep
 ModelLike = nn.Module | ModelSource | str | Path
 _HOW = "pass one batch as inputs, or several as batches=[...]"
 _ONE = "pass a tensor, a tuple or a dict"
@@ -31,7 +36,7 @@ _ONE = "pass a tensor, a tuple or a dict"
 
 def as_source(
     model: ModelLike,
-    inputs: Inputs | None = None,
+    inputs: Inputs | SizedInputs | None = None,
     batches: Iterable[Inputs] | None = None,
     options: SourceConfig | None = None,
     *,
@@ -41,7 +46,8 @@ def as_source(
 
     Args:
         model: in memory; or loaded already; or where it is to be loaded from.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; for a sweep, a
+            function that makes one of a given size.
         batches: several batches instead.
         options: how to load it.
         most: the number of batches to take at most, of a loader that never ends.
@@ -54,7 +60,14 @@ def as_source(
         raise UsageError(f"source is of type {type(options).__name__}", hint="pass a SourceConfig")
     if inputs is not None and batches is not None:
         raise InputError("give either inputs or batches, not both", hint=_HOW)
-    given = [inputs] if inputs is not None else _several(batches)
+    options = options or SourceConfig()
+    sized: Sized | None = None
+    given: Iterable[Any] | None
+    if callable(inputs):
+        sized, given = partial(_sized, inputs), _sized(inputs, options.input_sizes or {})
+        options = options.changed(input_sizes=None)  # not of the functions in the model's file
+    else:
+        given = [inputs] if inputs is not None else _several(batches)
     if isinstance(model, nn.Module):
         model = unwrapped(model)
         source = ModelSource(type(model).__name__, "object", model, ())
@@ -65,11 +78,25 @@ def as_source(
         raise InputError(f"the model is of type {type(model).__name__}", hint=hint)
     elif not isinstance(model, ModelSource):
         with preserved():
-            model = open_source(str(model), options or SourceConfig())
+            model = open_source(str(model), options)
     if given is None:
         return model
     made = runnable(model.model, model.location)
-    return replace(model, model=made, batches=tuple(map(_batch, islice(given, most))), inputs=GIVEN)
+    found = tuple(map(_batch, islice(given, most)))
+    return replace(model, model=made, batches=found, inputs=GIVEN, sized=sized)
+
+
+def _sized(function: SizedInputs, sizes: Mapping[str, int]) -> tuple[Batch, ...]:
+    """Call the user's function for inputs of a size."""
+    known = inspect.signature(function).parameters
+    for axis in sizes:
+        if axis not in known:
+            raise unknown_axis(axis, list(known), f"write def inputs({axis}): ...")
+    if not sizes:
+        raise InputError("inputs is a function", hint=f"{_ONE}; with sweep, a function of the axis")
+    with calling_user_code("inputs()"):
+        made = function(**sizes)
+    return (_batch(made),)
 
 
 def _with_inputs(source: ModelSource, options: SourceConfig | None) -> ModelSource:
@@ -78,8 +105,9 @@ def _with_inputs(source: ModelSource, options: SourceConfig | None) -> ModelSour
         raise InputError("give either inputs or batches", hint=_HOW)
     options.check()
     model = runnable(source.model, source.location)
-    batches, functions, info = inputs_from(options, model)
-    return replace(source, model=model, batches=batches, inputs=info, **functions)
+    sized, functions, info = inputs_from(options, model)
+    batches = sized(options.input_sizes or {})
+    return replace(source, model=model, batches=batches, inputs=info, sized=sized, **functions)
 
 
 def check_trained(model: Any, optimizer: Any) -> None:

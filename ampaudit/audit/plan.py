@@ -20,6 +20,7 @@ from ampaudit.run.audit import RunConfig, measure, promoted_sites
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.source.stored_weights import with_plain_weights
+from ampaudit.source.twins import using_twins
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.isolation import preserved
@@ -61,7 +62,8 @@ def plan(
     opened = with_plain_weights(opened)
     form, where = low_precision_format(chosen.dtype), pick_device(chosen.device, audits=True)
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
-    traced, notes = trace_under(opened, rules, form, where, chosen.seed, chosen.on_progress)
+    with using_twins(chosen.twins):
+        traced, notes = trace_under(opened, rules, form, where, chosen.seed, chosen.on_progress)
     masters = rules.file.weights.master
     return build_plan(attach_weights(traced), opened.location, masters=masters, notes=opened.notes + notes)
 

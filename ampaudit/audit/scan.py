@@ -13,10 +13,11 @@ from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, ScanKeywords, policies_of, rules_of
 from ampaudit.audit.context import context_of
-from ampaudit.audit.inputs import Inputs, ModelLike, as_source
+from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.stress import stressed
+from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
@@ -30,6 +31,7 @@ from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
+from ampaudit.source.twins import using_twins
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
@@ -47,7 +49,7 @@ class Audited:
 @overload
 def scan(
     model: ModelLike,
-    inputs: Inputs | None = None,
+    inputs: Inputs | SizedInputs | None = None,
     *,
     policy: Rules = ...,
     batches: Iterable[Inputs] | None = None,
@@ -60,7 +62,7 @@ def scan(
 @overload
 def scan(
     model: ModelLike,
-    inputs: Inputs | None = None,
+    inputs: Inputs | SizedInputs | None = None,
     *,
     policy: list[Rules] | tuple[Rules, ...],
     batches: Iterable[Inputs] | None = None,
@@ -72,7 +74,7 @@ def scan(
 
 def scan(
     model: ModelLike,
-    inputs: Inputs | None = None,
+    inputs: Inputs | SizedInputs | None = None,
     *,
     policy: Rules | Sequence[Rules] | None = None,
     batches: Iterable[Inputs] | None = None,
@@ -85,7 +87,8 @@ def scan(
     Args:
         model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
             location: a path, or ``package.module:factory``.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; for ``sweep``,
+            a function that makes one of a given size.
         policy: name of a policy, path of a rule file, or a ``RuleSet``; a list compares several.
         batches: several batches instead of one.
         source: how to load a model from its location: weights, inputs, number of batches, ``trust`` ...
@@ -102,6 +105,8 @@ def scan(
     chosen.check()
     policies = policies_of(chosen.policy if policy is None else policy)
     loading = source or SourceConfig(seed=chosen.seed, train=chosen.backward)
+    if chosen.sweep and isinstance(loading, SourceConfig):
+        loading = loading.changed(input_sizes=first_sizes(chosen))
     opened = as_source(model, inputs, batches, loading)
     given = {*options, *(config.model_fields_set if config is not None else ())}
     policies, chosen = as_converted(opened, policies, chosen, given if policy is None else {*given, "policy"})
@@ -123,7 +128,12 @@ def as_converted(
 
 def scan_policies(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
-    return [found.report for found in audit_policies(source, policies, config)]
+
+    def audited(at: ModelSource) -> list[Report]:
+        return [found.report for found in audit_policies(at, policies, config)]
+
+    with using_twins(config.twins):
+        return swept(source, config, audited) if config.sweep else audited(source)
 
 
 @preserved()

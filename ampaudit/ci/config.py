@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan
 
-from ampaudit.audit.config import Ignored
+from ampaudit.audit.config import Ignored, TwinFile
 from ampaudit.core.config import (
     Config,
     DeviceName,
@@ -74,6 +74,7 @@ class CheckConfig(Config):
     text: TextFile = None
     images: ImageDirectory = None
     audio: AudioDirectory = None
+    twins: TwinFile = None
     batches: BatchCount = None
     seed: Seed = 0
     train: Annotated[bool, Option("Audit the models in training mode.")] = False
@@ -107,6 +108,7 @@ class CheckOptions(TypedDict, total=False):
     text: str | Path | None
     images: str | Path | None
     audio: str | Path | None
+    twins: str | Path | None
     batches: int | None
     seed: int
     train: bool

@@ -131,16 +131,16 @@ def _check_found(watcher: Watcher) -> None:
         InputError: naming what was called instead.
     """
     for name, recording in watcher.recordings.items():
-        if recording.module is None:
+        if not recording.calls:
             called = [
                 f"{kind} ({plural(count, 'call')})" for kind, count in watcher.called.most_common(_SHOWN)
             ]
-            hint = did_you_mean(name, watcher.called)
-            hint += f"the script calls {', '.join(called)}" if called else "the script calls no module"
-            raise InputError(f"--module {describe(name)}: no such module was called", hint=hint)
-        if not recording.calls:
-            hint = "name the module that the script calls; module.forward(...) is no call"
-            raise InputError(f"--module {describe(name)}: the module was never called", hint=hint)
+            hint = f"the script calls {', '.join(called)}" if called else "the script calls no module"
+            if recording.module is None:
+                what, hint = "no such module was called", did_you_mean(name, watcher.called) + hint
+            else:
+                what = f"{type(recording.module).__name__} was never called, except by its methods"
+            raise InputError(f"--module {describe(name)}: {what}", hint=hint)
         if not recording.recorded:
             why = next(iter(recording.skipped), recording.stopped)
             raise InputError(f"--module {describe(name)}: no call could be recorded", hint=describe(why, 200))

@@ -134,7 +134,9 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
         advise = config.advise or options["advise_policy"] is not None
         config = config.changed(advise=advise, prove=config.prove or bool(config.assume))
         config.check()
-        source = load_source(location, loading)
+        from ampaudit.audit.sweep import first_sizes
+
+        source = load_source(location, loading.changed(input_sizes=first_sizes(config)))
         from ampaudit.audit.scan import as_converted, scan_policies
 
         policies, config = as_converted(source, policies, config, asked)

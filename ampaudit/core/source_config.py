@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge
 
-from ampaudit.core.config import Config, FilePath, Option, Seed, Trust, long_flag
+from ampaudit.core.config import Config, FilePath, Option, Seed, Trust, long_flag, python_only
 from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.core.untrusted import describe
 
@@ -48,6 +49,9 @@ class SourceConfig(Config):
     )
     stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
     trust: Trust = False
+    input_sizes: Annotated[
+        Mapping[str, int] | None, python_only("Sizes of made inputs by axis, for a sweep.")
+    ] = None
 
     def check(self) -> None:
         """Raise early for a file that does not exist.

@@ -14,8 +14,8 @@ from ampaudit.audit.config import (
     Ignored,
     MinHeadroom,
     MinSqnr,
-    PlanConfig,
-    PlanOptions,
+    PolicyConfig,
+    PolicyOptions,
     rules_of,
 )
 from ampaudit.checkpoint.layout import MANIFEST
@@ -30,7 +30,7 @@ __all__ = ["ConvertConfig", "ConvertOptions", "Mode", "VerifyConfig", "VerifyOpt
 Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 
 
-class ConvertConfig(PlanConfig):
+class ConvertConfig(PolicyConfig):
     """Options of ``convert``."""
 
     mode: Annotated[
@@ -85,7 +85,7 @@ class ConvertConfig(PlanConfig):
         return rules_of(self.policy)
 
 
-class ConvertOptions(PlanOptions, total=False):
+class ConvertOptions(PolicyOptions, total=False):
     """The fields of ``ConvertConfig`` as keywords."""
 
     mode: Mode

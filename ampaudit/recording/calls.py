@@ -41,8 +41,7 @@ class Watcher:
         recordings: by the names of their modules.
 
     Attributes:
-        called: classes of modules that the program calls itself, with the numbers of their calls, as long as
-            a name is not found.
+        called: classes of modules that the program calls itself, with the numbers of their calls.
     """
 
     def __init__(self, recordings: Mapping[str, Recording]) -> None:
@@ -52,6 +51,8 @@ class Watcher:
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], depth: int) -> None:
         """Record a call that is about to be made, if it is one of a watched module."""
+        if depth == 0:
+            self.called[type(module).__name__] += 1
         if self.unknown:
             self._look_for(module, depth)
         for recording in self.recordings.values():
@@ -59,8 +60,6 @@ class Watcher:
                 recording.take(args, kwargs)
 
     def _look_for(self, module: nn.Module, depth: int) -> None:
-        if depth == 0:
-            self.called[type(module).__name__] += 1
         for name, recording in list(self.unknown.items()):
             found: Any = module if name == type(module).__name__ else None
             if found is None and depth == 0:

@@ -122,7 +122,7 @@ class _Encoder:
         what = ""
         if type(value) not in _PLAIN_TENSORS:
             what = f"a {type(value).__name__}"
-        elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        elif value.is_quantized or not _has_storage(value):
             what = "a tensor without a storage of its own"
         elif value.device.type == "meta":
             what = "a tensor without values"
@@ -140,6 +140,15 @@ class _Encoder:
             return {kind: self._tensor(torch.from_numpy(np.array(value, order="C")), place)}
         except TypeError:
             raise Unstorable(f"{describe(place)} is a NumPy array of {value.dtype}") from None
+
+
+def _has_storage(value: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory: sparse and nested ones, and those inside vmap, do not."""
+    try:
+        value.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return value.layout is torch.strided
 
 
 def _scalar(value: str | bytes | complex, place: str) -> Any:

@@ -11,7 +11,7 @@ from ampaudit.render.blocks import Block, Section, Table, line, tabulate
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
 
-__all__ = ["all_sites", "level_sections"]
+__all__ = ["all_sites", "level_sections", "path_sections"]
 
 _WIDTH = 36
 
@@ -23,7 +23,7 @@ def level_sections(report: Report, count: int) -> Iterator[Section]:
     elif report.run.level == "static":
         yield from _unproved(report, 2 * count)
     else:
-        yield from _path(report, 2 * count)
+        yield from path_sections(report, 2 * count)
         yield from _promoted(report, count)
         yield from _changed(report, 2 * count)
         yield from _nearest(report, count)
@@ -107,7 +107,7 @@ def _promoted(report: Report, count: int) -> Iterator[Section]:
     yield Section(tuple(blocks), title)
 
 
-def _path(report: Report, count: int) -> Iterator[Section]:
+def path_sections(report: Report, count: int) -> Iterator[Section]:
     """Return the lines whose decisions on values chose the code that was audited, those that flip first."""
     if report.path is None or not report.path.lines:
         return

@@ -13,8 +13,9 @@ __all__ = ["step_section", "step_sentences", "steps_svg"]
 
 _ROWS = 8
 _NUMBERS = 6  # of steps, in a sentence
+_LINE = 14  # height of a text in the chart
 _MAX_TRACES = 3  # a first step, later ones, and those with a state in other dtypes
-_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 120, 52, 12
+_WIDTH, _HEIGHT, _LEFT, _TOP = 380, 110, 36, 12
 
 
 def step_section(steps: StepsReport, *, full: bool = False) -> Section:
@@ -73,7 +74,8 @@ def step_sentences(steps: StepsReport) -> Iterator[str]:
         more = f" and {len(what) - 1} more" if len(what) > 1 else ""
         yield f"The first step out of range is {first.step}: {escape_control(what[0])}{more}."
         if poisoned:
-            yield f"If nothing is repaired, it poisons {_steps(poisoned)}; the numbers are of a repaired run."
+            yield f"If nothing is repaired, it poisons {_steps(poisoned)}."
+        yield "After it, broken values are replaced by FP32's, within the range of the format."
     for growth in steps.growth:
         yield _growth(growth, len(steps.steps))
     if flipped:
@@ -121,8 +123,8 @@ def steps_svg(steps: StepsReport) -> str:
     panels = [
         _panel(points, last, broken, label, color)
         for points, label, color in (
-            (headroom, "headroom, bits", "--lower"),
-            (accuracy, "accuracy, dB", "--gradient"),
+            (headroom, "Headroom in bits", "--lower"),
+            (accuracy, "Accuracy in dB", "--gradient"),
         )
         if len(points) > 1
     ]
@@ -147,13 +149,14 @@ def _panel(points: Sequence[tuple[int, float]], last: int, broken: set[int], lab
         for step, value in points
         if step in broken
     )
+    ticks = (high, *((0.0,) if low < 0.0 < high and y(0.0) - y(high) > _LINE < y(low) - y(0.0) else ()), low)
     texts = "".join(
         f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.0f}</text>'
-        for value in dict.fromkeys((high, 0.0, low))
+        for value in ticks
     )
     said = escape(f"{label} over {plural(last, 'step')}: from {values[0]:.1f} to {values[-1]:.1f}")
     return (
-        f'<figure class="steps"><figcaption>{escape(label.capitalize())}, per step</figcaption>'
+        f'<figure class="steps"><figcaption>{escape(label)}</figcaption>'
         f'<svg role="img" aria-label="{said}" viewBox="0 0 {_WIDTH} {_HEIGHT + 14}" width="100%">'
         f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y(0.0):.1f}" y2="{y(0.0):.1f}" stroke="var(--line)"/>'
         f'{texts}<text x="{_LEFT}" y="{_HEIGHT + 10}">1</text>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.core.text import escape_control, format_scale, plural
+from ampaudit.render.sweep import sweep_words
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
 from ampaudit.report.gap import gaps_in_words
@@ -34,6 +35,8 @@ def verdict_words(report: Report) -> tuple[str, str]:
     else:
         first, *others = _sound(report)
         what = "; ".join((f"{first}{gaps}", *others))
+    if report.sweep is not None:
+        what += f"; {escape_control(sweep_words(report.sweep))}"
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
     path = "; along the path that these inputs take" if report.path is not None else ""
     return word, f"{what}{extra}{_ignored(report)}{path}{made_up}"

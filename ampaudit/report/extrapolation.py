@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ampaudit.core.assumptions import Assumption
 from ampaudit.core.sites import SiteId
 
-__all__ = ["Proofs", "Stressed", "Tail", "VerdictChange"]
+__all__ = ["Growth", "Proofs", "Stressed", "Sweep", "SweptValue", "Tail", "VerdictChange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,81 @@ class Proofs:
     sites: int
     uncovered_ops: tuple[str, ...]
     contract: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweptValue:
+    """The result at one size of the inputs (``--sweep``).
+
+    Attributes:
+        value: the size.
+        verdict: ``not run`` if the model or its inputs fail there.
+        errors: findings of that severity.
+        warnings: the same.
+        breaks: sites of errors.
+        headroom_bits: the least of 16-bit values; null if nothing was measured.
+        nearest: the site that has it.
+        output: accuracy of the least accurate output: ``63 dB``, ``exact``, ``broken`` or ``constant``.
+        problem: why it was not run.
+    """
+
+    value: int
+    verdict: Literal["pass", "fail", "not run"]
+    errors: int = 0
+    warnings: int = 0
+    breaks: tuple[SiteId, ...] = ()
+    headroom_bits: float | None = None
+    nearest: SiteId | None = None
+    output: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The size at which a site would overflow, by a fit to its FP32 peaks (``run/growth.py``).
+
+    Attributes:
+        site: which.
+        form: of the fit: ``power``, ``linear`` or ``logarithmic``.
+        exponent: of the size, if the form is ``power``.
+        peaks: FP32 peak at each size that was run; null where the site does not exist.
+        r_squared: of the fit to the logarithms of the peaks.
+        residual_bits: root mean square of its residuals.
+        crossing: the size at which the fit passes the largest value of the format.
+        low: the least such size in the 90 % prediction intervals of the fits that are as good.
+        high: the largest such size; null if there is none.
+        extrapolated: whether it lies beyond the sizes that were run.
+    """
+
+    site: SiteId
+    form: Literal["power", "linear", "logarithmic"]
+    exponent: float | None
+    peaks: tuple[float | None, ...]
+    r_squared: float
+    residual_bits: float
+    crossing: int
+    low: int
+    high: int | None
+    extrapolated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A scan at several sizes of the inputs.
+
+    Attributes:
+        axis: what they are sizes of: ``length``.
+        values: in order.
+        shown: the size whose findings, sites and outputs the report holds: the worst.
+        growth: sites that overflow within or beyond these sizes, the soonest first.
+    """
+
+    axis: str
+    values: tuple[SweptValue, ...]
+    shown: int
+    growth: tuple[Growth, ...] = ()
+
+    @property
+    def soonest(self) -> Growth | None:
+        """The site that would overflow first beyond the sizes that were run."""
+        return next((growth for growth in self.growth if growth.extrapolated), None)

@@ -18,6 +18,7 @@ class GapKind(StrEnum):
     """Why something was not looked at."""
 
     OPAQUE = "opaque op"
+    UNCHECKED_TWIN = "unchecked twin"
     CONTROL_FLOW = "control flow"
     SHAPE = "varying shape"
     PRODUCT = "product rounded once"
@@ -26,13 +27,14 @@ class GapKind(StrEnum):
     @property
     def code(self) -> str:
         """The code of its findings."""
-        codes = {GapKind.OPAQUE: "AMP904", GapKind.BACKWARD: "AMP706"}
+        codes = {GapKind.OPAQUE: "AMP904", GapKind.UNCHECKED_TWIN: "AMP905", GapKind.BACKWARD: "AMP706"}
         return codes.get(self, "AMP901")
 
     @property
     def in_words(self) -> str:
         """What stands before the names of its ops."""
-        return "not audited inside" if self is GapKind.OPAQUE else "not audited"
+        words = {GapKind.OPAQUE: "not audited inside", GapKind.UNCHECKED_TWIN: "audited by an unchecked twin"}
+        return words.get(self, "not audited")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
+from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, CombinedPolicy, FailOnGaps, Finding, Severity
 from ampaudit.report.gap import Gap, gaps_in_words
 from ampaudit.report.gradients import BackwardReport
@@ -179,6 +179,7 @@ class Report(Shown):
     path: InputPath | None = None
     gaps: tuple[Gap, ...] = ()
     steps: StepsReport | None = None
+    sweep: Sweep | None = None
     kind: Literal["scan"] = "scan"
 
     @property

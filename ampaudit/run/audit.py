@@ -22,10 +22,13 @@ from ampaudit.run.runner import Runner
 from ampaudit.run.sharing import SharedReference, interleave
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
+from ampaudit.trace.caster import TWIN
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
+
+_FIXED = ("author", TWIN)  # decisions that no policy makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,9 @@ def _run_all(
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
         with telling_own_failures(model, batch):
-            if configs[0].steps is not None:
+            if (steps := configs[0].steps) is not None:
                 for runner in runners:
-                    run_steps(runner, configs[0].steps, batch, number)
+                    run_steps(runner, steps, batch, number, progress)
             elif len(runners) == 1:
                 runners[0].run(batch, number)
             else:
@@ -151,7 +154,7 @@ def promoted_sites(
 
     An op that is in float32 already, because the author or its inputs made it so, is not promoted by a rule.
     """
-    low_precision = (s for s in sites if s.dtype in LOW_PRECISION_DTYPES and s.decision.reason != "author")
+    low_precision = (s for s in sites if s.dtype in LOW_PRECISION_DTYPES and s.decision.reason not in _FIXED)
     ours = (s for s in low_precision if s.facts and s.id in seen)
     facts = [(s.id, replace(s.facts, measurement=seen[s.id])) for s in ours if s.facts]
     return tuple(site for site, fact in facts if rules.promotes(fact))

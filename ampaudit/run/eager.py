@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import RunFailed
+from ampaudit.core.errors import AuditError, RunFailed, first_line
 from ampaudit.run.guards import guarded
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
@@ -20,6 +20,8 @@ from ampaudit.trace.failure import model_failure
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.holders import restored
 from ampaudit.trace.isolation import seeded
+from ampaudit.trace.twin_check import TwinCheck, twins_checked
+from ampaudit.trace.twins import TwinFailed
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["EagerModel", "telling_own_failures"]
@@ -62,6 +64,23 @@ class EagerModel:
         self._seed = seed
         self._release = release
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._twins = TwinCheck()
+
+    def check_twins(self, ops: Iterable[str], model: nn.Module, batch: Batch, number: int) -> dict[str, str]:
+        """Call the model for the kernels of ops with a twin; return why the twins could not be checked.
+
+        Raises:
+            TwinFailed: a twin computes something else than its op.
+        """
+        otherwise = "the FP32 model does not call it"
+        try:
+            self.outputs(model, batch, number)
+        except AuditError as error:
+            if isinstance(error, TwinFailed):
+                raise
+            otherwise = f"the FP32 model cannot be called: {first_line(error)}"
+        known = dict.fromkeys(self._twins.checked, "") | self._twins.unchecked
+        return {op: known.get(op, otherwise) for op in ops}
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
@@ -75,7 +94,12 @@ class EagerModel:
                 torch.Tensor, lambda tensor: writable(tensor, self._device), (batch.args, batch.kwargs)
             )
             copied = fp32_copy(model, self._device)
-            with quiet(), guarded(self._device, batch), seeded(self._seed + number):
+            with (
+                quiet(),
+                guarded(self._device, batch),
+                seeded(self._seed + number),
+                twins_checked(self._twins),
+            ):
                 found = flatten_outputs(copied(*restored(args), **restored(kwargs)))
             self._last = number, dict(found)
             if self._release is not None:

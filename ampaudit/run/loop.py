@@ -7,21 +7,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import AuditError, InputError, ReferenceBroken
+from ampaudit.core.config import Progress
+from ampaudit.core.errors import AuditError, InputError
+from ampaudit.run.carried import Lent, carried_inputs, refuse_hidden_state
 from ampaudit.run.config import NextInputs, Steps
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import Carried
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.op_faults import OpWatch, first_fault
 from ampaudit.run.outputs import compare_outputs
-from ampaudit.run.record import StateFault, StepObservation
+from ampaudit.run.record import StepObservation
 from ampaudit.run.runner import CallResult, PreparedBatch, Runner
 from ampaudit.source.interface import Batch
-from ampaudit.source.next_inputs import NEXT_INPUTS, call_next_inputs
+from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs
 from ampaudit.trace import Role
-from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
+from ampaudit.trace.entry import tensor_leaves, with_objects_open
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
@@ -30,7 +31,7 @@ __all__ = ["run_steps"]
 _SEED_OFFSET = 2_000_003  # next inputs draw other random numbers than the model
 
 
-def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int) -> None:
+def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress: Progress) -> None:
     """Run a batch for a number of steps.
 
     The 16-bit run carries its own floating-point state; integers and booleans, such as a chosen token, are
@@ -45,6 +46,7 @@ def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int) -> None:
     """
     loop = _Loop(runner, steps, batch)
     for step in range(1, steps.count + 1):
+        progress("running steps", step - 1, steps.count)
         runner.record.steps.append(loop.advance(StepObservation(number, step)))
 
 
@@ -56,33 +58,12 @@ class _Side:
     function: NextInputs
     buffers: dict[str, Pair] = field(default_factory=dict)
 
-    def call(self, outputs: Any, lent: _Lent, call: str) -> tuple[Batch, OpWatch]:
+    def call(self, outputs: Any, lent: Lent, call: str) -> tuple[Batch, OpWatch]:
         """Return the next inputs, and the ops that made them."""
         inputs = self.inputs.mapped(lent.lend)
         with OpWatch() as watch:
             made = call_next_inputs(self.function, outputs, inputs, call)
         return made.mapped(lent.take_back), watch
-
-
-class _Lent:
-    """Lends a function copies of tensors that both runs share, since it may write to them."""
-
-    def __init__(self, shared: set[int]) -> None:
-        self._shared = shared
-        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
-
-    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy."""
-        if id(tensor) not in self._shared:
-            return tensor
-        copied = tensor.clone()
-        self._lent[id(copied)] = tensor, copied, copied._version
-        return copied
-
-    def take_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that a copy was made of, if nothing was written to it."""
-        original, copied, version = self._lent.get(id(tensor), (tensor, tensor, tensor._version))
-        return original if copied._version == version else tensor
 
 
 class _Loop:
@@ -167,8 +148,8 @@ class _Loop:
         own, own_watch = self._call(self._own, ready, outputs, 1)
         call = self._config.call_name(ready.number)
         if record.step == 1:
-            _refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
-        self._fp32.inputs, self._own.inputs = fp32, _carried(fp32, own, call, record)
+            refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
+        self._fp32.inputs, self._own.inputs = fp32, carried_inputs(fp32, own, call, record)
         if record.faults:
             op, line = first_fault(watch.ops, own_watch.ops)
             record.faults = [replace(fault, op=op, line=line) for fault in record.faults]
@@ -178,7 +159,7 @@ class _Loop:
         try:
             if unrepaired is not None:
                 own, _ = self._call(side, ready, unrepaired, 1)
-            side.inputs = _carried(fp32, own, call, None)
+            side.inputs = carried_inputs(fp32, own, call, None)
             self._unrepaired = side
         except AuditError:
             self._unrepaired, self._lost = None, True
@@ -203,7 +184,12 @@ class _Loop:
         shared = {id(first) for first, second in pairs if first is second}
         with guarded(self._config.device, self._fp32.inputs), torch.no_grad():
             torch.manual_seed(self._config.seed + ready.number + _SEED_OFFSET)
-            return side.call(program.traced.structure.filled(tensors), _Lent(shared), call)
+            try:
+                return side.call(program.traced.structure.filled(tensors), Lent(shared), call)
+            except NothingFedBack:
+                if not self._own.buffers:
+                    raise
+                return side.inputs, OpWatch()  # the state is in buffers
 
 
 def _buffers(ready: PreparedBatch) -> dict[str, Pair]:
@@ -222,77 +208,9 @@ def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:
     )
 
 
-def _refuse_hidden_state(first: Batch, second: Batch) -> None:
-    """Raise for a function that returns something else if it is called again, as it is for each run.
-
-    Raises:
-        InputError: it does.
-    """
-    for one, two in zip(*(tensor_leaves(made.args, made.kwargs) for made in (first, second)), strict=False):
-        if one.shape != two.shape or not torch.allclose(one.double(), two.double(), 1e-3, equal_nan=True):
-            raise InputError(
-                f"{NEXT_INPUTS} returns something else when it is called again with the same arguments",
-                hint="it is called for each run: keep its state in an object with __call__, of which each "
-                "run has a copy, or pass the scheduler itself as next_inputs",
-            )
-
-
 def _broken(outputs: list[Pair]) -> bool:
     """Return whether an output is not finite in 16 bits only."""
     return any(
         value.is_floating_point() and bool((~value.isfinite() & reference.isfinite()).any())
         for reference, value in outputs
     )
-
-
-def _carried(fp32: Batch, own: Batch, call: str, record: StepObservation | None) -> Batch:
-    """Return the 16-bit run's next inputs: its own floats, and FP32's integers and other values.
-
-    With a record, broken elements are noted and replaced by FP32's, within the range of the format.
-
-    Raises:
-        InputError: the two are not alike.
-        ReferenceBroken: FP32's hold NaN or infinity.
-    """
-    named, others = (named_inputs(side.args, side.kwargs) for side in (fp32, own))
-    if [name for name, _ in named] != [name for name, _ in others]:
-        raise InputError(f"{NEXT_INPUTS} returned another structure in 16 bits than in FP32 after {call}")
-    made = [
-        _carried_leaf(name, first, second, call, record)
-        for (name, first), (_, second) in zip(named, others, strict=True)
-    ]
-    return Batch(*pytree.tree_unflatten(made, pytree.tree_structure((own.args, own.kwargs))))
-
-
-def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObservation | None) -> Any:
-    """Return the 16-bit run's value of one input."""
-    if first is second:
-        return first
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        _note_choice(record, name, type(first) is not type(second) or first != second)
-        return first
-    if first.shape != second.shape:
-        here, there = (tuple(tensor.shape) for tensor in (second, first))
-        raise InputError(
-            f"{NEXT_INPUTS} made {name} of shape {here} in 16 bits and {there} in FP32 after {call}",
-            hint="a shape that depends on values cannot be followed in both runs",
-        )
-    if not (first.is_floating_point() and second.is_floating_point()):
-        _note_choice(record, name, not torch.equal(first, second))
-        return first
-    if bool((first.isnan() | (first == torch.inf)).any()):
-        raise ReferenceBroken(f"{NEXT_INPUTS} gives NaN or infinity in FP32 after {call}: {name}")
-    if first.dtype == second.dtype and torch.equal(first, second):
-        return first
-    wrong = first.isfinite() & ~second.isfinite()
-    if record is None or not bool(wrong.any()):
-        return second
-    peak = float(first[wrong].abs().amax())
-    record.faults.append(StateFault(name, "", None, peak, int(wrong.sum()), second.numel()))
-    limit = torch.finfo(second.dtype).max
-    return torch.where(wrong, first.clamp(-limit, limit).to(second.dtype), second)
-
-
-def _note_choice(record: StepObservation | None, name: str, differs: bool) -> None:
-    if record is not None and differs:
-        record.flipped.append(name)

@@ -113,6 +113,7 @@ class RunRecord:
         masks: sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
         by_design: sites near the limit because they take in a mask, harmless or not.
         gaps: what the run did not look at, one per site and kind.
+        twins: by op, why its twin was not checked; empty for one that agrees with the op's kernel.
         seconds: wall time per phase.
         gradients: what the backward pass showed, if there was one.
         outputs: by name, the worst batch of each output, as it is when nothing is repaired.
@@ -135,6 +136,7 @@ class RunRecord:
     masks: set[SiteId] = field(default_factory=set)
     by_design: set[SiteId] = field(default_factory=set)
     gaps: set[Gap] = field(default_factory=set)
+    twins: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
     outputs: dict[str, OutputComparison] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from ampaudit.run.measurements import measurements, weight_peaks
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.outputs import compare_outputs, merge_outputs, paired_with_fp32
+from ampaudit.run.program import Program
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
@@ -80,9 +81,9 @@ class Runner:
         record.backend = self.executors.backend.name
         self._gradients = config.differentiator(config) if config.differentiator is not None else None
         record.gradients = None if self._gradients is None else self._gradients.record
-        self._fp32 = Fp32Check(
-            config, eager or EagerModel(config.device, config.seed, config.release), record.code
-        )
+        self._eager = eager or EagerModel(config.device, config.seed, config.release)
+        self._fp32 = Fp32Check(config, self._eager, record.code)
+        self._checked: set[int] = set()  # programs whose twins were compared with kernels
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if necessary, run, and run again with repairs if something broke."""
@@ -114,9 +115,17 @@ class Runner:
         executor = self.executors.get(own or batch, number, carried=own is not None)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         refuse_broken_inputs(tensors, batch.title(number))
+        self._check_twins(executor.program, model, batch, number)
         carried = None if own is None else Carried(tensor_leaves(own.args, own.kwargs), buffers or {})
         beyond = carried is not None and self._beyond(tensors, carried)
         return PreparedBatch(executor, tensors, self._meter(local=not beyond), batch, number, model, carried)
+
+    def _check_twins(self, program: Program, model: nn.Module, batch: Batch, number: int) -> None:
+        ops = {site.twin.op for site in program.traced.sites if site.twin is not None}
+        if ops and id(program) not in self._checked:
+            self._checked.add(id(program))
+            found = self._eager.check_twins(ops, model, batch, number)
+            self.record.twins |= {op: self.record.twins.get(op) or why for op, why in found.items()}
 
     def _beyond(self, tensors: list[torch.Tensor], own: Carried) -> bool:
         """Return whether FP32's inputs cannot be held in 16 bits: on those, no op shows its own error."""

@@ -91,8 +91,11 @@ def _first_of_causal(model: Any, given: dict[str, Any], steps: int) -> Batch:
     ids = given.get("input_ids")
     if ids is None or ids.ndim != 2:
         raise InputError("--steps: decoding starts from input_ids of two dimensions", hint=_NEXT_INPUTS)
-    length = ids.shape[1] + steps
-    mask = given.get("attention_mask")
+    length, mask = ids.shape[1] + steps, given.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
+        order = mask.bool().int().argsort(dim=1, stable=True)  # padding to the left, as generate() wants it
+        given = {**given, "input_ids": (ids := ids.gather(1, order)), "attention_mask": mask.gather(1, order)}
+        mask = given["attention_mask"]
     made = {**given, "past_key_values": _static_cache(model, length), "use_cache": True}
     known = inspect.signature(model.forward).parameters
     if "position_ids" in known and not any("pixel" in name or "image" in name for name in given):

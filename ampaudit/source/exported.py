@@ -16,7 +16,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe, describe_path
 from ampaudit.report.inputs import InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import Batch, ModelSource
+from ampaudit.source.interface import Batch, ModelSource, Sized
 from ampaudit.source.pt2.program import StoredProgram, read_program
 from ampaudit.source.pt2.structure import flatten
 from ampaudit.trace.replay import REPLAYED, Replayer
@@ -34,8 +34,10 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
     program = _trusted(path) if options.trust else read_program(path)
     functions, model = functions_of(), ExportedModel(program)
+    sized: Sized | None = None
     if options.inputs:
-        batches, functions, info = inputs_from(options, model, same_model=False)
+        sized, functions, info = inputs_from(options, model, same_model=False)
+        batches = sized(options.input_sizes or {})
     elif program.example is not None:
         args, kwargs = program.example
         batches, info = (Batch(tuple(args), dict(kwargs)),), InputsInfo("stored", "inputs of the export")
@@ -43,7 +45,7 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
         raise SourceError(f"{path} holds no example inputs", hint="pass --inputs FILE.py")
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return ModelSource(location, "pt2", model, batches, digest, inputs=info, **functions)
+    return ModelSource(location, "pt2", model, batches, digest, inputs=info, sized=sized, **functions)
 
 
 def _trusted(path: Path) -> StoredProgram:

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,15 @@ from ampaudit.core.text import format_bytes
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
 from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import Batch, ModelSource
-from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, read_inputs
+from ampaudit.source.interface import ModelSource, Sized
+from ampaudit.source.made_inputs import (
+    InputRequest,
+    MadeInputs,
+    at_sizes,
+    check_ids,
+    make_inputs,
+    read_inputs,
+)
 from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
 from ampaudit.source.processor import KINDS, has_processor, processor_directory
 from ampaudit.source.rehearsal import (
@@ -59,12 +67,13 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
     functions, info = functions_of(), GIVEN
     if made is not None:
         check_ids(model, made["batches"])
-        batches = tuple(Batch((), tensors) for tensors in made["batches"])
+        sized: Sized = partial(at_sizes, made["batches"])
         info = InputsInfo(made["origin"], made["detail"])
     else:
-        batches, functions, info = inputs_from(options, model)
+        sized, functions, info = inputs_from(options, model)
     digest = hashlib.sha256(read_bounded(path / CONFIG_FILE, MAX_CONFIG, SourceError)).hexdigest()
-    return ModelSource(location, "huggingface", model, batches, digest, inputs=info, **functions)
+    batches = sized(options.input_sizes or {})
+    return ModelSource(location, "huggingface", model, batches, digest, inputs=info, sized=sized, **functions)
 
 
 def _request(options: SourceConfig) -> InputRequest | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -14,12 +16,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.core.errors import InputError
+from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe
 from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source.calls import recorded_calls
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
 __all__ = [
@@ -29,11 +31,13 @@ __all__ = [
     "has_inputs",
     "inputs_from",
     "save_inputs",
+    "unknown_axis",
     "with_inputs",
     "with_tensors",
 ]
 
 _MISSING = object()
+_FUNCTIONS = ("batches", "example_inputs", "example_kwargs")
 _HINTS = {
     "NoneType": "return the inputs; for a model that takes none, return ()",
     "generator": "name the function batches() if it yields batches",
@@ -46,17 +50,25 @@ def has_inputs(module: ModuleType) -> bool:
     return callable(getattr(module, "batches", None)) or callable(getattr(module, "example_inputs", None))
 
 
-def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
+def batches_of(module: ModuleType, count: int, seed: int, sizes: Mapping[str, int]) -> tuple[Batch, ...]:
     """Return up to ``count`` batches from batches(), or from repeated calls of example_inputs().
+
+    Args:
+        module: the file.
+        count: the number of batches.
+        seed: of their random numbers.
+        sizes: parameters of these functions, such as ``length``.
 
     Raises:
         InputError: neither function exists, or what it returns is not an input.
+        UsageError: none of them has such a parameter.
     """
-    kwargs = _call(module, "example_kwargs", {})
+    _check_sizes(module, sizes)
+    kwargs = _call(module, "example_kwargs", {}, sizes)
     if not isinstance(kwargs, Mapping):
         raise InputError(f"example_kwargs() returned {type(kwargs).__name__}", hint="return a dict")
     torch.manual_seed(seed + INPUT_SEED_OFFSET)
-    found = _call(module, "batches", _MISSING)
+    found = _call(module, "batches", _MISSING, sizes)
     if found is not _MISSING:
         with calling_user_code("batches()"):
             items = list(islice(_iterable(found), count))
@@ -69,7 +81,7 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
             hint="add: def example_inputs(): return torch.randn(2, 16)  # whatever the model takes",
         )
     return tuple(
-        _batch(module, _call(module, "example_inputs", None), kwargs, "example_inputs()")
+        _batch(module, _call(module, "example_inputs", None, sizes), kwargs, "example_inputs()")
         for _ in range(count)
     )
 
@@ -101,8 +113,8 @@ def functions_of(*modules: ModuleType) -> Functions:
 
 def inputs_from(
     options: SourceConfig, model: nn.Module, *modules: ModuleType, same_model: bool = True
-) -> tuple[tuple[Batch, ...], Functions, InputsInfo]:
-    """Read the batches for --inputs, and the file's loss(), metric() and optimizer().
+) -> tuple[Sized, Functions, InputsInfo]:
+    """Read what makes the batches for --inputs, and the file's loss(), metric() and optimizer().
 
     Args:
         options: say where: a Python file, or the directory of a recording.
@@ -117,18 +129,49 @@ def inputs_from(
     assert path is not None
     if path.is_dir():
         batches, info = recorded_calls(path, options.batches, model, same_model=same_model)
-        return batches, functions_of(*modules), info
+        return partial(_recorded, batches), functions_of(*modules), info
     module = module_from_file(path)
-    batches = batches_of(module, options.batches or 1, options.seed)
-    return batches, functions_of(module, *modules), GIVEN
+    sized = partial(batches_of, module, options.batches or 1, options.seed)
+    return sized, functions_of(module, *modules), GIVEN
 
 
-def _call(module: ModuleType, name: str, default: Any) -> Any:
+def _recorded(batches: tuple[Batch, ...], sizes: Mapping[str, int]) -> tuple[Batch, ...]:
+    """Return recorded calls, which have the sizes that they have."""
+    for axis in sizes:
+        raise unknown_axis(axis, (), "a recording has the sizes that it has")
+    return batches
+
+
+def _call(module: ModuleType, name: str, default: Any, sizes: Mapping[str, int]) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
         return default
+    own = {axis: size for axis, size in sizes.items() if axis in _parameters(function)}
     with calling_user_code(f"{name}()"):
-        return function()
+        return function(**own)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a function of the user takes."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _check_sizes(module: ModuleType, sizes: Mapping[str, int]) -> None:
+    functions = [f for name in _FUNCTIONS if callable(f := getattr(module, name, None))]
+    known = list(dict.fromkeys(name for function in functions for name in _parameters(function)))
+    for axis, size in sizes.items():
+        if axis not in known:
+            raise unknown_axis(axis, known, f"write def example_inputs({axis}={size}): ...")
+
+
+def unknown_axis(axis: str, known: Sequence[str], otherwise: str) -> UsageError:
+    """Return the error for an axis along which inputs cannot be made."""
+    hint = f"axes of these inputs: {describe(', '.join(known))}" if known else otherwise
+    return UsageError(f"--sweep: the inputs have no axis {describe(axis)!r}", hint=hint)
 
 
 def _iterable(value: Any) -> Iterable[Any]:

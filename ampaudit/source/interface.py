@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.unchanged import FileState
 from ampaudit.report.inputs import GIVEN, InputsInfo
 
-__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
+__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "Sized"]
 
 # inputs must differ from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
@@ -59,6 +59,9 @@ class Batch:
         return Batch(over(self.args), over(self.kwargs), over(self.item), self.name)
 
 
+Sized = Callable[[Mapping[str, int]], tuple[Batch, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A loaded model.
@@ -76,6 +79,7 @@ class ModelSource:
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
         notes: what was changed of the model before it is audited.
         next_inputs: the file's next_inputs(outputs, inputs), or its scheduler, for audits of several steps.
+        sized: makes batches of other sizes, by axis; ``None`` if the inputs are what they are.
     """
 
     location: str
@@ -92,6 +96,7 @@ class ModelSource:
     inputs: InputsInfo = GIVEN
     notes: tuple[str, ...] = ()
     next_inputs: Any = None
+    sized: Sized | None = None
 
     @property
     def names_files(self) -> bool:

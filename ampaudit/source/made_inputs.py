@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -15,16 +15,21 @@ from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import AuditError, InputError, first_line
 from ampaudit.core.text import plural
 from ampaudit.core.untrusted import describe
-from ampaudit.source.interface import INPUT_SEED_OFFSET
+from ampaudit.source.inputs import unknown_axis
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
 from ampaudit.source.processor import KINDS, Processor
 from ampaudit.source.random_inputs import OWN_INPUTS, PLACEHOLDERS, needed_inputs, random_input, text_config
 from ampaudit.source.samples import SampleSet, images, sounds, texts
 
-__all__ = ["InputRequest", "MadeInputs", "check_ids", "make_inputs", "read_inputs"]
+__all__ = ["InputRequest", "MadeInputs", "at_sizes", "check_ids", "make_inputs", "read_inputs"]
 
 _ROWS = {"text": 4, "images": 2, "audio": 2}  # of a batch
 _RANDOM_ROWS = 2
 _MAX_BATCHES = 16  # of files, unless a number is given
+_SEQUENCES = (  # whose last axis is that of tokens or samples
+    *("input_ids", "inputs", "attention_mask", "token_type_ids", "decoder_input_ids"),
+    *("decoder_attention_mask", "input_values", "mm_token_type_ids"),
+)
 _DTYPES = (torch.int64, torch.float32, torch.bool)
 
 
@@ -170,6 +175,37 @@ def read_inputs(file: Path) -> list[dict[str, Tensor]]:
             raise InputError(f"the processor makes {describe(name)} of {tensor.dtype}", hint=OWN_INPUTS)
         batches.setdefault(int(index), {})[name] = tensor.clone()  # the file will be removed
     return [batches[index] for index in sorted(batches)]
+
+
+def at_sizes(batches: Sequence[Mapping[str, Tensor]], sizes: Mapping[str, int]) -> tuple[Batch, ...]:
+    """Repeat or cut rows to a ``batch``, and tokens or samples of sound to a ``length``.
+
+    Raises:
+        UsageError: the inputs have no such axis.
+    """
+    names = {n for n in _SEQUENCES for batch in batches if n in batch and not _is_picture(n, batch[n])}
+    axes = ["length", "batch"] if names else ["batch"]
+    for axis in sizes:
+        if axis not in axes:
+            raise unknown_axis(axis, axes, "")
+    made = []
+    for batch in batches:
+        tensors = dict(batch)
+        for name in batch:
+            for axis, size in sizes.items():
+                if axis == "batch" or name in names:
+                    tensors[name] = _repeated_along(tensors[name], 0 if axis == "batch" else -1, size)
+        made.append(Batch((), tensors))
+    return tuple(made)
+
+
+def _is_picture(name: str, tensor: Tensor) -> bool:
+    """Return whether it is a spectrogram under the name of a sound."""
+    return name == "input_values" and tensor.dim() != 2
+
+
+def _repeated_along(tensor: Tensor, dim: int, size: int) -> Tensor:
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
 
 
 def check_ids(model: Any, batches: Iterable[dict[str, Tensor]]) -> None:

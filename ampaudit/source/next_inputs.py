@@ -17,11 +17,15 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import with_objects_open
 from ampaudit.trace.holders import restored
 
-__all__ = ["NEXT_INPUTS", "call_next_inputs", "stepping"]
+__all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "stepping"]
 
 NEXT_INPUTS = "next_inputs(outputs, inputs)"
 _HINT = "return the inputs of the next step as example_inputs() does: a tensor, a tuple or a dict"
 NextInputs = Callable[[Any, Any], Any]
+
+
+class NothingFedBack(UsageError):
+    """Raised by the built-in step if no output is like an input."""
 
 
 def stepping(
@@ -82,8 +86,10 @@ def recurrent(outputs: Any, inputs: Any) -> Any:
     """Feed the state of a recurrent model back.
 
     The last output that has the structure and shapes of the last input is the state: ``model(x, state)``
-    returns ``state``, or ``(y, state)``. The other inputs stay. A model whose output is like its only
-    input takes that; so does one that keeps its state in buffers.
+    returns ``state``, or ``(y, state)``. The other inputs stay.
+
+    Raises:
+        NothingFedBack: no output is like an input.
     """
     names = list(inputs) if isinstance(inputs, Mapping) else None
     given = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
@@ -95,7 +101,7 @@ def recurrent(outputs: Any, inputs: Any) -> Any:
         if state is not None:
             given[place] = state
             return dict(zip(names, given, strict=True)) if names is not None else tuple(given)
-    raise UsageError(
+    raise NothingFedBack(
         "--steps: no output of the model is like one of its inputs",
         hint=f"say what is fed back: define {NEXT_INPUTS} in the model file, or pass next_inputs=",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -54,8 +55,9 @@ def _source(
 ) -> ModelSource:
     model = runnable(_model(module, factory, location), location)
     if options.inputs is not None:
-        given, functions, info = inputs_from(options, model, module)
-        return ModelSource(location, kind, model, given, digest, inputs=info, **functions)
+        sized, functions, info = inputs_from(options, model, module)
+        given = sized(options.input_sizes or {})
+        return ModelSource(location, kind, model, given, digest, inputs=info, sized=sized, **functions)
     if not has_inputs(module):
         own = _own_batches(model, options, location)
         if own:
@@ -65,8 +67,9 @@ def _source(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
         )
-    batches = batches_of(module, options.batches or 1, options.seed)
-    return ModelSource(location, kind, model, batches, digest, **functions_of(module))
+    sized = partial(batches_of, module, options.batches or 1, options.seed)
+    batches = sized(options.input_sizes or {})
+    return ModelSource(location, kind, model, batches, digest, sized=sized, **functions_of(module))
 
 
 def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:

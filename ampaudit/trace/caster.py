@@ -18,6 +18,7 @@ from ampaudit.policy.schema import COLORS, Cast
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region, region_switched_on
 from ampaudit.trace.edits import Edit, History
 from ampaudit.trace.facts import FactFinder
+from ampaudit.trace.kernels import KernelTrials
 from ampaudit.trace.op_calls import (
     OpCalled,
     refuse_mixed_product,
@@ -36,9 +37,10 @@ from ampaudit.trace.opnames import (
     written_values,
 )
 from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
+from ampaudit.trace.twin_call import OpenTwins
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, storage_id
 
-__all__ = ["HALF_FOURIER", "NO_KERNEL", "Call", "Caster"]
+__all__ = ["HALF_FOURIER", "NO_KERNEL", "TWIN", "Call", "Caster"]
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -49,6 +51,10 @@ NO_KERNEL = Decision(
 )
 HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "CPUs have no float16 kernel for it; the audit does what CUDA's does"
+)
+TWIN = "twin"  # why a policy does not decide
+INSIDE_TWIN = Decision(
+    Cast.FOLLOW, None, TWIN, "what a kernel computes inside follows its inputs; no policy reaches it"
 )
 BACKWARD = Decision(Cast.FOLLOW, None, "default", "in the backward pass, where autocast is off")
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
@@ -97,6 +103,8 @@ class Caster:
         self._writes: Counter[int] = Counter()
         self._region: Region | None = None
         self.backward_name: str | None = None
+        self.kernels = KernelTrials()
+        self.twins = OpenTwins()
         self._alive: list[Any] = []
 
     @contextmanager
@@ -108,6 +116,10 @@ class Caster:
         finally:
             self.backward_name = None
             self._alive.clear()
+
+    def is_written(self, tensor: torch.Tensor) -> int:
+        """Count the writes to a tensor's memory so far."""
+        return self._writes[storage_id(tensor)]
 
     def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
         """The layer whose op is being traced, or the custom backward."""
@@ -152,7 +164,8 @@ class Caster:
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """Return the id of the op that is traced next."""
         replayed = replayed_record()
-        return (replayed and replayed.site) or self._numbering[tracer_id].next_id(layer, base_name(op))
+        around = layer if self.twins.innermost is None else self.twins.innermost.site
+        return (replayed and replayed.site) or self._numbering[tracer_id].next_id(around, base_name(op))
 
     def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
         """Return the op to trace at a site: the model's own, or an edited one."""
@@ -176,7 +189,9 @@ class Caster:
         decision, dtype = (
             self._backward_decision(facts, called) if backward else self._decision(facts, region)
         )
-        return OpRecord(decision, site, None if backward else facts, in_backward=backward), dtype
+        replayed = replayed_record()
+        twin = self.twins.outermost or (None if replayed is None else replayed.twin)
+        return OpRecord(decision, site, None if backward else facts, in_backward=backward, twin=twin), dtype
 
     def _backward_decision(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
         """Let ops follow the dtypes of their inputs, unless the code enables autocast."""
@@ -194,6 +209,8 @@ class Caster:
             return INSIDE, self.dtype
         if facts.site in self._planned:
             return self._planned[SiteId(facts.site)], self.dtype
+        if self.twins.innermost is not None and self.rules.file.level == "calls":
+            return INSIDE_TWIN, self.dtype
         rules, dtype = self.rules, self.dtype
         if region.kind is RegionKind.OWN and region.dtype is not None:
             rules, dtype = self.author_rules, region.dtype

@@ -20,6 +20,7 @@ from ampaudit.trace.holders import restored
 from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.twin_check import twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["EagerCall", "attempt_in_fp32", "fp32_copy", "without_low_precision", "writable"]
@@ -52,7 +53,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         except Exception:
             return EagerCall(ran=False)  # what cannot be copied says nothing about the model
         try:
-            with seeded(0), torch.set_grad_enabled(grad), _silent():
+            with seeded(0), torch.set_grad_enabled(grad), _silent(), twins_checked():
                 copied(*restored(given), **restored(named))
         except (Exception, SystemExit) as error:
             first = first or error

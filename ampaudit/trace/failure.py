@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Sequence
 from itertools import dropwhile
@@ -66,6 +67,8 @@ _PACKED = (
     "pass the padded batch to the recurrent layer, without pack_padded_sequence, while you audit it",
 )
 _GENERATE = "generate() runs the model in a loop: return the output of one forward, model(input_ids), instead"
+# what torch says of an op that is for another device
+_KERNEL = re.compile(r"Could not run '(?P<op>[\w:.]+)' with arguments from the '(?P<device>\w+)' backend")
 # errors of kernels whose inputs a policy cast only in part
 _MIXED = ("same dtype", "expected scalar type", "have the same type", "same data type", "match weight dtype")
 _FALLBACK = (
@@ -111,6 +114,9 @@ def model_failure(
         model, (args, kwargs, *_) = model.inner, args  # the user's call
     own, library = failing_lines(error.__traceback__)
     where, code = _located(own, type(model).__name__)
+    if (lacks := _KERNEL.match(str(error))) and not lacks["op"].startswith("aten::"):
+        hint = f"scan on its device, or say what it computes with ampaudit.twin({lacks['op']!r}, function)"
+        return SourceError(f"{where}{lacks['op']} has no kernel for {lacks['device']}{code}", hint=hint)
     inside = f", in {library_path(library.file)}:{library.line}" if library else ""
     return SourceError(
         f"{where}the model itself fails in FP32{code}: {_summary(error)}{inside}",

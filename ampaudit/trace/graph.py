@@ -16,6 +16,7 @@ from ampaudit.policy.schema import Constants
 from ampaudit.trace.entry import OutputStructure
 from ampaudit.trace.path.reads import ValueRead
 from ampaudit.trace.state import StateChange
+from ampaudit.trace.twins import TwinCall
 
 __all__ = ["CustomBackward", "FunctionCall", "Placeholder", "Role", "Site", "Slot", "TracedModel"]
 
@@ -85,6 +86,7 @@ class Site:
         weight: name of the parameter, buffer or constant, for a weight cast.
         facts: what the decision was made from; ``None`` for sites that the policy or the tracer added.
         original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
+        twin: the call of a custom op whose twin it is part of.
     """
 
     id: SiteId
@@ -101,6 +103,7 @@ class Site:
     weight: str | None = None
     facts: OpFacts | None = None
     original_args: Mapping[int | str, Any] = field(default_factory=dict)
+    twin: TwinCall | None = None
 
 
 @dataclass(frozen=True, slots=True)

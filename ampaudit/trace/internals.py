@@ -66,6 +66,7 @@ __all__ = [
     "recompute",
     "recording_mode",
     "region_calls",
+    "registered_ops",
     "track_tensor_tree",
     "unset_fake_temporarily",
     "without_autocast",
@@ -86,6 +87,7 @@ recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 NO_VALUE = "a tensor of the trace has no value"
 _NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer", NO_VALUE)
+registered_ops: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 # hooks that every module calls
 global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 # nodes of an exported graph that enter and leave regions

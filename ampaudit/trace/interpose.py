@@ -32,7 +32,6 @@ from ampaudit.trace.internals import (
     without_autocast,
     without_pre_dispatch,
 )
-from ampaudit.trace.kernels import KernelTrials
 from ampaudit.trace.marks import is_mark
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.op_recorder import BelowTransforms, OpRecorder, running_layer
@@ -57,7 +56,6 @@ class DispatchHook:
     def __init__(self, caster: Caster, path: PathRecorder | None = None) -> None:
         self.caster = caster
         self.path = path
-        self.kernels = KernelTrials()
         self.record = ProxyTorchDispatchMode.__torch_dispatch__  # torch's own
 
     @contextmanager
@@ -98,9 +96,7 @@ class DispatchHook:
         if op is aten._assert_tensor_metadata.default:
             # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
             return None
-        return OpRecorder(self.caster, self.path, self.kernels, self.record, mode, types).trace(
-            OpCalled(op, args, kwargs)
-        )
+        return OpRecorder(self.caster, self.path, self.record, mode, types).trace(OpCalled(op, args, kwargs))
 
     def _call_function(self, *args: Any, **kwargs: Any) -> Any:
         """Call a custom autograd function inside ``vmap``, where the tracer does not know it."""

@@ -18,11 +18,13 @@ from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.internals import ProxyTorchDispatchMode, needs_values, without_autocast
-from ampaudit.trace.kernels import KernelTrials, takes_low_precision
+from ampaudit.trace.kernels import takes_low_precision
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import PathRecorder
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
+from ampaudit.trace.twin_call import call_traced
+from ampaudit.trace.twins import twin_of
 
 __all__ = ["BelowTransforms", "OpRecorder", "running_layer"]
 
@@ -51,7 +53,6 @@ class OpRecorder:
     Args:
         caster: decides about the op.
         path: supplies values, for a trace along the path of given inputs.
-        kernels: of ops from outside PyTorch.
         by_torch: torch's own method that records an op.
         mode: the mode that it belongs to.
         types: the types of tensors in the call.
@@ -61,14 +62,12 @@ class OpRecorder:
         self,
         caster: Caster,
         path: PathRecorder | None,
-        kernels: KernelTrials,
         by_torch: Call,
         mode: ProxyTorchDispatchMode,
         types: Any,
     ) -> None:
         self._caster = caster
         self._path = path
-        self._kernels = kernels
         self._by_torch = by_torch
         self._mode = mode
         self._types = types
@@ -78,7 +77,8 @@ class OpRecorder:
     def trace(self, called: OpCalled) -> Any:
         """Record the op under the policy's decision, and return its result."""
         caster = self._caster
-        if caster.splits(called):
+        twin = twin_of(called.op)
+        if twin is None and caster.splits(called):
             parts = self._parts(called)
             if parts is not NotImplemented:
                 return parts
@@ -91,8 +91,11 @@ class OpRecorder:
         changed, original_args = caster.clipped(called, record.decision)
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
+        if twin is not None:
+            with caster.twins.entered(twin.op, site):
+                return call_traced(twin, changed, self._mode, caster.is_written)
         try:
-            if self._kernels.refuses(changed):
+            if caster.kernels.refuses(changed):
                 raise NotImplementedError
             result = self._record_result(record, changed)
         except Exception as error:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, OpFacts
+from ampaudit.trace.twins import TwinCall
 from ampaudit.trace.values import CASTABLE_DTYPES, float_value
 
 __all__ = [
@@ -54,6 +55,7 @@ class OpRecord:
         no_grad: whether the model's code switches gradients off here.
         in_backward: whether it is an op of a custom backward.
         by_values: whether its sizes depend on values, which the trace took from given inputs.
+        twin: the call of a custom op whose twin calls it.
     """
 
     decision: Decision
@@ -65,6 +67,7 @@ class OpRecord:
     no_grad: bool = False
     in_backward: bool = False
     by_values: bool = False
+    twin: TwinCall | None = None
 
 
 def replayed_meta() -> Mapping[str, Any] | None:

@@ -93,6 +93,8 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     given = record.site if record is not None and role is not Role.WEIGHT_CAST else None
     value = _number(_results(node))
     source, caller = source_lines(meta.get("stack_trace"))
+    if record is not None and record.twin is not None:
+        caller = record.twin.called_at
     return Site(
         id=given or numbering.next_id(layer, short),
         node=node.name,
@@ -108,6 +110,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
         weight=weight.name if role is Role.WEIGHT_CAST and weight else None,
         facts=record.facts if record else None,
         original_args=record.original_args if record else {},
+        twin=record.twin if record else None,
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import linecache
 import re
 import sysconfig
+import traceback
 from functools import cache
 from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import forward_slashes
 
-__all__ = ["code_line", "is_library", "is_tool_file", "library_path", "source_lines"]
+__all__ = ["calling_line", "code_line", "is_library", "is_tool_file", "library_path", "source_lines"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>[0-9]{1,9}), in (?P<function>.+)$')
 _PACKAGE = f"{Path(__file__).resolve().parents[1].as_posix()}/"
@@ -32,6 +33,14 @@ def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine
     innermost = model[-1]
     caller = own[-1] if own and own[-1] != innermost else None
     return innermost, caller
+
+
+def calling_line() -> SourceLine | None:
+    """Return the user's line that the current call comes from, or else the innermost of the model's code."""
+    stack = traceback.extract_stack()
+    start = next((number for number, frame in enumerate(stack) if frame.name == "forward"), len(stack))
+    innermost, caller = source_lines("".join(traceback.format_list(stack[start:])))
+    return caller or innermost
 
 
 def _frames(stack_trace: str) -> list[SourceLine]:

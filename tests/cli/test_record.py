@@ -124,7 +124,10 @@ def test_the_names_of_modules(script: Path, tmp_path: Path, program: Callable[..
     [
         (["-m", "pipe.vat", "SCRIPT", "--steps", "1"], "no such module was called\n  next: the script calls"),
         (["-m", "Encodr", "SCRIPT", "--steps", "1"], "next: did you mean 'Encoder'? the script calls"),
-        (["-m", "pipe.unet", "SCRIPT", "--steps", "0"], "the module was never called"),
+        (
+            ["-m", "pipe.unet", "SCRIPT", "--steps", "0"],
+            "Encoder was never called, except by its methods\n  next: the script calls Linear (1 call)",
+        ),
         (["-m", "layers.7", "SCRIPT", "--steps", "1"], "no such module"),
         (["-m", "pipe.unet", "missing.py"], "missing.py: no such file"),
         (["SCRIPT"], "Missing option '-m' / '--module'"),

@@ -378,6 +378,14 @@ def test_a_killed_program_leaves_the_calls_that_are_finished(files: int, tmp_pat
     assert len(list((tmp_path / "calls").iterdir())) == 3, "what was left is removed"
 
 
+def test_a_transform_of_torch_has_no_values(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    with ampaudit.record(model, tmp_path / "calls") as recording:
+        found = torch.vmap(model)(torch.ones(4, 3))
+    assert torch.allclose(found, model(torch.ones(4, 3)))
+    assert list(recording.skipped) == ["input[0] is a tensor without a storage of its own"]
+
+
 def _nested(depth: int) -> Any:
     value: Any = torch.ones(1)
     for number in range(depth):

@@ -49,14 +49,16 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         return trained(path, options)
     if options.pop("crash", None):
         monkeypatch.setattr(workflow, "ALL_CHECKS", (Check("AMP101", _crash), *ALL_CHECKS))
+    sizes = {"length": 64} if "sweep" in options else None
     return workflow.scan(
-        open_source(str(path), SourceConfig(train=options.pop("mode", "") == "train")),
+        open_source(str(path), SourceConfig(input_sizes=sizes, train=options.pop("mode", "") == "train")),
         policy=options.pop("policy", "half"),
         dtype=options.pop("dtype", "float16"),
         ranges=options.pop("ranges", "") == "true",
         contract=options.pop("contract", ""),
         steps=int(given) if (given := options.pop("steps", "")) else None,
         backward=options.pop("backward", "") == "true",
+        sweep=options.pop("sweep", ""),
         loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
     )
 
@@ -90,7 +92,7 @@ def test_every_check_and_every_cause_has_a_page_and_no_page_is_left_over() -> No
     checks = [check.code for check in ALL_CHECKS]
     assert len(checks) == len(set(checks))
     causes = {cause.code for cause in (*OVERFLOW_CAUSES, *DOMAIN_CAUSES)}
-    beside = {"AMP103", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}
+    beside = {"AMP103", "AMP120", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}
     assert set(PAGES) == set(checks) | causes | beside
 
 

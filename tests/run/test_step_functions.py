@@ -14,7 +14,7 @@ from torch import nn
 import ampaudit
 from ampaudit.core.errors import AuditError, UsageError
 from ampaudit.report.model import Report
-from tests.run.test_steps import half, scanned
+from tests.support.steps import half, scanned
 
 STEPS = 10
 SMALL: dict[str, Any] = {"vocab_size": 64, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
@@ -252,6 +252,16 @@ def test_state_in_a_buffer_is_carried() -> None:
     assert report.steps.first_broken is not None
     assert report.steps.first_broken.step == 16  # 2^16 is the first that float16 lacks
     assert torch.equal(model.state, torch.ones(4))
+
+
+def test_inputs_stay_if_only_buffers_change() -> None:
+    class Summing(InBuffer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state.add_(x)
+            return self.state.sum(-1, keepdim=True)
+
+    _, kept = scanned(Summing(), torch.ones(4), 4)
+    assert [float(outputs["output"][0]) for outputs in kept] == [8.0, 12.0, 16.0, 20.0]
 
 
 class Holder:

@@ -363,8 +363,7 @@ def test_recordings_of_several_modules(tmp_path: Path) -> None:
         recorded_calls(tmp_path / "calls/net", None, nn.Linear(8, 4))
 
 
-def test_tensors_of_a_recording_are_not_read_until_they_are_used(calls: Path) -> None:
-    """A batch that is written to does not change the recording, and the files may be larger than memory."""
+def test_a_batch_that_is_written_to_does_not_change_the_recording(calls: Path) -> None:
     files = {file: file.read_bytes() for file in calls.iterdir()}
     batches, _ = recorded_calls(calls, None, Net())
     batches[0].args[0].fill_(7.0)

@@ -16,6 +16,7 @@ from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.report.finding import Finding
 from ampaudit.report.pages import page_of
 from ampaudit.trace import Role, Site
+from ampaudit.trace.caster import TWIN
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
@@ -50,6 +51,9 @@ def to_keep(subject: AdviceContext, finding: Finding) -> Iterator[Kept]:
     if not first:
         return
     why = f"{page_of(finding.code).title} ({finding.code})"
+    if site.twin is not None and site.decision.reason == TWIN:
+        yield Kept((site.twin.site,), why)  # rules reach what its op is given, not the inside
+        return
     yield Kept(_in_order(subject, {s.id for s in first}), why)
     if finding.kind != "overflow":
         yield from _back(subject, first, why)
@@ -105,7 +109,7 @@ def border(subject: AdviceContext, kept: Set[SiteId]) -> tuple[SiteId, ...]:
         wide: set[fx.Node] = set()
         for node in graph.nodes:
             site = flow.site(node)
-            if site is not None and site.id in kept:
+            if site is not None and (site.id in kept or (site.twin is not None and site.twin.site in kept)):
                 wide.add(node)
             elif not wide.isdisjoint(node.all_input_nodes) and not _stays(flow, node, site, wide):
                 if site is None or site.role is Role.VIEW or _promotes(node, wide):
@@ -133,7 +137,11 @@ def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
 
 
 def _in_order(subject: AdviceContext, sites: Set[SiteId]) -> tuple[SiteId, ...]:
-    return tuple(dict.fromkeys(site.id for site in subject.context.graph_sites if site.id in sites))
+    found: dict[SiteId, None] = {}
+    for site in subject.context.graph_sites:
+        calls = (site.twin.site, site.id) if site.twin is not None else (site.id,)
+        found |= dict.fromkeys(name for name in calls if name in sites)
+    return tuple(found)
 
 
 def _users(subject: AdviceContext, weight: str) -> list[Site]:

@@ -1,4 +1,4 @@
-"""AMP904: an op whose kernel computes what nobody looks at."""
+"""AMP904 and AMP905: ops whose kernels compute what nobody looks at."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.audit.checks.uncovered import findings_on_gaps
 from ampaudit.report.finding import Finding
 
-__all__ = ["CHECK"]
+__all__ = ["CHECKS"]
 
 
-def find(context: CheckContext) -> Iterator[Finding]:
-    """Yield one note per op, at its first site."""
-    return findings_on_gaps(context, "AMP904", "judge its kernel by hand; the sites after it are audited")
+def find_opaque(context: CheckContext) -> Iterator[Finding]:
+    """Yield one note per op without a twin, at its first site."""
+    advice = "say what it computes with ampaudit.twin(), and its inside is audited"
+    return findings_on_gaps(context, "AMP904", advice)
 
 
-CHECK = Check("AMP904", find)
+def find_unchecked(context: CheckContext) -> Iterator[Finding]:
+    """Yield one note per op whose twin could not be compared with its kernel."""
+    advice = "scan on a device that has the kernel, or compare the two in a test of your own"
+    return findings_on_gaps(context, "AMP905", advice)
+
+
+CHECKS = Check("AMP904", find_opaque), Check("AMP905", find_unchecked)

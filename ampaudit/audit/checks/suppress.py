@@ -18,7 +18,7 @@ from ampaudit.report.pages import codes_beginning
 from ampaudit.report.pages.page import LINTED
 from ampaudit.trace import Site
 
-__all__ = ["Suppression", "comments_in", "option", "suppressed"]
+__all__ = ["Suppression", "comments_in", "comments_of_files", "option", "suppressed", "with_later"]
 
 UNUSED = "AMP991"
 _NEVER = ("AMP990", UNUSED)
@@ -79,6 +79,11 @@ def comments_in(sites: Iterable[Site]) -> tuple[Suppression, ...]:
         for line in (site.source, site.caller):
             if line is not None:
                 files[line.file] = None
+    return comments_of_files(files)
+
+
+def comments_of_files(files: Iterable[str]) -> tuple[Suppression, ...]:
+    """Return the suppression comments in files."""
     return tuple(found for file in files for found in _comments_of(Path(file)))
 
 
@@ -113,6 +118,16 @@ def suppressed(findings: Sequence[Finding], hiding: Sequence[Suppression]) -> tu
             marked.append(replace(finding, suppressed=hiding[index].text))
     idle = [item for index, item in enumerate(hiding) if index not in used]
     return (*marked, *map(_unused, idle))
+
+
+def with_later(
+    findings: Sequence[Finding], later: Sequence[Finding], hiding: Sequence[Suppression]
+) -> tuple[Finding, ...]:
+    """Add findings that are made after a report, and drop what it says about suppressions that hide them."""
+    marked = suppressed(later, hiding)[: len(later)]
+    used = {finding.suppressed for finding in marked}
+    stale = [_unused(item) for item in hiding if item.text in used]
+    return (*(finding for finding in findings if finding not in stale), *marked)
 
 
 def _unused(item: Suppression) -> Finding:

@@ -26,6 +26,9 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
     """Collect what the audit did not look at: one gap per op and kind, at its first site in graph order."""
     found = [*context.record.gaps]
     found += [Gap(site.id, GapKind.OPAQUE, site.op, _INSIDE) for site in foreign_sites(context)]
+    for site in context.graph_sites:
+        if site.twin and (reason := context.record.twins.get(site.twin.op, "nothing was run")):
+            found.append(Gap(site.id, GapKind.UNCHECKED_TWIN, site.twin.op, reason))
     gradients = context.record.gradients
     for custom in gradients.untraced if gradients is not None else ():
         if not custom.instead:
@@ -43,7 +46,8 @@ def findings_on_gaps(context: CheckContext, code: str, advice: str) -> Iterator[
     """Yield a finding for each gap that has this code."""
     for gap in gaps_of(context):
         if gap.kind.code == code:
-            more = f", at {gap.sites} sites" if gap.sites > 1 else ""
+            several = gap.sites > 1 and gap.kind is not GapKind.UNCHECKED_TWIN
+            more = f", at {gap.sites} sites" if several else ""
             yield finding_at(context, context.site[gap.site], code, f"{gap.in_words}{more}", advice)
 
 

@@ -13,6 +13,7 @@ from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.scan_tables import all_sites, level_sections
 from ampaudit.render.steps import step_section
 from ampaudit.render.strip import Strip, strips_of
+from ampaudit.render.sweep import sweep_sections
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
 from ampaudit.render.view import Cell, Row, View, ViewPage
 from ampaudit.report.finding import Severity, threshold
@@ -45,6 +46,8 @@ class ScanView(View[Report]):
             return
         yield headline(report.tool.version, f"{self.name}: {self.subject()}")
         yield verdict
+        if report.sweep is not None:
+            yield from sweep_sections(report.sweep, full=full)
         (suite,) = self.suites()
         active = suite.active
         shown = [alert for alert in active if full or alert.level is not Severity.NOTE]
@@ -128,6 +131,8 @@ class ScanView(View[Report]):
     def digest(self) -> Iterator[Section | Suite]:
         """Return the suite, the sites nearest the limit, and the numbers of the run."""
         report = self.document
+        if report.sweep is not None:
+            yield from sweep_sections(report.sweep)
         yield from self.suites()
         nearest = [
             (

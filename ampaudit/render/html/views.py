@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampaudit.core.text import escape_control, format_scale, plural
+from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
+from ampaudit.render.scan_tables import path_sections
 from ampaudit.render.steps import step_sentences, steps_svg
+from ampaudit.render.sweep import sweep_chart, sweep_sections
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.finding import CombinedPolicy, Severity
 from ampaudit.report.model import Report
@@ -47,6 +50,9 @@ class ReportView:
         scales: the loss scales in a sentence; empty without gradients.
         combined: one policy for all errors, if it was asked for.
         steps: the chart of an audit's steps, and sentences about them; empty without several.
+        path: the lines that decide on values, if the audit followed them.
+        sweep: the results at each size, if several were run.
+        chart: of the least headroom over the size.
     """
 
     report: Report
@@ -61,6 +67,9 @@ class ReportView:
     scales: str
     combined: CombinedPolicy | None
     steps: tuple[str, tuple[str, ...]] | None
+    path: tuple[Section, ...]
+    sweep: tuple[Section, ...]
+    chart: str
 
 
 def page_values(reports: Sequence[tuple[Report, Suite, str]]) -> dict[str, Any]:
@@ -87,6 +96,9 @@ def _view(report: Report, suite: Suite, heading: str) -> ReportView:
         steps=None
         if report.steps is None
         else (steps_svg(report.steps), tuple(step_sentences(report.steps))),
+        path=tuple(path_sections(report, len(report.path.lines))) if report.path is not None else (),
+        sweep=tuple(sweep_sections(report.sweep)) if report.sweep is not None else (),
+        chart=sweep_chart(report.sweep) if report.sweep is not None else "",
     )
 
 

@@ -1,0 +1,173 @@
+"""``--sweep``: scans a model at several sizes of its inputs, and says where values would overflow beyond."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ampaudit.audit.checks.interface import finding_about
+from ampaudit.audit.checks.suppress import comments_of_files, option, with_later
+from ampaudit.audit.config import ScanConfig
+from ampaudit.core.errors import AuditError, UsageError, first_line
+from ampaudit.core.formats import low_precision_format
+from ampaudit.core.sites import SiteId
+from ampaudit.core.sweep import parse_sweep
+from ampaudit.report.extrapolation import Growth, Sweep, SweptValue
+from ampaudit.report.finding import Finding, Severity, threshold
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
+from ampaudit.run.growth import MIN_SIZES, crossing_of
+from ampaudit.source import ModelSource
+
+__all__ = ["first_sizes", "swept"]
+
+CODE = "AMP120"
+_MAX_SITES = 10
+
+
+def first_sizes(config: ScanConfig) -> dict[str, int] | None:
+    """Return the sizes with which to load a model; ``None`` without a sweep."""
+    if not config.sweep:
+        return None
+    axis, values = parse_sweep(config.sweep)
+    return {axis: values[0]}
+
+
+def swept(
+    source: ModelSource, config: ScanConfig, audit: Callable[[ModelSource], list[Report]]
+) -> list[Report]:
+    """Audit a source at each size, and return the worst report of each policy with the others' results.
+
+    Raises:
+        UsageError: inputs cannot be made in other sizes.
+        AuditError: the model cannot be audited at any size.
+    """
+    axis, values = parse_sweep(config.sweep)
+    if source.sized is None:
+        hint = f"write def example_inputs({axis}={values[0]}): ..., or pass such a function as inputs"
+        raise UsageError(f"--sweep: the inputs of {source.location} have no sizes to choose", hint=hint)
+    reports: dict[int, list[Report]] = {}
+    failures: dict[int, AuditError] = {}
+    for value in values:
+        try:
+            reports[value] = audit(replace(source, batches=source.sized({axis: value})))
+        except UsageError:
+            raise
+        except AuditError as error:
+            failures[value] = error
+    if not reports:
+        raise failures[values[0]]
+    problems = {value: first_line(error) for value, error in failures.items()}
+    policies = len(next(iter(reports.values())))
+    worst = [_worst({v: r[i] for v, r in reports.items()}, axis, problems, config) for i in range(policies)]
+    return [_warned(report, config, comments=not source.names_files) for report in worst]
+
+
+def _worst(
+    reports: Mapping[int, Report], axis: str, problems: Mapping[int, str], config: ScanConfig
+) -> Report:
+    def rank(value: int) -> tuple[int, int, float, int]:
+        report = reports[value]
+        return report.exit_code, report.count(Severity.ERROR), -_least_bits(report), value
+
+    shown = max(reports, key=rank)
+    values = [_value(value, report) for value, report in reports.items()]
+    values += [SweptValue(value, "not run", problem=problem) for value, problem in problems.items()]
+    values.sort(key=lambda swept: swept.value)
+    growth = sorted(_growth(reports, config), key=lambda found: found.crossing)
+    found = Sweep(axis, tuple(values), shown, tuple(growth[:_MAX_SITES]))
+    return replace(reports[shown], sweep=found)
+
+
+def _warned(report: Report, config: ScanConfig, *, comments: bool) -> Report:
+    """Add a finding for each site that would overflow beyond the sizes that were run."""
+    sweep = report.sweep
+    assert sweep is not None
+    sites = {site.site: site for site in report.sites}
+    beyond = [
+        (found, sites[found.site]) for found in sweep.growth if found.extrapolated and found.site in sites
+    ]
+    added = [_finding(found, site, report, sweep) for found, site in beyond]
+    files = dict.fromkeys(line.file for found in added if (line := found.source) is not None)
+    hiding = (*map(option, config.ignore), *(comments_of_files(files) if comments else ()))
+    findings = with_later(report.findings, added, hiding)
+    failed = any(f.severity.rank >= threshold(config.fail_on) and f.suppressed is None for f in findings)
+    ordered = tuple(sorted(findings, key=lambda finding: -finding.severity.rank))
+    return replace(report, findings=ordered, verdict="fail" if failed else "pass")
+
+
+def _finding(found: Growth, site: SiteReport, report: Report, sweep: Sweep) -> Finding:
+    largest = sweep.values[-1].value
+    cause = (
+        f"its peak grows with {sweep.axis}: extrapolated from sizes up to {largest:,}, it passes the "
+        f"largest value of {report.run.dtype} at about {found.crossing:,}"
+    )
+    advice = f"run at that size: --sweep {sweep.axis}={largest},{found.crossing}"
+    made = finding_about(CODE, found.site, site.layer, cause, advice, confidence="rule")
+    return replace(made, phase="forward", op=site.op, source=site.source)
+
+
+def _least_bits(report: Report) -> float:
+    least = report.least_headroom
+    return math.inf if least is None or least.headroom_bits is None else least.headroom_bits
+
+
+def _value(value: int, report: Report) -> SweptValue:
+    least, worst = report.least_headroom, report.worst_output
+    errors = [finding for finding in report.active if finding.severity is Severity.ERROR]
+    return SweptValue(
+        value,
+        "pass" if report.exit_code == 0 else "fail",
+        errors=len(errors),
+        warnings=report.count(Severity.WARNING),
+        breaks=tuple(dict.fromkeys(finding.site for finding in errors)),
+        headroom_bits=None if least is None else least.headroom_bits,
+        nearest=None if least is None else least.site,
+        output="constant" if worst is not None and worst.constant is not None else report.accuracy,
+    )
+
+
+def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[Growth]:
+    """Fit the sites in 16 bits that overflow within or beyond the sizes that were run."""
+    limit = low_precision_format(config.dtype).overflow_at
+    rows = {value: _peaks(report) for value, report in reports.items()}
+    for site in dict.fromkeys(site for row in rows.values() for site in row):
+        sizes = [value for value, row in rows.items() if site in row]
+        peaks = [rows[value][site] for value in sizes]
+        found = crossing_of(sizes, peaks, limit) if len(sizes) >= MIN_SIZES else None
+        if found is None:
+            continue
+        over = [value for value, peak in zip(sizes, peaks, strict=True) if peak >= limit]
+        size, low, high = _within(sizes, over, found.size, found.low, found.high)
+        yield Growth(
+            site,
+            found.form,
+            None if found.exponent is None else round(found.exponent, 4),
+            tuple(row.get(site) for row in rows.values()),
+            r_squared=round(found.r_squared, 6),
+            residual_bits=round(found.residual_bits, 4),
+            crossing=math.ceil(round(size, 3)),
+            low=math.floor(round(low, 3)),
+            high=None if math.isinf(high) else math.ceil(round(high, 3)),
+            extrapolated=not over,
+        )
+
+
+def _peaks(report: Report) -> dict[SiteId, float]:
+    """Return the FP32 peaks of values that the run holds in 16 bits."""
+    return {
+        site.site: peak
+        for site in report.low_precision_sites
+        if site.role != "weight-cast" and not site.by_design and (peak := _peak(site)) > 0
+    }
+
+
+def _peak(site: SiteReport) -> float:
+    return site.forward.peak if site.forward is not None else 0.0
+
+
+def _within(sizes: Sequence[int], over: Sequence[int], *found: float) -> tuple[float, ...]:
+    """Bound sizes by what was run: after the largest that is fine, or up to the first that is not."""
+    fine = max((size for size in sizes if not over or size < over[0]), default=0)
+    return tuple(max(min(size, over[0] if over else size), fine) for size in found)
