@@ -43,7 +43,26 @@ def new_tensor(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return m.a(x) * x.new_tensor([x.max() / 3, 2.0]).sum()
 
 
-@pytest.mark.parametrize("function", [least, tensor_of_list, only_a_size, whole, inside_a_kernel, new_tensor])
+def lists_of_positions(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    rows, columns = zip(*(x > 1).nonzero(), strict=True)
+    x = x.clone()
+    x[rows, columns] = 0.5
+    return m.a(x) + x[rows[:2], columns[:2]].sum()
+
+
+def asks_whether_it_is_traced(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        raise RuntimeError("not for a trace")
+    return m.a(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(least, tensor_of_list, only_a_size, whole, inside_a_kernel, new_tensor),
+        *(lists_of_positions, asks_whether_it_is_traced),
+    ],
+)
 def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:
     model, x = model_of(function), torch.arange(-3.5, 12.5).reshape(2, 8) / 4
     kept: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
@@ -9,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import nn
+from torch import compiler, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
@@ -30,6 +31,7 @@ from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.path.reads import ReadValues, python_value
 from ampaudit.trace.path.values import Fp32Values, computing
+from ampaudit.trace.stack import is_tool_file
 from ampaudit.trace.values import CASTABLE_DTYPES
 
 __all__ = ["READING", "PathRecorder", "PathTracing"]
@@ -96,8 +98,13 @@ class PathRecorder:
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
         makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
-        new_tensor = Replacement(FakeTensor, "new_tensor", _stacked_like)
-        with patched([*reads, *numbers, builtins, *makers, new_tensor]):
+        makers.append(Replacement(FakeTensor, "new_tensor", _stacked_like))
+        methods = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        indexing = [Replacement(FakeTensor, method.__name__, _indexing(method)) for method in methods]
+        # code that asks takes the path that it takes without a trace
+        questions = (compiler.is_compiling, compiler.is_exporting, compiler.is_dynamo_compiling)
+        asked = [Replacement(compiler, f.__name__, _only_inside_torch(f)) for f in questions]
+        with patched([*reads, *numbers, builtins, *makers, *indexing, *asked]):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -190,6 +197,26 @@ def _stacking(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return _stacked(data, dtype)
 
     return make
+
+
+def _indexing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an indexing method: tensors of the trace in a list of positions are stacked."""
+
+    def call(tensor: torch.Tensor, index: Any, *value: Any) -> Any:
+        positions = tuple(map(_stacked_positions, index)) if isinstance(index, tuple) else index
+        return method(tensor, positions, *value)
+
+    return call
+
+
+def _stacked_positions(index: Any) -> Any:
+    held = isinstance(index, list | tuple) and any(isinstance(item, FakeTensor) for item in index)
+    return torch.tensor(index) if held else index
+
+
+def _only_inside_torch(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Let a question about tracing be answered truly for torch's own code, and with no for a model's."""
+    return lambda: is_tool_file(sys._getframe(1).f_code.co_filename) and function()
 
 
 def _stacked_like(tensor: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
