@@ -62,7 +62,7 @@ def _cells(found: Growth, axis: str) -> list[str | Line]:
         "linear": "linearly",
         "logarithmic": "as a logarithm",
     }
-    fit = f"{form[found.form]}, R² {found.r_squared:.4f} of {sizes} sizes"
+    fit = f"{form[found.form]}, R^2 {found.r_squared:.4f} of {sizes} sizes"
     how = ("extrapolated", "yellow") if found.extrapolated else ("between sizes that were run", "")
     return [
         escape_control(found.site),
