@@ -168,9 +168,9 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
     ]
     if config.steps is not None:
         declared = source.next_inputs if config.next_inputs is None else config.next_inputs
-        batches, function = stepping(source.model, source.batches, declared, config.steps)
+        batches, function, fed_back = stepping(source.model, source.batches, declared, config.steps)
         source = replace(source, batches=batches)
-        plans = [replace(plan, steps=Steps(config.steps, function)) for plan in plans]
+        plans = [replace(plan, steps=Steps(config.steps, function, fed_back)) for plan in plans]
     if config.backward:
         source, plans = differentiated(source, plans, config)
     contract = parse_contract(config.contract)

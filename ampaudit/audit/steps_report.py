@@ -33,7 +33,8 @@ def steps_report(
     for row in record.steps:
         by_step[row.step].append(row)
     growth = (*_error_growth(by_step, min_sqnr), *_value_growth(record, len(by_step), limit, low_precision))
-    return StepsReport(record.traces, tuple(_step(step, rows) for step, rows in by_step.items()), growth)
+    rows = tuple(_step(step, found) for step, found in by_step.items())
+    return StepsReport(record.traces, rows, growth, record.fed_back)
 
 
 def _step(step: int, rows: Sequence[StepObservation]) -> StepReport:

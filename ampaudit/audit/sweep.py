@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ampaudit.audit.checks.interface import finding_about
@@ -131,20 +131,20 @@ def _value(value: int, report: Report) -> SweptValue:
 def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[Growth]:
     """Fit the sites in 16 bits that overflow within or beyond the sizes that were run."""
     limit = low_precision_format(config.dtype).overflow_at
-    rows = {value: _peaks(report) for value, report in reports.items()}
-    for site in dict.fromkeys(site for row in rows.values() for site in row):
-        sizes = [value for value, row in rows.items() if site in row]
-        peaks = [rows[value][site] for value in sizes]
+    rows = {value: _largest(report) for value, report in reports.items()}
+    for place in dict.fromkeys(place for row in rows.values() for place in row):
+        sizes = [value for value, row in rows.items() if place in row]
+        peaks = [rows[value][place][0] for value in sizes]
         found = crossing_of(sizes, peaks, limit) if len(sizes) >= MIN_SIZES else None
         if found is None:
             continue
         over = [value for value, peak in zip(sizes, peaks, strict=True) if peak >= limit]
         size, low, high = _within(sizes, over, found.size, found.low, found.high)
         yield Growth(
-            site,
+            rows[sizes[-1]][place][1],
             found.form,
             None if found.exponent is None else round(found.exponent, 4),
-            tuple(row.get(site) for row in rows.values()),
+            tuple(row[place][0] if place in row else None for row in rows.values()),
             r_squared=round(found.r_squared, 6),
             residual_bits=round(found.residual_bits, 4),
             crossing=math.ceil(round(size, 3)),
@@ -154,17 +154,19 @@ def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[Growt
         )
 
 
-def _peaks(report: Report) -> dict[SiteId, float]:
-    """Return the FP32 peaks of values that the run holds in 16 bits."""
-    return {
-        site.site: peak
-        for site in report.low_precision_sites
-        if site.role != "weight-cast" and not site.by_design and (peak := _peak(site)) > 0
-    }
+def _largest(report: Report) -> dict[Hashable, tuple[float, SiteId]]:
+    """Return the largest FP32 peak in 16 bits at each line of code, and its site.
 
-
-def _peak(site: SiteReport) -> float:
-    return site.forward.peak if site.forward is not None else 0.0
+    The sites of a line that runs more often on longer inputs are numbered on, so that a number means another
+    op at each size.
+    """
+    found: dict[Hashable, tuple[float, SiteId]] = {}
+    for site in report.low_precision_sites:
+        if site.forward is not None and site.role != "weight-cast" and not site.by_design:
+            line = site.site if site.source is None else (site.source.file, site.source.line)
+            place = site.layer, site.op, line
+            found[place] = max(found.get(place, (0.0, site.site)), (site.forward.peak, site.site))
+    return found
 
 
 def _within(sizes: Sequence[int], over: Sequence[int], *found: float) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ from ampaudit.cli.options import (
     debug_option,
     force_option,
 )
+from ampaudit.core import interrupts
 from ampaudit.core.errors import InputError, SourceError, did_you_mean
 from ampaudit.core.text import escape_control, plural
 from ampaudit.core.untrusted import describe, describe_path
@@ -104,7 +105,7 @@ def _run(script: Path, arguments: tuple[str, ...]) -> str:
     from ampaudit.source.user_code import locating_failures
 
     try:
-        with _as_main(script, arguments), locating_failures(str(script)):
+        with interrupts.Released(), _as_main(script, arguments), locating_failures(str(script)):
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ending:
         if ending.code not in (None, 0):

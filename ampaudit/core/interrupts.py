@@ -21,7 +21,17 @@ if TYPE_CHECKING:  # importing typing would delay the handlers
     from types import FrameType
     from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "Committing", "Deferred", "at_end", "deliver_anyway", "forget", "install", "leave"]
+__all__ = [
+    "INTERRUPTED",
+    "Committing",
+    "Deferred",
+    "Released",
+    "at_end",
+    "deliver_anyway",
+    "forget",
+    "install",
+    "leave",
+]
 
 INTERRUPTED = 130
 _GRACE_SECONDS = 1.0  # for the exception to end the command
@@ -90,6 +100,22 @@ class Deferred:
         _program.deferred -= _in_main_thread()
         if not _program.deferred and _is_pending():
             raise KeyboardInterrupt
+
+
+class Released:
+    """Handles signals as Python does by itself, for a script that runs in this process."""
+
+    def __enter__(self) -> None:
+        self._ours = [n for n in _handled() if _in_main_thread() and signal.getsignal(n) is _handle]
+        self._wakeup = signal.set_wakeup_fd(-1) if self._ours else -1
+        for number in self._ours:
+            signal.signal(number, _default(number))
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._ours:
+            signal.signal(number, _handle)
+        if self._ours:
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
 
 class Committing(Deferred):
@@ -246,4 +272,9 @@ def _restore_defaults() -> None:
     signal.set_wakeup_fd(-1)
     for number in _handled():
         if signal.getsignal(number) is _handle:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, _default(number))
+
+
+def _default(number: int) -> Callable[[int, FrameType | None], object] | signal.Handlers:
+    """Return Python's own handler of a signal."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -13,6 +13,7 @@ __all__ = ["parse_sweep", "sweep_text"]
 
 _EXAMPLE = "--sweep length=64,256,1024"
 _MAX_VALUE = 1 << 31
+_MAX_NAME = 60
 
 
 def sweep_text(given: Any) -> Any:
@@ -39,7 +40,7 @@ def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
             problem = problem or f"{describe(part)!r} is not a size"
         else:
             values.append(int(part))
-    if not axis or not axis.isidentifier():
+    if not (axis.isidentifier() and axis.isascii() and len(axis) <= _MAX_NAME):
         problem = f"{describe(axis)!r} is not the name of an axis" if axis else "it has no axis"
     elif "=" in listed:
         problem = "one axis at a time"

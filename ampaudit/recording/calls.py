@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -71,10 +72,11 @@ class Watcher:
 
 def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the call of all modules with the watchers before it."""
+    process = os.getpid()
 
     @wraps(call)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or os.getpid() != process:  # a child writes no calls
             return call(self, *args, **kwargs)
         depth = getattr(_NESTED, "depth", 0)
         for watcher in tuple(_WATCHERS):
@@ -107,7 +109,9 @@ def _variable(name: str) -> nn.Module | None:
 
 def _attribute(owner: Any, path: Sequence[str]) -> Any:
     for name in path:
-        found = getattr(owner, name, None)
+        found = None
+        with suppress(Exception):  # of a property of the program's
+            found = getattr(owner, name, None)
         if found is None and name.isdecimal() and isinstance(owner, list | tuple):
             found = owner[int(name)] if int(name) < len(owner) else None
         owner = found

@@ -71,7 +71,7 @@ class _Encoder:
             return self._tensor(value, place)
         if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):
             return self._array(value, place)
-        if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum) and value.name in type(value).__members__:
             return {"enum": [class_name(type(value)), value.name]}
         if isinstance(value, str | bytes | int | float | complex):
             return _scalar(value, place)

@@ -34,6 +34,7 @@ from ampaudit.source.unwrapping import unwrapped
 __all__ = ["Recording"]
 
 _MIN_FREE = 200_000_000  # bytes of the disk that are left to others
+_MAX_JSON = 5_000_000  # bytes: more values than that may hold, no reader accepts
 _LIBRARIES = ("torch", "transformers", "diffusers")
 
 
@@ -88,7 +89,7 @@ class Recording:
                 self._stop(str(error.args[0]))
             except OSError as error:
                 self._stop(f"cannot write {describe(self.directory)}: {error.strerror or error}")
-            except Exception as error:  # of the program's own classes, say
+            except Exception as error:  # of the program's own classes, say; a program must not notice
                 self._skip(f"{type(error).__name__}: {describe(first_line(error), 150)}")
 
     def close(self) -> None:
@@ -113,6 +114,8 @@ class Recording:
         assert self.module is not None
         call = {"call": self.calls, "args": encoded.args, "kwargs": encoded.kwargs}
         text = json.dumps({**call, "training": self.module.training, **mode}, allow_nan=False).encode()
+        if len(text) > _MAX_JSON:
+            raise Unstorable(f"its texts and numbers need {format_bytes(len(text))}")
         size = len(head) + len(text) + sum(item.data.numel() for item in tensors)
         if self._is_full(size):
             return

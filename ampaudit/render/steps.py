@@ -69,6 +69,8 @@ def _events(step: StepReport) -> str:
 def step_sentences(steps: StepsReport) -> Iterator[str]:
     """Say when something leaves the range, what grows, and where the runs would choose differently."""
     first, poisoned, flipped = steps.first_broken, steps.poisoned, steps.flipped
+    if steps.fed_back:
+        yield f"Fed back: {escape_control(steps.fed_back)}."
     if first is not None:
         what = (*first.origins, *(f"next_inputs: {name}" for name in first.broken_inputs))
         more = f" and {len(what) - 1} more" if len(what) > 1 else ""

@@ -33,6 +33,7 @@ def sweep_words(sweep: Sweep) -> str:
 def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
     """Return one row per size, then one per site that overflows at a size."""
     rows: list[list[str | Line]] = []
+    axis = escape_control(sweep.axis)
     for found in sweep.values:
         bits = "" if found.headroom_bits is None else f"{found.headroom_bits:.1f} bits"
         word = line((found.verdict.upper(), _STYLES[found.verdict]))
@@ -40,7 +41,7 @@ def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
         rows.append(
             [f"{found.value:,}", word, breaks, bits, escape_control(found.nearest or ""), found.output]
         )
-    table = tabulate((sweep.axis, "", "breaks", "least headroom", "at", "output"), rows, left=("", "at"))
+    table = tabulate((axis, "", "breaks", "least headroom", "at", "output"), rows, left=("", "at"))
     missed = [found for found in sweep.values if found.verdict == "not run"]
     remarks = [line(f"{found.value:,} was not run: {found.problem}") for found in missed]
     if len(sweep.values) - len(missed) > 1:
@@ -48,8 +49,8 @@ def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
     yield Section((table, *remarks), f"Sweep over {sweep.axis}")
     if sweep.growth:
         growth = sweep.growth if full else sweep.growth[:_SHOWN]
-        heads = ("site", f"overflows at {sweep.axis}", "between", "peak grows", "")
-        made = tabulate(heads, [_cells(found, sweep.axis) for found in growth], left=("peak grows", ""))
+        heads = ("site", f"overflows at {axis}", "between", "peak grows", "")
+        made = tabulate(heads, [_cells(found, axis) for found in growth], left=("peak grows", ""))
         yield Section((made,), "Growth with size")
 
 
@@ -83,7 +84,7 @@ def sweep_chart(sweep: Sweep) -> Markup:
     top, bottom = max(*(bits for _, bits in points), 1.0), min(*(bits for _, bits in points), 0.0)
 
     def at(value: float, bits: float) -> tuple[float, float]:
-        x = _MARGIN + (math.log2(value) - left) / (right - left) * (_WIDTH - 2 * _MARGIN)
+        x = _MARGIN + (math.log2(value) - left) / ((right - left) or 1.0) * (_WIDTH - 2 * _MARGIN)
         y = _MARGIN / 2 + (top - bits) / (top - bottom) * (_HEIGHT - 1.5 * _MARGIN)
         return round(x, 1), round(y, 1)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field
 
 from ampaudit.core.assumptions import Assumption
 from ampaudit.core.sites import SiteId
 
+Size = Annotated[int, Ge(1), Le(1 << 62)]
+AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,59}$")]
 __all__ = ["Growth", "Proofs", "Stressed", "Sweep", "SweptValue", "Tail", "VerdictChange"]
 
 
@@ -86,7 +91,7 @@ class SweptValue:
         problem: why it was not run.
     """
 
-    value: int
+    value: Size
     verdict: Literal["pass", "fail", "not run"]
     errors: int = 0
     warnings: int = 0
@@ -120,7 +125,7 @@ class Growth:
     peaks: tuple[float | None, ...]
     r_squared: float
     residual_bits: float
-    crossing: int
+    crossing: Size
     low: int
     high: int | None
     extrapolated: bool
@@ -137,7 +142,7 @@ class Sweep:
         growth: sites that overflow within or beyond these sizes, the soonest first.
     """
 
-    axis: str
+    axis: AxisName
     values: tuple[SweptValue, ...]
     shown: int
     growth: tuple[Growth, ...] = ()

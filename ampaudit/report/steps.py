@@ -74,11 +74,13 @@ class StepsReport:
         traces: how often the model was traced; more than a few if shapes or values change with each step.
         steps: in order.
         growth: of errors and of values, where they grow.
+        fed_back: what the inputs of a step are made from, in words.
     """
 
     traces: int
     steps: tuple[StepReport, ...]
     growth: tuple[Growth, ...] = ()
+    fed_back: str = ""
 
     @property
     def first_broken(self) -> StepReport | None:

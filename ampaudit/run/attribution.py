@@ -28,7 +28,7 @@ from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId
 from ampaudit.run.decisions import DecisionDetail
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import LockStep
+from ampaudit.run.lockstep import Carried, LockStep
 from ampaudit.run.outputs import OutputComparison, compare_outputs
 from ampaudit.run.partial import PartialLockStep
 from ampaudit.run.probe import Probe
@@ -87,11 +87,13 @@ class Attribution:
         executor: of the whole program.
         tensors: of the batch.
         seed: of the batch's random numbers.
+        own: FP32's values of what earlier steps left in buffers.
     """
 
     executor: LockStep
     tensors: list[torch.Tensor]
     seed: int
+    own: Carried | None = None
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
     _left: int = MAX_RUNS
 
@@ -246,7 +248,7 @@ class Attribution:
         try:
             with guarded(self.executor.device):
                 torch.manual_seed(self.seed)
-                pairs = partial.run(self.tensors, probe)
+                pairs = partial.run(self.tensors, probe, self.own)
         except RunFailed:  # an index out of range: nothing is right
             lost = OutputComparison("float", mismatch="no output")
             return _Run(dict.fromkeys(self.executor.program.traced.outputs, lost), {})

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import InputError, ReferenceBroken
+from ampaudit.core.errors import InputError, ReferenceBroken, first_line
+from ampaudit.run.config import NextInputs
 from ampaudit.run.record import StateFault, StepObservation
 from ampaudit.source.interface import Batch
 from ampaudit.source.next_inputs import NEXT_INPUTS
 from ampaudit.trace.entry import named_inputs, tensor_leaves
+from ampaudit.trace.values import inexact
 
-__all__ = ["Lent", "carried_inputs", "refuse_hidden_state"]
+__all__ = ["Lent", "carried_inputs", "own_copy", "refuse_hidden_state"]
+
+
+def own_copy(function: NextInputs) -> NextInputs:
+    """Copy a function that keeps a state, but not the models that it holds.
+
+    Raises:
+        InputError: it cannot be copied.
+    """
+    holder = getattr(function, "__self__", function)
+    modules = (value for value in getattr(holder, "__dict__", {}).values() if isinstance(value, nn.Module))
+    try:
+        return copy.deepcopy(function, {id(module): module for module in modules})
+    except Exception as error:
+        raise InputError(
+            f"next_inputs cannot be copied for each run: {first_line(error)}",
+            hint="pass a function, or an object whose state can be copied",
+        ) from error
 
 
 class Lent:
@@ -69,7 +90,7 @@ def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObs
             f"{NEXT_INPUTS} made {name} of shape {here} in 16 bits and {there} in FP32 after {call}",
             hint="a shape that depends on values cannot be followed in both runs",
         )
-    if not (first.is_floating_point() and second.is_floating_point()):
+    if not (inexact(first) and inexact(second)):
         _note_choice(record, name, not torch.equal(first, second))
         return first
     if bool((first.isnan() | (first == torch.inf)).any()):
@@ -82,7 +103,8 @@ def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObs
     peak = float(first[wrong].abs().amax())
     record.faults.append(StateFault(name, "", None, peak, int(wrong.sum()), second.numel()))
     limit = torch.finfo(second.dtype).max
-    return torch.where(wrong, first.clamp(-limit, limit).to(second.dtype), second)
+    repaired = first if first.is_complex() else first.clamp(-limit, limit)
+    return torch.where(wrong, repaired.to(second.dtype), second)
 
 
 def _note_choice(record: StepObservation | None, name: str, differs: bool) -> None:
@@ -97,7 +119,8 @@ def refuse_hidden_state(first: Batch, second: Batch) -> None:
         InputError: it does.
     """
     for one, two in zip(*(tensor_leaves(made.args, made.kwargs) for made in (first, second)), strict=False):
-        if one.shape != two.shape or not torch.allclose(one.double(), two.double(), 1e-3, equal_nan=True):
+        wide = one.to(torch.complex128), two.to(torch.complex128)
+        if one.shape != two.shape or not torch.allclose(*wide, 1e-3, equal_nan=True):
             raise InputError(
                 f"{NEXT_INPUTS} returns something else when it is called again with the same arguments",
                 hint="it is called for each run: keep its state in an object with __call__, of which each "

@@ -39,10 +39,11 @@ class Differentiator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The number of steps of each batch, and the function that makes inputs from the outputs before."""
+    """The number of steps of each batch, the function that makes the next inputs, and what that is."""
 
     count: int
     next_inputs: NextInputs
+    fed_back: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import AuditError, RunFailed, first_line
+from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.run.guards import guarded
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
@@ -75,9 +75,9 @@ class EagerModel:
         otherwise = "the FP32 model does not call it"
         try:
             self.outputs(model, batch, number)
-        except AuditError as error:
-            if isinstance(error, TwinFailed):
-                raise
+        except TwinFailed:
+            raise
+        except Exception as error:  # whatever the model raises; its run says more
             otherwise = f"the FP32 model cannot be called: {first_line(error)}"
         known = dict.fromkeys(self._twins.checked, "") | self._twins.unchecked
         return {op: known.get(op, otherwise) for op in ops}

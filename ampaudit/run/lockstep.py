@@ -58,8 +58,7 @@ class LockStep:
     def run(self, inputs: list[torch.Tensor], observer: Observer, own: Carried | None = None) -> list[Pair]:
         """Run one batch; return the pairs of outputs in graph order.
 
-        A value is dropped after its last use. Where both runs would do the same to the same tensors in
-        float32, it is done once.
+        A value is dropped after its last use; what both runs would do to the same tensors is done once.
         """
         return _last(self._steps(self._start(inputs, own), observer, None))
 
@@ -191,14 +190,17 @@ class LockStep:
                 return result.clone()
         return result
 
+    def named_buffers(self) -> dict[str, Pair]:
+        """Return what the last run left in buffers, by name."""
+        return {self._places[node.name].name: pair for node, pair in self.buffers.items()}
+
     def is_given_float(self, node: fx.Node) -> bool:
         """Return whether a placeholder takes a floating-point tensor of the batch."""
         dtype = self._places[node.name].dtype
-        given = self._places[node.name].slot is Slot.INPUT
-        return given and dtype is not None and dtype.is_floating_point
+        return self._places[node.name].slot is Slot.INPUT and dtype is not None and dtype.is_floating_point
 
     def given_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
-        """Return the largest finite magnitude of a placeholder's FP32 value; 0 for integers."""
+        """Return the largest finite FP32 magnitude of a placeholder; 0 for integers."""
         tensor = self._masters.get(node.name)
         if tensor is None:
             given = [n for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError
-from ampaudit.run.carried import Lent, carried_inputs, refuse_hidden_state
+from ampaudit.run.carried import Lent, carried_inputs, own_copy, refuse_hidden_state
 from ampaudit.run.config import NextInputs, Steps
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import Carried
@@ -19,6 +18,7 @@ from ampaudit.run.op_faults import OpWatch, first_fault
 from ampaudit.run.outputs import compare_outputs
 from ampaudit.run.record import StepObservation
 from ampaudit.run.runner import CallResult, PreparedBatch, Runner
+from ampaudit.run.step import widened_tensor
 from ampaudit.source.interface import Batch
 from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs
 from ampaudit.trace import Role
@@ -44,7 +44,7 @@ def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress:
         SourceError: the function fails.
         ReferenceBroken: it gives NaN or infinity in FP32.
     """
-    loop = _Loop(runner, steps, batch)
+    loop, runner.record.fed_back = _Loop(runner, steps, batch), steps.fed_back
     for step in range(1, steps.count + 1):
         progress("running steps", step - 1, steps.count)
         runner.record.steps.append(loop.advance(StepObservation(number, step)))
@@ -75,8 +75,8 @@ class _Loop:
         self._count = steps.count
         opened = Batch(*with_objects_open((batch.args, batch.kwargs)))
         given = opened.mapped(lambda tensor: tensor.to(self._config.device, copy=True))
-        self._fp32 = _Side(given, copy.deepcopy(steps.next_inputs))
-        self._own = _Side(given, copy.deepcopy(steps.next_inputs))
+        self._fp32 = _Side(given, own_copy(steps.next_inputs))
+        self._own = _Side(given, own_copy(steps.next_inputs))
         self._unrepaired: _Side | None = None
         self._lost = False  # the unrepaired run cannot go on: its values are too broken
 
@@ -86,15 +86,22 @@ class _Loop:
         own = None if first else self._own.inputs
         inputs = replace(self._fp32.inputs, name=self._config.call_name(number))
         ready = self._runner.prepare(inputs, number, own, self._own.buffers)
-        outputs, result = self._runner.execute(ready)
+        outputs, buffers, result = self._runner.execute(ready)
         if first:
             self._own.inputs = _as_placed(self._own.inputs, ready)
+            self._fp32.inputs = self._fp32.inputs.mapped(widened_tensor)
         self._measure(record, ready, result)
-        self._own.buffers |= _buffers(ready)
-        unrepaired = self._run_unrepaired(ready, outputs) if result.origins or self._unrepaired else None
-        record.poisoned = self._lost or (self._unrepaired is not None and _broken(unrepaired or []))
+        self._own.buffers |= ready.executor.named_buffers()
+        unrepaired: list[Pair] | None = None
+        if self._unrepaired is not None:
+            unrepaired = self._run_unrepaired(ready, self._unrepaired)
+            record.poisoned = self._lost or _broken(unrepaired)
+        elif result.origins and not self._lost:
+            unrepaired = outputs
+        record.poisoned |= self._lost
         if record.step < self._count:
-            self._step_on(record, ready, result.outputs, unrepaired)
+            spare = _Side(self._own.inputs, own_copy(self._own.function), self._own.buffers | buffers)
+            self._step_on(record, ready, result.outputs, unrepaired, self._unrepaired or spare)
         return record
 
     def _measure(self, record: StepObservation, ready: PreparedBatch, result: CallResult) -> None:
@@ -118,18 +125,15 @@ class _Loop:
         peak, record.headroom_at = max(peaks, default=(0.0, ""))
         record.headroom_bits = form.headroom_bits(peak) if peak > 0.0 else None
 
-    def _run_unrepaired(self, ready: PreparedBatch, outputs: list[Pair]) -> list[Pair]:
-        """Return the outputs of the unrepaired run, which is the main one until something breaks."""
-        side = self._unrepaired
-        if side is None:
-            return outputs
+    def _run_unrepaired(self, ready: PreparedBatch, side: _Side) -> list[Pair]:
+        """Return the outputs of the unrepaired run; none if it cannot go on."""
         ready = replace(ready, own=Carried(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers))
         try:
             found = self._runner.outputs(ready, Observer())
         except (AuditError, ValueError):
             self._unrepaired, self._lost = None, True
             return []
-        side.buffers |= _buffers(ready)
+        side.buffers |= ready.executor.named_buffers()
         return found
 
     def _step_on(
@@ -138,12 +142,10 @@ class _Loop:
         ready: PreparedBatch,
         outputs: list[Pair],
         unrepaired: list[Pair] | None,
+        side: _Side,
     ) -> None:
-        """Make the inputs of the next step in each run."""
-        spare = replace(
-            self._own, function=copy.deepcopy(self._own.function), buffers=dict(self._own.buffers)
-        )
-        again = _Side(self._fp32.inputs, copy.deepcopy(self._fp32.function))
+        """Make the inputs of the next step in each run; ``side`` is the unrepaired one, if it differs."""
+        again = _Side(self._fp32.inputs, own_copy(self._fp32.function))
         fp32, watch = self._call(self._fp32, ready, outputs, 0)
         own, own_watch = self._call(self._own, ready, outputs, 1)
         call = self._config.call_name(ready.number)
@@ -153,9 +155,8 @@ class _Loop:
         if record.faults:
             op, line = first_fault(watch.ops, own_watch.ops)
             record.faults = [replace(fault, op=op, line=line) for fault in record.faults]
-        if unrepaired is None and not record.faults:
+        if self._lost or (unrepaired is None and not record.faults):
             return
-        side = self._unrepaired or spare
         try:
             if unrepaired is not None:
                 own, _ = self._call(side, ready, unrepaired, 1)
@@ -190,12 +191,6 @@ class _Loop:
                 if not self._own.buffers:
                     raise
                 return side.inputs, OpWatch()  # the state is in buffers
-
-
-def _buffers(ready: PreparedBatch) -> dict[str, Pair]:
-    """Return what the last run left in buffers, by name."""
-    names = {place.node: place.name for place in ready.executor.program.traced.placeholders}
-    return {names[node.name]: pair for node, pair in ready.executor.buffers.items()}
 
 
 def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:

@@ -125,6 +125,7 @@ class RunRecord:
         path: what the model's code reads, where it was traced along the path of its inputs.
         steps: what each step showed; empty without ``--steps``.
         traces: how often the model was traced.
+        fed_back: what makes the inputs of a step, in words.
     """
 
     device: str
@@ -148,6 +149,7 @@ class RunRecord:
     path: PathRecord = field(default_factory=PathRecord)
     steps: list[StepObservation] = field(default_factory=list)
     traces: int = 0
+    fed_back: str = ""
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add wall-clock time to a phase."""

@@ -89,16 +89,16 @@ class Runner:
         """Trace if necessary, run, and run again with repairs if something broke."""
         self.execute(self.prepare(batch, number))
 
-    def execute(self, ready: PreparedBatch) -> tuple[list[Pair], CallResult]:
+    def execute(self, ready: PreparedBatch) -> tuple[list[Pair], dict[str, Pair], CallResult]:
         """Run a prepared batch, and again with repairs if something broke.
 
         Returns:
-            The outputs of the first run, and the results of the last.
+            The outputs of the first run, the buffers that it wrote, and the results of the last.
         """
         started = time.perf_counter()
         outputs = self.outputs(ready, ready.meter)
         self._add_seconds("run", started)
-        return outputs, self.finish(ready, outputs)
+        return outputs, ready.executor.named_buffers(), self.finish(ready, outputs)
 
     def prepare(
         self, batch: Batch, number: int, own: Batch | None = None, buffers: Mapping[str, Pair] | None = None
@@ -185,7 +185,9 @@ class Runner:
         if self.config.edits and fp32 is not None:
             edited = {name: (fp32.get(name), reference) for name, (reference, _) in named.items()}
             merge_outputs(self.record.edited, compare_outputs(edited, ready.number))
-        attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number)
+        buffers = {} if ready.own is None else ready.own.buffers
+        own = Carried(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
+        attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number, own)
         for name in merge_outputs(self.record.outputs, found):
             self._worst[name] = attribution
         self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}

@@ -27,7 +27,7 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 __all__ = ["recorded_calls", "structure_of"]
 
 _HINT = "record the calls again"
-_Number = Annotated[int, Field(ge=0, lt=1_000_000)]
+_Number = Annotated[int, Field(ge=0, le=10**12)]
 
 
 class _Record(BaseModel):
@@ -142,7 +142,7 @@ def _check_model(directory: Path, found: _Recording, model: nn.Module) -> None:
 
 def _files(directory: Path, found: _Recording) -> list[Path]:
     """Return the files of the calls in order."""
-    files = sorted(directory.glob(CALL_FILES))
+    files = sorted(directory.glob(CALL_FILES), key=lambda file: (len(file.name), file.name))
     if not files:
         raise InputError(f"{describe_path(directory)}: holds no call", hint=_HINT)
     if found.calls is not None and len(files) != found.calls.recorded:

@@ -224,7 +224,7 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
             hint = f"{name} must be {tensor.dtype}"
             raise InputError(f"{path}: {name} is {given[name].dtype}", hint=hint)
     batches = (with_tensors(batch, [given[name] for name in names]),)
-    return replace(source, batches=batches, inputs=GIVEN)
+    return replace(source, batches=batches, inputs=GIVEN, sized=None)
 
 
 def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:

@@ -16,6 +16,7 @@ from ampaudit.source.interface import Batch
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import with_objects_open
 from ampaudit.trace.holders import restored
+from ampaudit.trace.values import inexact
 
 __all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "stepping"]
 
@@ -30,8 +31,8 @@ class NothingFedBack(UsageError):
 
 def stepping(
     model: nn.Module, batches: Sequence[Batch], declared: Any, steps: int
-) -> tuple[tuple[Batch, ...], NextInputs]:
-    """Return the batches of the first step, and the function that makes the inputs of the later ones.
+) -> tuple[tuple[Batch, ...], NextInputs, str]:
+    """Return the batches of the first step, what makes the inputs of the later ones, and that in words.
 
     Args:
         model: the user's.
@@ -43,17 +44,19 @@ def stepping(
         UsageError: nothing of this is known, or it cannot make so many steps.
     """
     if is_scheduler(declared):
-        return tuple(DiffusionSteps(declared).first(batch, steps) for batch in batches), DiffusionSteps(
-            declared
-        )
+        function = DiffusionSteps(declared)
+        first = tuple(DiffusionSteps(declared).first(batch, steps) for batch in batches)
+        return first, function, f"the sample, by {type(declared).__name__}"
     if declared is not None and not callable(declared):
         raise UsageError(
             f"next_inputs is of type {type(declared).__name__}",
             hint=f"declare a function {NEXT_INPUTS}, or a scheduler with step() and timesteps",
         )
-    if declared is None and generates(model):
-        return decoding(model, batches, steps)
-    return tuple(batches), declared or recurrent
+    if declared is not None:
+        return tuple(batches), declared, NEXT_INPUTS
+    if generates(model):
+        return *decoding(model, batches, steps), "the most likely token and the cache (built in)"
+    return tuple(batches), recurrent, "outputs that are like inputs (built in)"
 
 
 def call_next_inputs(function: NextInputs, outputs: Any, batch: Batch, call: str) -> Batch:
@@ -115,7 +118,7 @@ def _alike(output: Any, given: Any) -> bool:
         isinstance(one, torch.Tensor)
         and isinstance(other, torch.Tensor)
         and one.shape == other.shape
-        and one.is_floating_point()
-        and other.is_floating_point()
+        and inexact(one)
+        and inexact(other)
         for one, other in zip(leaves, others, strict=True)
     )

@@ -37,6 +37,8 @@ _PLAIN_TENSORS = (FakeTensor, DTensor)
 # GPTQ and AWQ layers that keep the order of the file; the kernels of others have orders of their own
 _FILE_ORDER = {"TorchLinear", "TorchQuantLinear", "TritonV2Linear", "TritonV2QuantLinear"}
 _FILE_ORDER_AWQ = {"AwqTorchLinear", "AwqGEMMLinear", "AwqGEMVLinear", "WQLinear_GEMM", "WQLinear_GEMV"}
+# attributes by which Transformers knows a quantized model, whose half() it refuses
+_MARKS = ("is_quantized", "quantization_method", "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit")
 # attributes of layers whose forward is wrapped to move weights, or to round them
 _PATCHING = ("_hf_hook", "quantization_scheme")
 _REORDERING = ("exllama", "marlin", "qigen", "hpu")
@@ -75,6 +77,10 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
     copied = structural_copy(model, {**shared, **replaced})
     for module in copied.modules():
         module.__class__ = rebased(module) or type(module)
+        for name in _MARKS:
+            vars(module).pop(name, None)
+        if type(module).__name__ == "FP8Experts":
+            vars(module)["config"]._experts_implementation = "eager"  # the others call kernels
     notes = tuple(_note(kind, count) for kind, count in formats.items() if count)
     return replace(source, model=copied, notes=(*source.notes, *notes))
 

@@ -85,9 +85,9 @@ function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 # raised for an op of which fake tensors cannot say what it returns, and said by one that reads their memory
 _SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+registered_ops: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 NO_VALUE = "a tensor of the trace has no value"
 _NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer", NO_VALUE)
-registered_ops: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 # hooks that every module calls
 global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 # nodes of an exported graph that enter and leave regions

@@ -29,8 +29,11 @@ class KernelTrials:
         self._refused: dict[tuple[Any, ...], bool] = {}
 
     def refuses(self, called: OpCalled) -> bool:
-        """Return whether an op raises for 16-bit tensors of these sizes, and not for the same in FP32."""
-        if not is_foreign(called.op) or not takes_low_precision(called):
+        """Return whether an op raises for 16-bit tensors of these sizes, and not for the same in FP32.
+
+        Ops that talk to other processes are not tried.
+        """
+        if not is_foreign(called.op) or not takes_low_precision(called) or "c10d" in called.op.namespace:
             return False
         key = (called.op, repr(pytree.tree_map_only(torch.Tensor, _signature, (called.args, called.kwargs))))
         if key not in self._refused:

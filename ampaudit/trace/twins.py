@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -57,18 +57,16 @@ class Twin:
     op: str
     function: Function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function.
+    def __call__(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the function with the arguments of a call of the op.
 
         Raises:
             TwinFailed: it raises, or does not take these arguments; what depends on values is passed on.
         """
-        try:
-            inspect.signature(self.function).bind(*args, **kwargs)
-        except TypeError as error:
-            raise self.failed(f"does not take the arguments of {self.op}: {error}") from error
-        except ValueError:
-            pass  # a builtin without a signature
+        if self._takes(args, kwargs) is not None:
+            args, kwargs = _with_defaults(op, args, kwargs)
+        if (problem := self._takes(args, kwargs)) is not None:
+            raise self.failed(f"does not take the arguments of {self.op}: {problem}")
         try:
             return self.function(*args, **kwargs)
         except (SourceError, UsageError):
@@ -78,6 +76,16 @@ class Twin:
                 raise
             text = f"raises {type(error).__name__}: {describe(first_line(error), 300)}"
             raise self.failed(text, _line_of(error)) from error
+
+    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        """Return why the function does not take these arguments; ``None`` if it does, or does not say."""
+        try:
+            inspect.signature(self.function).bind(*args, **kwargs)
+        except TypeError as error:
+            return str(error)
+        except ValueError:
+            return None  # a builtin without a signature
+        return None
 
     def failed(self, what: str, line: str = "") -> TwinFailed:
         """Return an error about this twin, at a line of it or where it is defined."""
@@ -186,6 +194,15 @@ def with_twins() -> Iterator[None]:
         yield
     finally:
         _ACTIVE.reset(token)
+
+
+def _with_defaults(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the defaults of the op's schema, which the dispatcher leaves out."""
+    left = op._schema.arguments[len(args) :]
+    named = {a.name: a.default_value for a in left if a.kwarg_only and a.has_default_value()}
+    return (*args, *(a.default_value for a in left if not a.kwarg_only)), {**named, **kwargs}
 
 
 def _line_of(error: Exception) -> str:

@@ -19,6 +19,7 @@ __all__ = [
     "dtype_name",
     "fits",
     "float_value",
+    "inexact",
     "sizes_of",
     "sizes_vary",
     "storage_id",
@@ -50,6 +51,11 @@ def torch_dtype(form: NumberFormat) -> torch.dtype:
 def widened(value: Any) -> Any:
     """Return arguments with float32 for 16-bit dtype constants; tensors and nodes pass unchanged."""
     return pytree.tree_map_only(torch.dtype, lambda dtype: WIDE.get(dtype, dtype), value)
+
+
+def inexact(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def float_value(value: Any) -> torch.Tensor | None:

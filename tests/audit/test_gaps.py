@@ -139,6 +139,7 @@ def test_every_format_says_so_in_its_verdict() -> None:
     assert words in " ".join(first.split())
     assert words in html.unescape(as_file(report, "markdown"))
     assert words in as_file(report, "html")
+    assert "3 of 3 sites; 1 gap" in as_file(report, "html")
     assert as_file(report, "github").strip().endswith(words)
     assert json.loads(as_file(report, "sarif"))["runs"][0]["properties"]["gaps"] == words
     suite = ElementTree.fromstring(as_file(report, "junit"))[0]

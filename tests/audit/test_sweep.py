@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ampaudit
@@ -113,6 +114,29 @@ def test_a_comment_hides_the_warning(model_file: Write) -> None:
     assert "AMP991" not in [f.code for f in report.findings]
 
 
+class Chunks(nn.Module):
+    """Sums chunks of 128 tokens one by one, so that a longer input has more ops, and then all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [chunk.sum(-1, keepdim=True) for chunk in (x * self.scale).split(128, 1)]
+        whole = torch.cat(parts, 1).sum(-1)
+        return whole / x.shape[-1]
+
+
+def test_ops_that_a_longer_input_repeats_are_not_confused() -> None:
+    options: dict[str, Any] = {"policy": "half", "device": "cpu", "sweep": "length=256,512,1024,2048"}
+    sweep = ampaudit.scan(Chunks(), inputs, **options).sweep
+    assert sweep is not None
+    (growth,) = sweep.growth
+    assert growth.peaks == (768.0, 1536.0, 3072.0, 6144.0)
+    assert growth.crossing == 21_840
+    assert growth.site == "(top)/sum#17"
+
+
 def test_two_sizes_are_not_extrapolated() -> None:
     report = swept([64, 4096])
     assert report.sweep is not None
@@ -131,12 +155,15 @@ def test_a_size_at_which_the_model_fails_is_named_and_the_others_count() -> None
         swept([50_000, 60_000])
 
 
-def test_several_policies_are_swept_together() -> None:
+def test_several_policies_are_swept_together(tmp_path: Path) -> None:
     made = ampaudit.scan(
         Sums(), inputs, policy=["half", "apex-o0"], sweep={"length": [64, 30_000]}, device="cpu"
     )
     verdicts = [[v.verdict for v in report.sweep.values] for report in made.reports if report.sweep]
     assert verdicts == [["pass", "fail"], ["pass", "pass"]]
+    made.save(tmp_path / "report.txt")
+    text = " ".join((tmp_path / "report.txt").read_text(encoding="utf-8").split())
+    assert "half length 64 passes, 30000 fails" in text
     assert made.exit_code == 1
 
 
@@ -199,7 +226,11 @@ def test_an_unknown_axis_lists_those_that_there_are(model_file: Write) -> None:
     assert "def example_inputs(length=1)" in str(caught.value)
 
 
-def test_inputs_of_one_size_cannot_be_swept() -> None:
+def test_inputs_of_one_size_cannot_be_swept(model_file: Write, tmp_path: Path) -> None:
+    save_file({"input[0]": torch.ones(2, 8)}, tmp_path / "inputs.safetensors")
+    loading = SourceConfig(inputs=tmp_path / "inputs.safetensors")
+    with pytest.raises(UsageError, match="have no sizes to choose"):
+        ampaudit.scan(str(model_file(SUMS + LENGTH)), sweep="length=1,2", device="cpu", source=loading)
     with pytest.raises(UsageError, match="have no sizes to choose"):
         ampaudit.scan(Sums(), torch.ones(2, 8), sweep="length=1,2", device="cpu")
     with pytest.raises(UsageError, match="no axis 'rows'"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,3 +164,35 @@ def test_what_a_failing_script_did_is_recorded(
     (script.parent / "model.py").write_text("from pipe import Encoder as get_model\n")
     report = ampaudit.scan(str(script.parent / "model.py"), source=SourceConfig(inputs=tmp_path / "calls"))
     assert (report.exit_code, report.run.batches) == (0, 2)
+
+
+CAUGHT = """
+import time, torch
+model = torch.nn.Linear(2, 2)
+model(torch.ones(1, 2))
+try:
+    print("ready", flush=True)
+    time.sleep(100)
+except KeyboardInterrupt:
+    time.sleep(1.5)
+    model(torch.ones(1, 2))
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to a process")
+def test_a_script_handles_an_interrupt_itself(tmp_path: Path) -> None:
+    """As it does by itself: a training script that saves its work takes longer than a second."""
+    (tmp_path / "script.py").write_text(CAUGHT)
+    words = ["record", "-m", "model", "-o", str(tmp_path / "calls"), str(tmp_path / "script.py")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ampaudit", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert out.endswith("saved\n")
+    assert "2 of 2 calls of model" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.recording.calls import record_named
+from ampaudit.recording.config import RecordConfig
 from ampaudit.source import Batch
 from ampaudit.source.calls import recorded_calls
 from tests.support.paths import ROOT
@@ -114,6 +118,14 @@ def test_overlapping_tensors_are_one_memory_again(tmp_path: Path) -> None:
     (whole, column), _ = round_trip(tmp_path / "calls", base, base[:, 1])
     column.fill_(-1.0)
     assert whole[:, 1].eq(-1).all()
+
+
+def test_columns_of_a_large_tensor_are_stored_without_the_rest(tmp_path: Path) -> None:
+    columns = torch.randn(500, 2000)[:, 7:9]
+    before = columns.clone()
+    (found,), _ = round_trip(tmp_path / "calls", columns)
+    assert torch.equal(found, before)
+    assert (tmp_path / "calls/call-000001.safetensors").stat().st_size < 2 * before.nbytes
 
 
 def test_every_kind_of_argument(tmp_path: Path) -> None:
@@ -394,7 +406,7 @@ def _nested(depth: int) -> Any:
 
 
 def test_depth(tmp_path: Path) -> None:
-    (found,), _ = round_trip(tmp_path / "calls", _nested(20))
+    (found,), _ = round_trip(tmp_path / "calls", _nested(24))
     assert len(tensors_in(found)) == 1
     sink = Sink()
     endless: list[Any] = []
@@ -408,3 +420,60 @@ def test_depth(tmp_path: Path) -> None:
         sink(endless)
     assert recording.skipped.total() == 2
     assert all("nested more than" in reason for reason in recording.skipped)
+
+
+class Difficult:
+    """An object whose attributes cannot be read."""
+
+    @property
+    def unet(self) -> nn.Module:
+        raise RuntimeError("not yet")
+
+
+def test_what_names_lead_to_may_raise(tmp_path: Path) -> None:
+    pipe = Difficult()
+    model = nn.Linear(2, 2)
+    with record_named(["pipe.unet"], tmp_path / "calls", RecordConfig()) as watcher:
+        model(torch.ones(1, 2))
+    assert isinstance(pipe, Difficult)
+    assert watcher.unknown.keys() == {"pipe.unet"}
+    assert watcher.called == {"Linear": 1}
+
+
+def test_values_that_no_reader_would_accept(tmp_path: Path) -> None:
+    class Flags(enum.Flag):
+        A = 1
+        B = 2
+
+    sink = Sink()
+    with ampaudit.record(sink, tmp_path / "calls") as recording:
+        sink(list(range(1_000_000)))
+        sink(Flags.A | Flags.B)
+        sink(1)
+    assert recording.recorded == 1
+    assert any("texts and numbers need" in reason for reason in recording.skipped)
+    assert any("of type Flags" in reason for reason in recording.skipped)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_forked_child_writes_no_calls(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ampaudit.record(model, tmp_path / "calls") as recording:
+        model(torch.ones(1, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forks while threads run
+            child = os.fork()
+        if not child:
+            model(torch.zeros(1, 2))
+            os._exit(recording.calls)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert len(list((tmp_path / "calls").glob("call-*.json"))) == 1
+
+
+def test_more_calls_than_a_name_has_digits_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ampaudit.record(model, tmp_path / "calls") as recording:
+        for number in (999_998, 999_999):
+            recording.calls = number
+            model(torch.full((1, 2), float(number)))
+    assert [batch.name for batch in replayed(model, tmp_path / "calls")] == ["call 999999", "call 1000000"]

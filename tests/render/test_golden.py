@@ -90,7 +90,7 @@ def test_lint_for_machines(golden: Golden, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", TOLD)
-@pytest.mark.parametrize("name", ["overflow", "policies", "training", "check"])
+@pytest.mark.parametrize("name", ["overflow", "policies", "training", "check", "sweep"])
 def test_formats_for_machines(golden: Golden, name: str, form: str) -> None:
     golden(f"{name}.{form}", machine_text(saved(name), form))
 
@@ -100,7 +100,7 @@ def test_tables(golden: Golden, name: str) -> None:
     golden(f"{name}.csv", as_file(saved(name), "csv"))
 
 
-@pytest.mark.parametrize("name", ["overflow", "policies", "gradients"])
+@pytest.mark.parametrize("name", ["overflow", "policies", "gradients", "sweep"])
 def test_the_words_of_the_page(golden: Golden, name: str) -> None:
     """Without its scripts, its style and the pages of codes, which have tests of their own."""
     text = to_html(saved(name))
@@ -156,8 +156,15 @@ def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
     """Every file in the folder is named in this module's tests; one that is not would never be compared."""
     known = {f"{n}-{w}.txt" for n in NAMES for w in (80, 200)}
     known |= {f"{n}-{k}.txt" for n in ("overflow", "gradients", "training") for k in ("quiet", "verbose")}
-    known |= {f"{n}.{f}" for n in ("overflow", "policies", "training", "check") for f in TOLD}
-    known |= {"overflow.csv", "training.csv", "overflow.html", "policies.html", "gradients.html"}
+    known |= {f"{n}.{f}" for n in ("overflow", "policies", "training", "check", "sweep") for f in TOLD}
+    known |= {
+        "overflow.csv",
+        "training.csv",
+        "overflow.html",
+        "policies.html",
+        "gradients.html",
+        "sweep.html",
+    }
     known |= {f"diff-{n}-{w}.txt" for n in ("better", "worse") for w in (80, 200)}
     known |= {"diff-worse.md", "diff-worse.json", "explain.txt", "explain-AMP204.txt", "rules-list.txt"}
     known |= {f"lint-{k}.txt" for k in ("quiet", "normal", "verbose")} | {

@@ -126,6 +126,17 @@ def test_one_that_refuses_16_bits_continues_in_float32(error: int) -> None:
     assert report.outputs[0].sqnr_db > 60
 
 
+def test_a_kernel_of_one_device_says_nothing_about_others() -> None:
+    @torch.library.custom_op(f"{LIB}::here", mutates_args=(), device_types="cpu")
+    def here(x: torch.Tensor) -> torch.Tensor:
+        return wide_only(x, 0)
+
+    here.register_fake(torch.empty_like)
+    report = scanned(here)
+    assert [(f.code, f.severity) for f in report.findings if f.severity != "note"] == [("AMP306", "warning")]
+    assert report.exit_code == 0
+
+
 def test_one_whose_description_refuses_16_bits_continues_in_float32() -> None:
     assert codes(scanned(fake_wide_only)) == ["AMP306"]
 

@@ -92,18 +92,32 @@ def test_the_16_bit_cache_is_that_of_a_16_bit_loop() -> None:
 
 
 def test_an_overflow_in_the_cache_is_named() -> None:
+    """A position that only the fifth step reaches has a key beyond float16."""
     model = generating("gpt2")
-    with torch.no_grad():  # keys of one token are large; the queries that meet them are small
-        block = model.transformer.h[1].attn.c_attn
-        block.weight[:, :32] *= 1e-6
-        block.bias[:32] = 0
-        token = int(model.generate(**prompt(), max_new_tokens=3, do_sample=False)[1, -2])
-        model.transformer.wte.weight[token, 0] = 4e4
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    report, _ = scanned(model, prompt(), 5)
-    assert report.verdict == "fail"
+    attention = model.transformer.h[0].attn.c_attn
+    with torch.no_grad():
+        model.transformer.wpe.weight[9] = 0.0
+        model.transformer.wpe.weight[9, 3] = 100.0
+        attention.weight[3, 32:64] = 15_000.0
+        attention.weight[:, :32] *= 1e-6  # queries: scores stay small
+    peaks: list[float] = []
+    hook = attention.register_forward_hook(
+        lambda module, args, output: peaks.append(float(output[..., 32:64].abs().amax()))
+    )
+    model.generate(
+        **prompt() | {"attention_mask": torch.ones(2, 6).long()}, max_new_tokens=8, do_sample=False
+    )
+    hook.remove()
+    expected = 1 + next(step for step, peak in enumerate(peaks) if peak >= 65_520.0)
+    assert expected == 5
+    report, kept = scanned(model, {"input_ids": prompt()["input_ids"]}, 8)
+    worst = next(f for f in report.findings if f.severity == "error")
+    assert (worst.layer, worst.evidence.step) == ("transformer.h.0.attn.c_attn", expected)
+    keys = [outputs["output.past_key_values.layers[0].keys"] for outputs in kept]
+    assert [bool(value.isfinite().all()) for _, value in keys[:expected]] == [True] * 4 + [False]
+    assert all(bool(reference.isfinite().all()) for reference, _ in keys)
     assert report.steps is not None
-    assert report.steps.first_broken is not None
+    assert [step.step for step in report.steps.steps if step.poisoned] == [6, 7, 8]
 
 
 def test_a_model_with_its_own_kind_of_cache_is_refused() -> None:
@@ -251,6 +265,7 @@ def test_state_in_a_buffer_is_carried() -> None:
     assert report.steps is not None
     assert report.steps.first_broken is not None
     assert report.steps.first_broken.step == 16  # 2^16 is the first that float16 lacks
+    assert [step.step for step in report.steps.steps if step.poisoned] == [17, 18, 19, 20]
     assert torch.equal(model.state, torch.ones(4))
 
 
@@ -348,6 +363,44 @@ def test_inputs_written_in_place_are_not_the_users() -> None:
     _, kept = scanned(Positioned(), (x, position), 4, next_inputs=counted)
     assert [float(outputs["output"][0][0, 0]) for outputs in kept] == [1.0, 2.0, 3.0, 4.0]
     assert int(position) == 1
+
+
+def test_a_complex_state_is_fed_back() -> None:
+    class Turning(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (0.6 + 0.8j)
+
+    _, kept = scanned(Turning(), torch.ones(4, dtype=torch.complex64), 5)
+    torch.testing.assert_close(kept[-1]["output"][0], torch.full((4,), (0.6 + 0.8j) ** 5))
+
+
+def test_a_function_that_holds_a_model_shares_it() -> None:
+    class Through(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("a model is not copied for each run")
+
+    class Projected:
+        def __init__(self) -> None:
+            self.model = Through(4, 4)
+
+        def __call__(self, outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.model(outputs.float()).to(outputs.dtype)
+            return found
+
+    report, _ = scanned(nn.Linear(4, 4), torch.ones(2, 4), 3, next_inputs=Projected())
+    assert report.verdict == "pass"
+
+
+def test_a_function_that_cannot_be_copied_is_refused() -> None:
+    class Iterating:
+        def __init__(self) -> None:
+            self.numbers = (number for number in range(9))
+
+        def __call__(self, outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+            return outputs * next(self.numbers)
+
+    with pytest.raises(AuditError, match="cannot be copied for each run"):
+        ampaudit.scan(nn.Linear(4, 4), torch.ones(2, 4), steps=3, next_inputs=Iterating())
 
 
 def test_no_step_is_known_for_any_model() -> None:

@@ -113,6 +113,22 @@ def test_errors_double_as_often_as_they_must(factor: float) -> None:
     assert found.doubles_every == pytest.approx(1 / math.log2(factor), rel=0.15)
 
 
+def test_an_error_that_builds_up_is_not_the_last_steps() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pace = nn.Parameter(torch.tensor(0.1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.pace  # half of float16's step at 256 is 0.125: the state never moves
+
+    report, kept = scanned(Counting(), torch.full((2, 4), 256.0), 40, min_sqnr=45.0)
+    assert float(kept[-1]["output"][1][0, 0]) == 256.0
+    (finding,) = [f for f in report.findings if f.code == "AMP207"]
+    assert "built up over the steps" in finding.cause
+    assert finding.evidence.step == 40
+
+
 class Sampler(nn.Module):
     """Predicts noise that is a share of the sample."""
 

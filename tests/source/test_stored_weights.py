@@ -265,6 +265,55 @@ def test_layers_are_dequantized_and_what_is_around_them_is_audited(name: str) ->
     assert [f.source and f.source.line for f in found] == [planted]
 
 
+class Quantized(Model):
+    """A model that refuses to be cast, as those of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__(Linear8bitLt(COLUMNS, ROWS))
+        self.is_quantized = True
+
+    def half(self) -> Quantized:
+        if vars(self).get("is_quantized"):
+            raise ValueError("`.half()` is not supported for quantized models")
+        return super().half()
+
+
+def test_a_dequantized_model_may_be_cast_by_its_own_method() -> None:
+    model = Quantized()
+    report = ampaudit.scan(model, torch.randn(8, COLUMNS), policy="half", device="cpu")
+    assert [f.code for f in report.findings if f.severity == "error"] == ["AMP101"]
+    assert model.is_quantized
+
+
+def test_experts_in_fp8_compute_what_their_weights_stand_for() -> None:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    moe = pytest.importorskip("transformers.integrations.moe")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=4)
+    config._experts_implementation = "grouped_mm"
+    interface = fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    layer = moe.use_experts_implementation(
+        experts_class=fp8.FP8Experts, experts_interface=interface, has_bias=False, has_gate=True
+    )(config=config, block_size=(32, 32))
+    wide: dict[str, Tensor] = {}
+    for name in ("gate_up_proj", "down_proj"):
+        values = torch.randn(getattr(layer, name).shape).to(torch.float8_e4m3fn)
+        scale = torch.rand(getattr(layer, f"{name}_scale_inv").shape) + 0.5
+        setattr(layer, name, nn.Parameter(values, requires_grad=False))
+        setattr(layer, f"{name}_scale_inv", nn.Parameter(scale))
+        wide[name] = values.float() * scale.repeat_interleave(32, 1).repeat_interleave(32, 2)
+    copied, note = plain(nn.ModuleDict({"experts": layer}), torch.ones(1))
+    assert "1 layer with fp8 weights" in note
+    x, chosen, share = torch.randn(5, 64), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    expected = torch.zeros(5, 64)
+    for row in range(5):
+        for expert, part in zip(chosen[row], share[row], strict=True):
+            gate, up = (wide["gate_up_proj"][expert] @ x[row]).chunk(2)
+            expected[row] += part * (wide["down_proj"][expert] @ (nn.functional.silu(gate) * up))
+    assert torch.allclose(copied.get_submodule("experts")(x, chosen, share), expected, rtol=1e-4, atol=1e-2)
+    assert config._experts_implementation == "grouped_mm"
+
+
 def test_a_model_without_such_weights_is_left_alone() -> None:
     source = as_source(nn.Linear(4, 4), torch.ones(2, 4))
     assert with_plain_weights(source) is source

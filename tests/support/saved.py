@@ -33,6 +33,10 @@ COMMANDS = {
     "policies": ("scan", "examples/t5_feed_forward.py", "--policy", "torch-cuda,half,ampaudit"),
     "gradients": ("scan", "examples/training/digits.py", "--backward"),
     "static": ("scan", "examples/t5_feed_forward.py", "--static"),
+    "sweep": (
+        *("scan", "examples/mean_pooling.py", "--policy", "half"),
+        *("--sweep", "length=64,256,1024,4096"),
+    ),
     "ranges": ("scan", "examples/t5_feed_forward.py", "--ranges"),
     "training": ("train", "examples/training/digits.py", "--steps", "30", "--policy", "apex-o3"),
     "check": (
@@ -86,6 +90,10 @@ def saved_report(name: str = "overflow") -> Report:
     report = found.reports[0] if isinstance(found, Comparison) else found
     assert isinstance(report, Report)
     return report
+
+
+def _scanned() -> Report:
+    return replace(saved_report(), sweep=saved_report("sweep").sweep)
 
 
 def _linted() -> LintReport:
@@ -144,7 +152,7 @@ def _compared() -> Differences:
 
 # one document of each kind
 SAMPLES: dict[str, Callable[[], Document]] = {
-    "scan": saved_report,
+    "scan": _scanned,
     "comparison": partial(saved, "policies"),
     "plan": partial(saved, "plan"),
     "conversion": _converted,

@@ -234,6 +234,34 @@ def test_an_op_that_writes_to_its_argument_has_a_twin_that_does() -> None:
     assert report.gaps == ()
 
 
+def test_a_twin_takes_the_defaults_of_the_op() -> None:
+    @custom_op("defaults")
+    def defaults(x: torch.Tensor, scale: float = 2.0, *, offset: int = 3) -> torch.Tensor:
+        return x * scale + offset
+
+    ampaudit.twin(f"{LIB}::defaults", lambda x, scale, *, offset: x * scale + offset)
+    for kwargs in ({}, {"scale": 5.0}, {"offset": 7}):
+        kept: dict[int, Any] = {}
+        scanned(lambda x, kwargs=kwargs: defaults(x, **kwargs), keep_outputs=kept.__setitem__)  # type: ignore[misc]
+        assert torch.equal(kept[0]["output"][0], defaults(X, **kwargs))
+
+
+def test_a_twin_may_call_another_op_with_a_twin() -> None:
+    @custom_op("doubled")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return softmax(x, 3.0) * 2
+
+    ampaudit.twin(f"{LIB}::softmax", plain_softmax)
+    ampaudit.twin(f"{LIB}::doubled", lambda x: softmax(x, 3.0) * 2)
+    report = scanned(doubled)
+    (power,) = [site for site in report.sites if site.op == "aten.exp.default"]
+    assert power.site == f"(top)/{LIB}::doubled/{LIB}::softmax/exp"
+    assert power.source is not None
+    assert power.source.line == line_of(plain_softmax, 1)
+    assert power.source.caller is not None
+    assert "scanned(doubled)" not in power.source.caller.code  # the line of the model
+
+
 def test_several_results_and_lists_of_tensors() -> None:
     ampaudit.twin(f"{LIB}::two", lambda x, ys: [x.sum(-1), torch.stack(ys).sum(0)])
     kept: dict[int, Any] = {}

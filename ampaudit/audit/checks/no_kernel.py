@@ -14,6 +14,7 @@ from ampaudit.report.finding import Finding, Severity
 from ampaudit.trace import Site
 from ampaudit.trace.caster import NO_KERNEL
 from ampaudit.trace.fourier import is_fourier, signal_sizes
+from ampaudit.trace.internals import has_kernel
 from ampaudit.trace.opnames import base_name, is_foreign
 
 __all__ = ["CHECK"]
@@ -62,6 +63,8 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
         foreign = isinstance(node.target, OpOverload) and is_foreign(node.target)
         lacks = f"{base} refuses {form}" if foreign else f"torch has no {form} kernel for {base}"
         cause = f"{lacks} on this device ({where}); the audit continued in float32"
+        if isinstance(node.target, OpOverload) and foreign and has_kernel(node.target, where.upper()):
+            return cause, Severity.WARNING  # another device's kernel may take it
         return cause, Severity.ERROR
     if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
         return None

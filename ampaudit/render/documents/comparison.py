@@ -11,6 +11,7 @@ from ampaudit.render.documents.scan import ScanView, reports_page
 from ampaudit.render.findings import Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.strip import Strip
+from ampaudit.render.sweep import sweep_words
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
@@ -93,6 +94,8 @@ def _remarks(report: Report) -> Iterator[str]:
         names = [f"{escape_control(f.layer or '(top)')} {escape_control(short_op(f.op))}" for f in broken]
         more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
         yield f"breaks at {', '.join(names[:_SHOWN])}{more}"
+    if report.sweep is not None:
+        yield sweep_words(report.sweep)
     if report.backward is not None:
         yield scales_that_suit(report.backward)
     if report.gaps:

@@ -131,9 +131,9 @@ class ScanView(View[Report]):
     def digest(self) -> Iterator[Section | Suite]:
         """Return the suite, the sites nearest the limit, and the numbers of the run."""
         report = self.document
+        yield from self.suites()
         if report.sweep is not None:
             yield from sweep_sections(report.sweep)
-        yield from self.suites()
         nearest = [
             (
                 line((escape_control(site.site), "code")),

@@ -123,7 +123,8 @@ def _tiles(report: Report) -> Iterator[Tile]:
         yield Tile("Proved", _share(proofs.proved, proofs.sites), "of all sites; nothing was run")
     else:
         proved = f"; {proofs.proved} of {proofs.sites} proved" if proofs is not None else ""
-        note = f"{cover.audited} of {cover.sites} sites{proved}"
+        gaps = f"; {plural(len(report.gaps), 'gap')}" if report.gaps else ""
+        note = f"{cover.audited} of {cover.sites} sites{proved}{gaps}"
         yield Tile("Audited", _share(cover.audited, cover.sites), note)
     if level == "scan":
         promoted = f"; {len(report.promoted)} promoted" if report.promoted else ""

@@ -221,8 +221,7 @@ def _only_inside_torch(function: Callable[[], bool]) -> Callable[[], bool]:
 
 def _stacked_like(tensor: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
     """Return ``tensor.new_tensor(data)``."""
-    kwargs.setdefault("dtype", tensor.dtype)
-    return torch.tensor(data, **kwargs)
+    return torch.tensor(data, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 
 def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -29,7 +29,7 @@ __all__ = ["Fp32Values", "computing"]
 
 # the attribute of a fake tensor that holds its value: Module.to swaps no tensor that is weakly referenced
 _VALUE = "ampaudit_fp32_value"
-MAX_OPS = 200_000  # minutes of tracing
+MAX_OPS = 100_000  # minutes of tracing
 
 
 @contextmanager
