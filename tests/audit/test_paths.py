@@ -14,6 +14,7 @@ from ampaudit.report.model import Report
 from tests.paths.cases import AUDITED, PLANTED, TWO_PATHS, batches_of, load, marked_lines
 from tests.paths.flips import DECISIONS
 from tests.paths.oracle import Line, follow
+from tests.support.backward import Kept, audit
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the models' own code
 FLIPPED = "AMP214"
@@ -79,6 +80,23 @@ def test_each_path_has_its_own_findings(name: str) -> None:
         expected = follow(module.planted(), batch, torch.float16).overflows
         report = ampaudit.scan(module.planted(), batches=[batch], policy="half")
         assert {line_of(finding) for finding in overflows(report)} == expected
+
+
+def squared(output: Any) -> torch.Tensor:
+    return sum((v.float().square().mean() for v in pytree.tree_leaves(output)), torch.zeros(()))
+
+
+@pytest.mark.parametrize("name", ["routed_experts", "mask_writes", "token_pruning", "recursion"])
+def test_gradients_along_a_path_are_autograds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, model, inputs = Kept(monkeypatch), load(name).get_model(), batches_of(load(name))[0]
+    audit(model, inputs if isinstance(inputs, tuple) else (inputs,), loss=squared)
+    squared(model(*(inputs if isinstance(inputs, tuple) else (inputs,)))).backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert expected
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        ours = kept.pairs[parameter][0] / 65536.0
+        torch.testing.assert_close(ours, gradient, rtol=1e-3, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("name", DECISIONS)
