@@ -49,7 +49,7 @@ CONTRACT = (
 _ON_PATH = "the code decides as on these inputs, and reads the same numbers"
 _TAILS = 5
 _HANDS_ON = (Role.VIEW, Role.SELECT)
-_OBSERVED = (GapKind.OPAQUE, GapKind.UNCHECKED_TWIN)  # gaps whose results are measured
+_OBSERVED = (GapKind.OPAQUE, GapKind.UNCHECKED_TWIN, GapKind.OUTSIDE)  # gaps whose results are measured
 
 
 def build_report(

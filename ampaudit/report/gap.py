@@ -23,18 +23,19 @@ class GapKind(StrEnum):
     SHAPE = "varying shape"
     PRODUCT = "product rounded once"
     BACKWARD = "backward"
+    OUTSIDE = "outside torch"
 
     @property
     def code(self) -> str:
         """The code of its findings."""
         codes = {GapKind.OPAQUE: "AMP904", GapKind.UNCHECKED_TWIN: "AMP905", GapKind.BACKWARD: "AMP706"}
-        return codes.get(self, "AMP901")
+        return (codes | {GapKind.OUTSIDE: "AMP215"}).get(self, "AMP901")
 
     @property
     def in_words(self) -> str:
         """What stands before the names of its ops."""
         words = {GapKind.OPAQUE: "not audited inside", GapKind.UNCHECKED_TWIN: "audited by an unchecked twin"}
-        return words.get(self, "not audited")
+        return (words | {GapKind.OUTSIDE: "values leave torch"}).get(self, "not audited")
 
 
 @dataclass(frozen=True, slots=True)

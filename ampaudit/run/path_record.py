@@ -108,7 +108,7 @@ class PathRecord:
             site, record = sites.get(node.name), node.meta.get(META_KEY)
             if site is None or not (site.id in resized or (record is not None and record.by_values)):
                 continue
-            name = site.op.removeprefix("aten.").split(".")[0]
+            name = site.id.rpartition("/")[2].partition("#")[0]
             about = (name, ReadKind.CHOICE, site.layer, site.source, site.caller)
             size = shape_of(node.meta.get("val"))
             own = resized.get(site.id, size)

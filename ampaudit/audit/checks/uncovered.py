@@ -9,9 +9,11 @@ from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
 from ampaudit.report.gap import Gap, GapKind
 from ampaudit.trace import Role, Site
+from ampaudit.trace.path.reads import ReadKind
 
 __all__ = ["CHECK", "findings_on_gaps", "foreign_sites", "gaps_of"]
 
+_OUTSIDE = "what other code makes of them is taken from FP32"
 _INSIDE = "it is run as one op, and only its results are measured"
 
 
@@ -33,6 +35,9 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
     for custom in gradients.untraced if gradients is not None else ():
         if not custom.instead:
             found.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
+    for read in context.record.path.reads.values():
+        if read.kind is ReadKind.ARRAY and read.producer is not None:
+            found.append(Gap(read.producer, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
     order = {site.id: number for number, site in enumerate(context.sites)}
     gaps: dict[tuple[GapKind, str], Gap] = {}
     for gap in sorted(found, key=lambda gap: order.get(gap.site, len(order))):
