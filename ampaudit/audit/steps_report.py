@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.sites import SiteId
-from ampaudit.report.steps import Growth, StepReport, StepsReport, doubling_time
+from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
 from ampaudit.run.record import RunRecord, StepObservation
 
 __all__ = ["steps_report"]
@@ -60,9 +60,9 @@ def _step(step: int, rows: Sequence[StepObservation]) -> StepReport:
     )
 
 
-def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) -> Iterator[Growth]:
+def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) -> Iterator[StepGrowth]:
     """Return the growth of the output whose error, at the last step that is fitted, is the largest."""
-    found: list[tuple[float, Growth]] = []
+    found: list[tuple[float, StepGrowth]] = []
     for name in dict.fromkeys(name for rows in by_step.values() for row in rows for name in row.errors):
         points: list[tuple[int, float]] = []
         for step, rows in by_step.items():
@@ -76,7 +76,7 @@ def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) ->
             every, last = fitted
             reaches = points[-1][0] + (-min_sqnr / 20 * math.log2(10) - last) * every
             soon = math.ceil(max(reaches, 1)) if reaches <= 2 * len(by_step) else None
-            found.append((last, Growth("error", name, round(every, 2), soon)))
+            found.append((last, StepGrowth("error", name, round(every, 2), soon)))
     if found:
         yield max(found, key=lambda item: item[0])[1]
 
@@ -87,9 +87,9 @@ def _relative(error: float, signal: float) -> float:
 
 def _value_growth(
     record: RunRecord, count: int, limit: float, low_precision: Collection[SiteId]
-) -> Iterator[Growth]:
+) -> Iterator[StepGrowth]:
     """Return the growth of the values that leave the range first, or else grow fastest."""
-    found: list[Growth] = []
+    found: list[StepGrowth] = []
     for site, seen in record.observations.items():
         if site not in low_precision:
             continue
@@ -103,6 +103,6 @@ def _value_growth(
             every, last = fitted
             reaches = math.ceil(points[-1][0] + (math.log2(limit) - last) * every)
             soon = reaches if 0 < reaches <= 2 * count else None
-            found.append(Growth("values", site, round(every, 2), soon))
+            found.append(StepGrowth("values", site, round(every, 2), soon))
     if found:
         yield min(found, key=lambda growth: (growth.reaches or math.inf, growth.doubles_every))

@@ -13,7 +13,7 @@ from ampaudit.core.errors import AuditError, UsageError, first_line
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.sweep import parse_sweep
-from ampaudit.report.extrapolation import Growth, Sweep, SweptValue
+from ampaudit.report.extrapolation import SizeGrowth, Sweep, SweptValue
 from ampaudit.report.finding import Finding, Severity, threshold
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
@@ -97,7 +97,7 @@ def _warned(report: Report, config: ScanConfig, *, comments: bool) -> Report:
     return replace(report, findings=ordered, verdict="fail" if failed else "pass")
 
 
-def _finding(found: Growth, site: SiteReport, report: Report, sweep: Sweep) -> Finding:
+def _finding(found: SizeGrowth, site: SiteReport, report: Report, sweep: Sweep) -> Finding:
     largest = sweep.values[-1].value
     cause = (
         f"its peak grows with {sweep.axis}: extrapolated from sizes up to {largest:,}, it passes the "
@@ -128,7 +128,7 @@ def _value(value: int, report: Report) -> SweptValue:
     )
 
 
-def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[Growth]:
+def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[SizeGrowth]:
     """Fit the sites in 16 bits that overflow within or beyond the sizes that were run."""
     limit = low_precision_format(config.dtype).overflow_at
     rows = {value: _largest(report) for value, report in reports.items()}
@@ -140,7 +140,7 @@ def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[Growt
             continue
         over = [value for value, peak in zip(sizes, peaks, strict=True) if peak >= limit]
         size, low, high = _within(sizes, over, found.size, found.low, found.high)
-        yield Growth(
+        yield SizeGrowth(
             rows[sizes[-1]][place][1],
             found.form,
             None if found.exponent is None else round(found.exponent, 4),

@@ -7,7 +7,7 @@ from html import escape
 
 from ampaudit.core.text import escape_control, format_number, plural
 from ampaudit.render.blocks import Section, line, tabulate
-from ampaudit.report.steps import Growth, StepReport, StepsReport
+from ampaudit.report.steps import StepGrowth, StepReport, StepsReport
 
 __all__ = ["step_section", "step_sentences", "steps_svg"]
 
@@ -91,7 +91,7 @@ def step_sentences(steps: StepsReport) -> Iterator[str]:
         )
 
 
-def _growth(growth: Growth, count: int) -> str:
+def _growth(growth: StepGrowth, count: int) -> str:
     every = f"doubles every {format_number(growth.doubles_every)} steps"
     name = escape_control(growth.name)
     if growth.what == "error":

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Line, Section, line, tabulate
-from ampaudit.report.extrapolation import Growth, Sweep
+from ampaudit.report.extrapolation import SizeGrowth, Sweep
 
 __all__ = ["sweep_chart", "sweep_sections", "sweep_words"]
 
@@ -51,10 +51,10 @@ def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
         growth = sweep.growth if full else sweep.growth[:_SHOWN]
         heads = ("site", f"overflows at {axis}", "between", "peak grows", "")
         made = tabulate(heads, [_cells(found, axis) for found in growth], left=("peak grows", ""))
-        yield Section((made,), "Growth with size")
+        yield Section((made,), "SizeGrowth with size")
 
 
-def _cells(found: Growth, axis: str) -> list[str | Line]:
+def _cells(found: SizeGrowth, axis: str) -> list[str | Line]:
     high = "?" if found.high is None else f"{found.high:,}"
     sizes = sum(peak is not None for peak in found.peaks)
     form = {

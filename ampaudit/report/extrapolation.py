@@ -13,7 +13,7 @@ from ampaudit.core.sites import SiteId
 
 Size = Annotated[int, Ge(1), Le(1 << 62)]
 AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,59}$")]
-__all__ = ["Growth", "Proofs", "Stressed", "Sweep", "SweptValue", "Tail", "VerdictChange"]
+__all__ = ["Proofs", "SizeGrowth", "Stressed", "Sweep", "SweptValue", "Tail", "VerdictChange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class SweptValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class SizeGrowth:
     """The size at which a site would overflow, by a fit to its FP32 peaks (``run/growth.py``).
 
     Attributes:
@@ -145,9 +145,9 @@ class Sweep:
     axis: AxisName
     values: tuple[SweptValue, ...]
     shown: int
-    growth: tuple[Growth, ...] = ()
+    growth: tuple[SizeGrowth, ...] = ()
 
     @property
-    def soonest(self) -> Growth | None:
+    def soonest(self) -> SizeGrowth | None:
         """The site that would overflow first beyond the sizes that were run."""
         return next((growth for growth in self.growth if growth.extrapolated), None)

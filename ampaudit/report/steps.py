@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Growth", "StepReport", "StepsReport", "doubling_time"]
+__all__ = ["StepGrowth", "StepReport", "StepsReport", "doubling_time"]
 
 _MIN_POINTS = 6
 _MIN_FIT = 0.85  # share of the variance that a fit must explain
@@ -49,7 +49,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class StepGrowth:
     """Exponential growth over steps, fitted.
 
     Attributes:
@@ -79,7 +79,7 @@ class StepsReport:
 
     traces: int
     steps: tuple[StepReport, ...]
-    growth: tuple[Growth, ...] = ()
+    growth: tuple[StepGrowth, ...] = ()
     fed_back: str = ""
 
     @property

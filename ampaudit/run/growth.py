@@ -52,7 +52,7 @@ class _Fit:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Where a fit passes a limit, and how good it is; see ``report.extrapolation.Growth``."""
+    """Where a fit passes a limit, and how good it is; see ``report.extrapolation.SizeGrowth``."""
 
     form: Form
     exponent: float | None

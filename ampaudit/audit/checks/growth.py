@@ -9,13 +9,13 @@ from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
-from ampaudit.report.steps import Growth
+from ampaudit.report.steps import StepGrowth
 from ampaudit.trace import Site
 
 __all__ = ["CHECK", "error_growth"]
 
 
-def error_growth(context: CheckContext) -> Growth | None:
+def error_growth(context: CheckContext) -> StepGrowth | None:
     """Return the growth of an output's error, if it costs the required accuracy soon."""
     return next((growth for growth in _harmful(context) if growth.what == "error"), None)
 
@@ -29,12 +29,12 @@ def find(context: CheckContext) -> Iterator[Finding]:
             yield _finding(context, growth, site)
 
 
-def _harmful(context: CheckContext) -> Iterator[Growth]:
+def _harmful(context: CheckContext) -> Iterator[StepGrowth]:
     if context.steps is not None:
         yield from (growth for growth in context.steps.growth if growth.reaches is not None)
 
 
-def _finding(context: CheckContext, growth: Growth, site: Site) -> Finding:
+def _finding(context: CheckContext, growth: StepGrowth, site: Site) -> Finding:
     count = context.step_count or 0
     assert growth.reaches is not None
     ahead = "" if growth.reaches <= count else f", beyond the {count} that were run"
@@ -54,7 +54,7 @@ def _finding(context: CheckContext, growth: Growth, site: Site) -> Finding:
     return replace(found, evidence=replace(found.evidence, step=count))
 
 
-def _site(context: CheckContext, growth: Growth) -> Site | None:
+def _site(context: CheckContext, growth: StepGrowth) -> Site | None:
     """Return the site of the values, or the one that makes the output."""
     made = next((site for name, site, _ in context.outputs if name == growth.name and site is not None), None)
     return context.site.get(made) if made is not None else context.site.get(SiteId(growth.name))
