@@ -1,0 +1,111 @@
+"""What a trace along the path of given inputs costs, against the general trace and one forward pass.
+
+The two models compute the same, but one of them asks in each layer whether its values are too large.
+Layers are added to show that the cost grows linearly.
+
+python benchmarks/paths.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.core.formats import low_precision_format
+from ampaudit.policy import load_policy
+from ampaudit.trace import trace
+from ampaudit.trace.path.recorder import PathTracing
+
+LAYERS = (12, 24, 48, 96)
+
+
+class Plain(nn.Module):
+    """Residual blocks."""
+
+    asks = False
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.norm = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down, norm in zip(self.up, self.down, self.norm, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+            largest = x.abs().max()
+            if self.asks and largest > 1e9:
+                x = x / largest
+        return x
+
+
+class Asking(Plain):
+    asks = True
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measured(layers: int, width: int, rows: int, repeats: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    x = torch.randn(rows, width)
+    plain, asking = Plain(layers, width).eval(), Asking(layers, width).eval()
+    setting = (load_policy("half"), load_policy("torch-cuda"), low_precision_format("float16"))
+
+    def traced(model: nn.Module, path: PathTracing) -> None:
+        assert (trace(model, (x,), {}, *setting, seed=0, path=path).path is None) is (path is PathTracing.OFF)
+
+    with torch.no_grad():
+        forward = seconds(lambda: asking(x), repeats)
+    general = seconds(lambda: traced(plain, PathTracing.OFF), repeats)
+    path = seconds(lambda: traced(asking, PathTracing.ON), repeats)
+    return {
+        "layers": layers,
+        "width": width,
+        "rows": rows,
+        "forward_s": round(forward, 4),
+        "general_trace_s": round(general, 3),
+        "path_trace_s": round(path, 3),
+        "beyond_in_forwards": round((path - general) / forward, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [measured(n, 64, 8, options.repeats) for n in LAYERS]
+    rows += [measured(n, 768, 512, options.repeats) for n in LAYERS[:2]]
+    for row in rows:
+        print(row, flush=True)
+    if options.json is not None:
+        result = {
+            "made": datetime.now(UTC).date().isoformat(),
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "repeats": options.repeats,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
