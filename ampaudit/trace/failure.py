@@ -34,7 +34,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
     (
         ("data-dependent", "datadependent", "guardondatadependent", "boolean value of tensor"),
         "Python control flow depends on the values of a tensor",
-        "use torch.where or torch.cond there, or wrap the branch in 'if not torch.compiler.is_exporting():'",
+        "use torch.where or torch.cond there; a plain ampaudit scan audits the path that given inputs take",
     ),
     (
         ("sparsetensor", "sparse tensor", "sparsecpu", "sparse_"),

@@ -72,7 +72,7 @@ def trace(
         SourceError: the model itself fails, or is of a kind that cannot be traced.
         InputError: an input is of such a kind.
     """
-    refuse_unsupported(model, args, kwargs)
+    refuse_unsupported(model, args, kwargs, packed=path is PathTracing.OFF)
     config = TraceConfig(
         *(rules, author_rules, number_format, measured or {}),
         edits=edits or {},

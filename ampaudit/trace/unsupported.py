@@ -23,8 +23,16 @@ _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 _TRACED = (FakeTensor, DTensor)
 
 
-def refuse_unsupported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_unsupported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, packed: bool = True
+) -> None:
     """Raise for what torch.export is known not to trace, naming the layer or the input.
+
+    Args:
+        model: the model.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        packed: whether to refuse packed sequences, which only a trace along one path follows.
 
     Raises:
         SourceError: the model is TorchScript, quantized, without values, or has special tensors.
@@ -37,7 +45,7 @@ def refuse_unsupported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         if what is not None:
             raise SourceError(f"{describe(name)} is {what[0]}", hint=what[1])
     for name, value in named_inputs(args, kwargs):
-        what = _special(value)
+        what = None if isinstance(value, PackedSequence) and not packed else _special(value)
         if what is not None:
             raise InputError(f"{describe(name)} is {what[0]}", hint=what[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 import textwrap
@@ -133,49 +134,11 @@ REFUSED = {
         words=("fails in FP32 at 'return self.bert(inputs_embeds=x)[0]'", "in transformers/models/bert/"),
     ),
     # it runs, and torch.export cannot follow it
-    "branch": Case(
-        _forward("if x.sum() > 0:\n    return self.first(x)\nreturn x"), code=3, words=("torch.where",)
-    ),
-    "packed inside": Case(
-        _forward(
-            "p = nn.utils.rnn.pack_padded_sequence(x, n, batch_first=True)\n"
-            "return nn.utils.rnn.pad_packed_sequence(self.rnn(p)[0], batch_first=True)[0]",
-            "x, n",
-            "self.rnn = nn.LSTM(4, 8, batch_first=True)",
-        ),
-        "(torch.randn(3, 5, 4), torch.tensor([5, 3, 2]))",
-        3,
-        ("does not trace packed sequences", "padded batch"),
-    ),
     "sparse inside": Case(
         _forward("return torch.sparse.mm(torch.sparse_coo_tensor(i, torch.ones(3), (4, 4)), x)", "i, x"),
         "(torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.randn(4, 8))",
         3,
         ("does not trace sparse tensors",),
-    ),
-    "generate": Case(
-        "from transformers import GPT2Config, GPT2LMHeadModel\n"
-        + _forward(
-            "return self.gpt.generate(x, max_new_tokens=2)",
-            init="self.gpt = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2))",
-        ),
-        "torch.ones(2, 4).long()",
-        3,
-        ("at 'return self.gpt.generate(", "in transformers/generation/", "one forward"),
-    ),
-    "a library's branch": Case(
-        "from transformers import SwitchTransformersConfig as C, SwitchTransformersEncoderModel as M\n"
-        + _model("M(C(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, num_experts=2))"),
-        "torch.ones(2, 4).long()",
-        3,
-        ("in transformers/models/switch", "the code of transformers does this, not yours"),
-    ),
-    "operator without shapes": Case(
-        "@torch.library.custom_op('difficult::twice', mutates_args=())\n"
-        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
-        + _forward("return twice(self.first(x))"),
-        code=3,
-        words=("at 'return twice(self.first(x))'", "register_fake"),
     ),
     "gradients inside": Case(
         _forward("x = x.requires_grad_()\nreturn torch.autograd.grad(self.first(x).sum(), x)[0]"),
@@ -183,11 +146,6 @@ REFUSED = {
         words=("torch.autograd.grad",),
     ),
     # kinds of models and inputs that are refused at once
-    "packed input": Case(
-        _model("nn.LSTM(4, 8)"),
-        "(nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3])),)",
-        words=("input[0] is a packed sequence", "padded batch"),
-    ),
     "traced": Case(
         _model(f"torch.jit.trace({_TINY}, torch.ones(2, 8))"), words=("TorchScript", "give the Python model")
     ),
@@ -252,6 +210,52 @@ REFUSED = {
         words=("'width'", "give its parameters defaults"),
     ),
 }
+# code that depends on values: audited along its path, but there is no graph for all inputs
+PATHS = {
+    "branch": Case(
+        _forward("if x.sum() > 0:\n    return self.first(x)\nreturn x"), code=3, words=("torch.where",)
+    ),
+    "packed inside": Case(
+        _forward(
+            "p = nn.utils.rnn.pack_padded_sequence(x, n, batch_first=True)\n"
+            "return nn.utils.rnn.pad_packed_sequence(self.rnn(p)[0], batch_first=True)[0]",
+            "x, n",
+            "self.rnn = nn.LSTM(4, 8, batch_first=True)",
+        ),
+        "(torch.randn(3, 5, 4), torch.tensor([5, 3, 2]))",
+        3,
+        ("does not trace packed sequences", "padded batch"),
+    ),
+    "generate": Case(
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        + _forward(
+            "return self.gpt.generate(x, max_new_tokens=2)",
+            init="self.gpt = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2))",
+        ),
+        "torch.ones(2, 4).long()",
+        3,
+        ("at 'return self.gpt.generate(", "in transformers/generation/", "one forward"),
+    ),
+    "a library's branch": Case(
+        "from transformers import SwitchTransformersConfig as C, SwitchTransformersEncoderModel as M\n"
+        + _model("M(C(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, num_experts=2))"),
+        "torch.ones(2, 4).long()",
+        3,
+        ("in transformers/models/switch", "the code of transformers does this, not yours"),
+    ),
+    "operator without shapes": Case(
+        "@torch.library.custom_op('difficult::twice', mutates_args=())\n"
+        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
+        + _forward("return twice(self.first(x))"),
+        code=3,
+        words=("at 'return twice(self.first(x))'", "register_fake"),
+    ),
+    "packed input": Case(
+        _model("nn.LSTM(4, 8)"),
+        "(nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3])),)",
+        words=("input[0] is a packed sequence", "padded batch"),
+    ),
+}
 AUDITED = {
     "half": Case(_model(f"{_TINY}.half()"), "torch.randn(2, 8).half()"),
     "half weights only": Case(_model(f"{_TINY}.half()")),
@@ -279,12 +283,12 @@ AUDITED = {
 
 
 @pytest.fixture
-def scan(model_file: Write, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], tuple[int, str, str]]:
+def scan(model_file: Write, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
     """Scan the file of a case; return the exit code, standard output and the error's lines."""
 
-    def run(case: Case) -> tuple[int, str, str]:
+    def run(case: Case, *options: str) -> tuple[int, str, str]:
         path = model_file(f"{case.body}\n\ndef example_inputs():\n    return {case.inputs}\n")
-        monkeypatch.setattr(sys, "argv", ["ampaudit", "scan", str(path), "--format", "json"])
+        monkeypatch.setattr(sys, "argv", ["ampaudit", "scan", str(path), "--format", "json", *options])
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
             code = run_command()
         lines = err.getvalue()
@@ -294,10 +298,10 @@ def scan(model_file: Write, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case],
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_is_one_helpful_line(scan: Callable[[Case], tuple[int, str, str]], name: str) -> None:
-    case = REFUSED[name]
-    code, _, message = scan(case)
+@pytest.mark.parametrize("name", [*REFUSED, *PATHS])
+def test_a_refusal_is_one_helpful_line(scan: Callable[..., tuple[int, str, str]], name: str) -> None:
+    case = {**REFUSED, **PATHS}[name]
+    code, _, message = scan(case, *(["--static"] if name in PATHS else []))
     assert code == case.code, message
     for words in case.words:
         assert words in message
@@ -310,9 +314,10 @@ def test_a_refusal_is_one_helpful_line(scan: Callable[[Case], tuple[int, str, st
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", AUDITED)
-def test_unusual_models_are_audited(scan: Callable[[Case], tuple[int, str, str]], name: str) -> None:
-    code, report, message = scan(AUDITED[name])
+@pytest.mark.parametrize("name", [*AUDITED, *PATHS])
+def test_unusual_models_are_audited(scan: Callable[..., tuple[int, str, str]], name: str) -> None:
+    code, report, message = scan({**AUDITED, **PATHS}[name])
     assert code in (0, 1), message
+    assert (json.loads(report)["path"] is not None) is (name in PATHS)
     assert '"_orig_mod' not in report
     assert '"module.' not in report

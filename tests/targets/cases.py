@@ -193,8 +193,8 @@ CASES = (
     Case("A Hugging Face directory without a tokenizer", bert_alone, "inputs: random inputs"),
     Case("CLIP, with its tokenizer and image processor", clip_directory, "inputs: built-in samples"),
     Case("Whisper, with its feature extractor", whisper_directory, "inputs: built-in samples"),
-    Case("A branch on values", "value_branch", "use torch.where or torch.cond there", 3),
-    Case("Packed sequences", "packed_sequences", "pass the padded batch", 3),
+    Case("A branch on values", "value_branch", "along the path that these inputs take"),
+    Case("Packed sequences", "packed_sequences", "along the path that these inputs take"),
     Case("A traced model", "traced", "is a TorchScript program", 2),
     Case(
         "A forward pass that fails without ampaudit", "failing_forward", "the model itself fails in FP32", 2
