@@ -102,7 +102,8 @@ def _accuracy(report: Report) -> Iterator[str]:
     if report.broken_outputs:
         yield f"{escape_control(report.broken_outputs[0].name)} is broken"
     elif worst is not None and worst not in blank:
-        among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
+        count = len({output.name for output in report.outputs})  # along other paths, other ops make them
+        among = f", the least of {count}" if count > 1 else ""
         against = "" if worst.kind == "integer" else " against FP32"
         where = escape_control(worst.where)
         yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{where}{among}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
+from ampaudit.trace.path.numbering import with_known_casts
 from ampaudit.trace.path.recorder import PathTracing
-from ampaudit.trace.site_table import with_known_sites
 from ampaudit.trace.state import PythonState, apply_changes
 from ampaudit.trace.structure import structural_copy
 
@@ -67,17 +68,23 @@ class ExecutorCache:
         self._path = PathTracing.FALLBACK
         self._executors: TraceCache[LockStep] = TraceCache()
 
-    def get(self, batch: Batch, number: int, *, carried: bool = False) -> LockStep:
-        """The executor for such a batch, traced on first use; carried inputs are in the dtypes of 16 bits."""
+    def get(self, batch: Batch, number: int, own: Batch | None = None) -> LockStep:
+        """The executor for such a batch, traced on first use.
+
+        Args:
+            batch: the inputs of the FP32 run, whose values decide a path.
+            number: of the call.
+            own: the inputs of the 16-bit run in a later step, in its dtypes.
+        """
         rules = usual = self._config.rules or plain_fp32()
-        if carried:
-            rules, batch = _for_carried_inputs(rules, batch)
-        key = (rules is usual, *call_key(batch.args, batch.kwargs))
         tensors = tensor_leaves(batch.args, batch.kwargs)
+        if own is not None:
+            rules, batch = _for_carried_inputs(rules, own)
+        key = (rules is usual, *call_key(batch.args, batch.kwargs))
         executor = self._executors.find(key, lambda known: self._suits(known, tensors, number))
         if executor is None:
             state = PythonState(self.model)
-            executor = self._traced(batch, number, rules)
+            executor = self._traced(batch, number, rules, tensors)
             self._record.traces += 1
             if not executor.program.traced.random_constants:
                 self._executors.keep(key, state, executor)
@@ -89,7 +96,7 @@ class ExecutorCache:
         on_path = executor.program.traced.path is not None
         return not on_path or takes_path(executor, tensors, self._config.seed + number)
 
-    def _traced(self, batch: Batch, number: int, rules: RuleSet) -> LockStep:
+    def _traced(self, batch: Batch, number: int, rules: RuleSet, values: Sequence[torch.Tensor]) -> LockStep:
         started = time.perf_counter()
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()
@@ -103,11 +110,13 @@ class ExecutorCache:
             differentiated,
             seed,
         )
-        more: dict[str, Any] = {"trace_backward": differentiated, "path": self._path}
+        known = tuple(self.sites.values())
+        more: dict[str, Any] = {"path": self._path, "known": known, "values": values}
+        more["trace_backward"] = differentiated
         traced = trace(self.model, batch.args, batch.kwargs, *setting, **more)
         if traced.path is not None:
             self._path = PathTracing.ON  # the general trace need not be tried again
-            traced = with_known_sites(traced, list(self.sites.values()))
+            traced = with_known_casts(traced, known)
         refuse_larger_than_memory(traced.graph, config.device)
         if not traced.outputs:
             raise InputError(

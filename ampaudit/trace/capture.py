@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from ampaudit.trace.entry import Entry, flatten_outputs, layer_path, tensor_leav
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.fake_model import fake_like, make_fake_model
-from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.graph import Site, TracedModel
 from ampaudit.trace.internals import FakeTensorMode, ShapeEnv
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
+from ampaudit.trace.path.numbering import PathNumbering
 from ampaudit.trace.path.recorder import PathRecorder, PathTracing
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.storage import is_cast, own_conversion, stored_dtypes
@@ -57,6 +59,8 @@ class TraceConfig:
         seed: seeds the random numbers that the model's code draws; ``None`` to continue the generators.
         dynamic: axes of each input tensor that may vary; ``None`` if the graph is for these shapes only.
         path: whether to trace along the path that the inputs take.
+        known: sites of the paths that other inputs take.
+        values: the inputs of the FP32 run on that path, if they differ from those of the trace.
     """
 
     rules: RuleSet
@@ -70,6 +74,8 @@ class TraceConfig:
     seed: int | None = None
     dynamic: Dimensions | None = None
     path: PathTracing = PathTracing.OFF
+    known: Sequence[Site] = ()
+    values: Sequence[torch.Tensor] | None = None
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -111,7 +117,9 @@ def capture(
             else lambda traced, output: _trace_backward(tracer, caster, traced, output, hooks),
             None
             if path is None
-            else lambda fakes: path.begin(model, fake_model, tensor_leaves(args, kwargs), fakes),
+            else lambda fakes: path.begin(
+                model, fake_model, config.values or tensor_leaves(args, kwargs), fakes
+            ),
         )
     entry.train(model.training)
     _copy_modes(model, fake_model)
@@ -121,7 +129,8 @@ def capture(
         for t in tensor_leaves(args, kwargs)
     )
     facts = FactFinder(entry, config.number_format.name, config.measured)
-    caster = Caster(config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
+    deciding = (config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
+    caster = Caster(*deciding, *([partial(PathNumbering, config.known)] if path is not None else []))
     try:
         with _tracing(config, caster, path), watch_custom_backwards(tracer, current_layer) as custom_code:
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))

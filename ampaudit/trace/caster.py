@@ -75,6 +75,7 @@ class Caster:
         facts: reads an op call.
         planned: decisions made on the whole graph, by site.
         edits: ops to rewrite, by site.
+        numbering: gives ops their ids.
 
     Attributes:
         backward_name: name of the custom backward that is being traced, or ``None``.
@@ -88,6 +89,7 @@ class Caster:
         facts: FactFinder,
         planned: Mapping[SiteId, Decision],
         edits: Mapping[SiteId, Edit],
+        numbering: Callable[[], SiteNumbering] = SiteNumbering,
     ) -> None:
         self._edits = edits
         self.history = History()
@@ -96,7 +98,7 @@ class Caster:
         self.dtype = dtype
         self._facts = facts
         self._planned = planned
-        self._numbering: defaultdict[int, SiteNumbering] = defaultdict(SiteNumbering)
+        self._numbering: defaultdict[int, SiteNumbering] = defaultdict(numbering)
         self._inner = InnerOps()
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced

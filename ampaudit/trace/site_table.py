@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.core.sites import SiteId, SiteNumbering
+from ampaudit.core.sites import SiteNumbering
 from ampaudit.policy import Decision
 from ampaudit.policy.schema import Cast
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.flatten import ObjectSource
-from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
+from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.marks import is_mark
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects, written_values
 from ampaudit.trace.replay import META_KEY, OpRecord
 from ampaudit.trace.stack import source_lines
 from ampaudit.trace.values import float_value, sizes_of
 
-__all__ = ["build_sites", "is_idle_dropout", "with_known_sites"]
+__all__ = ["build_sites", "is_idle_dropout"]
 
 _DROPOUTS = {"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"}
 _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
@@ -44,28 +42,6 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
             continue
         sites.append(_site(node, weights, numbering))
     return tuple(sites)
-
-
-def with_known_sites(traced: TracedModel, known: Sequence[Site]) -> TracedModel:
-    """Give the sites of another path the ids of those that earlier paths have at the same line.
-
-    Along another path, the second product of a layer may be one of another line.
-    """
-    ids: defaultdict[tuple[Any, ...], deque[SiteId]] = defaultdict(deque)
-    for site in known:
-        ids[_place(site)].append(site.id)
-    numbering = SiteNumbering(site.id for site in known)
-    sites = []
-    for site in traced.sites:
-        same = ids[_place(site)]
-        around, _, name = site.id.rpartition("/")  # a layer, or the call of an op whose twin it is part of
-        made = same.popleft() if same else numbering.next_id(around, name.partition("#")[0])
-        sites.append(replace(site, id=made))
-    return replace(traced, sites=tuple(sites))
-
-
-def _place(site: Site) -> tuple[Any, ...]:
-    return site.layer, site.id.partition("#")[0], site.source, site.caller, site.weight
 
 
 def _number(value: Any) -> torch.Tensor | None:

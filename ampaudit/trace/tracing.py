@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ampaudit.trace.dynamic import Dimensions
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.graph import Slot, TracedModel
+from ampaudit.trace.graph import Site, Slot, TracedModel
 from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.replay import REPLAYED, Replayer
 from ampaudit.trace.unsupported import refuse_unsupported
@@ -43,6 +43,8 @@ def trace(
     planned: Mapping[SiteId, Decision] | None = None,
     dynamic: Dimensions | None = None,
     path: PathTracing = PathTracing.OFF,
+    known: Sequence[Site] = (),
+    values: Sequence[torch.Tensor] | None = None,
 ) -> TracedModel:
     """Trace a model on inputs like these, with the policy's casts in the graph.
 
@@ -66,6 +68,8 @@ def trace(
         planned: decisions of another trace of the model, by site, which hold here as well.
         dynamic: axes of each input tensor that may vary.
         path: whether to follow the path that these inputs take; the values of inputs and weights matter then.
+        known: sites of the paths that other inputs take.
+        values: the inputs of the FP32 run on that path, if they differ from those given.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
@@ -82,6 +86,8 @@ def trace(
         planned=planned or {},
         dynamic=dynamic,
         path=path,
+        known=known,
+        values=values,
     )
     if rules.file.level == "calls":
         return separate_backwards(capture(model, args, kwargs, config))

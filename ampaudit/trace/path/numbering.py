@@ -1,0 +1,61 @@
+"""Gives the ops of another path the ids that earlier paths have at the same line."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ampaudit.core.sites import SiteId, SiteNumbering, SourceLine
+from ampaudit.trace.graph import Site, TracedModel
+from ampaudit.trace.path.reads import model_lines
+
+__all__ = ["PathNumbering", "with_known_casts"]
+
+
+class PathNumbering(SiteNumbering):
+    """Numbers ops while a path is traced: along another one, the second product may be one of another line.
+
+    Args:
+        known: sites of earlier paths.
+    """
+
+    def __init__(self, known: Sequence[Site]) -> None:
+        super().__init__(site.id for site in known)
+        self._known = _ids_by_place(known)
+
+    def next_id(self, layer: str, op: str) -> SiteId:
+        """Return the id that an earlier path has here, or one that none has."""
+        known = self._known[(f"{layer or '(top)'}/{op}", *map(_position, model_lines()), None)]
+        return known.popleft() if known else super().next_id(layer, op)
+
+
+def with_known_casts(traced: TracedModel, known: Sequence[Site]) -> TracedModel:
+    """Give the casts of another path, which get their ids after the trace, those of earlier paths."""
+    ids, ops = _ids_by_place(known), [site for site in traced.sites if site.facts is not None]
+    numbering = SiteNumbering(site.id for site in (*known, *ops))
+    sites = []
+    for site in traced.sites:
+        if site.facts is None:
+            same, (around, _, name) = ids[_place(site)], site.id.rpartition("/")
+            made = same.popleft() if same else numbering.next_id(around, name.partition("#")[0])
+            site = replace(site, id=made)
+        sites.append(site)
+    return replace(traced, sites=tuple(sites))
+
+
+def _ids_by_place(known: Sequence[Site]) -> defaultdict[tuple[Any, ...], deque[SiteId]]:
+    ids: defaultdict[tuple[Any, ...], deque[SiteId]] = defaultdict(deque)
+    for site in known:
+        ids[_place(site)].append(site.id)
+    return ids
+
+
+def _place(site: Site) -> tuple[Any, ...]:
+    around, _, name = site.id.rpartition("/")  # a layer, or the call of an op whose twin it is part of
+    return f"{around}/{name.partition('#')[0]}", _position(site.source), _position(site.caller), site.weight
+
+
+def _position(line: SourceLine | None) -> tuple[str, int] | None:
+    return None if line is None else (line.file, line.line)
