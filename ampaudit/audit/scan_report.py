@@ -34,8 +34,10 @@ from ampaudit.report.model import (
 from ampaudit.report.site import Forward, SiteReport, WhatIf
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.observation import Observation
+from ampaudit.run.path_record import ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import ConvertedModel
+from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import dtype_name
 
 __all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
@@ -48,8 +50,14 @@ CONTRACT = (
 )
 _ON_PATH = "the code decides as on these inputs, and reads the same numbers"
 _TAILS = 5
+_ANSWERS = 2  # values of one line
 _HANDS_ON = (Role.VIEW, Role.SELECT)
-_OBSERVED = (GapKind.OPAQUE, GapKind.UNCHECKED_TWIN, GapKind.OUTSIDE)  # gaps whose results are measured
+_OBSERVED = (
+    GapKind.OPAQUE,
+    GapKind.UNCHECKED_TWIN,
+    GapKind.OUTSIDE,
+    GapKind.OTHER_CODE,
+)  # gaps whose results are measured
 
 
 def build_report(
@@ -176,12 +184,20 @@ def _path(context: CheckContext) -> InputPath | None:
             reads=stats.reads,
             differing=stats.differing,
             batch=stats.batch,
-            fp32=stats.fp32,
+            fp32=_answers(stats),
             low=stats.low,
         )
         for stats in record.reads.values()
     ]
     return InputPath(len(record.paths), tuple(lines))
+
+
+def _answers(stats: ReadStats) -> str:
+    """Return what was read in FP32: the read that differs, or each value with its number of times."""
+    if stats.differing or len(stats.answers) == 1 or stats.kind is not ReadKind.CHOICE:
+        return stats.fp32
+    listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_ANSWERS))
+    return f"{listed}, ..." if len(stats.answers) > _ANSWERS else listed
 
 
 def _bound(context: CheckContext, site: Site) -> float | None:

@@ -72,7 +72,9 @@ def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
         f"{escape_control(a.name)} in {format_number(a.low)}:{format_number(a.high)} ({a.source})"
         for a in proofs.assumed
     )
-    yield "Proofs", f"{proofs.proved} of {proofs.sites} sites proved, {rest} {watched}, {over} overflow"
+    where = " along the path of these inputs" if report.path is not None else ""
+    found = f"{proofs.proved} of {proofs.sites} sites proved{where}, {rest} {watched}, {over} overflow"
+    yield "Proofs", found
     yield "Assumed", f"{ranges or 'nothing about inputs'}; {proofs.contract}"
     if proofs.uncovered_ops:
         yield "Unbounded", f"ops that no proof covers: {', '.join(proofs.uncovered_ops)}"

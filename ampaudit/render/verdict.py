@@ -34,7 +34,9 @@ def verdict_words(report: Report) -> tuple[str, str]:
         what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}{gaps}"
     else:
         first, *others = _sound(report)
-        what = "; ".join((f"{first}{gaps}", *others))
+        failed = word == "FAIL" and gaps and not warnings  # by --fail-on gap
+        first = f"{gaps.removeprefix('; ')}; {first}" if failed else f"{first}{gaps}"
+        what = "; ".join((first, *others))
     if report.sweep is not None:
         what += f"; {escape_control(sweep_words(report.sweep))}"
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
@@ -49,7 +51,12 @@ def _ignored(report: Report) -> str:
 
 
 def _broken(report: Report) -> Iterator[str]:
-    errors = [f for f in report.active if f.severity is Severity.ERROR]
+    found = [f for f in report.active if f.severity is Severity.ERROR]
+    flips = [f for f in found if f.code == "AMP214"]
+    if flips:
+        decide = "decides" if len(flips) == 1 else "decide"
+        yield f"{plural(len(flips), 'line')} {decide} differently after overflow"
+    errors = [f for f in found if f.code != "AMP214"]
     places = sum(not f.finite for f in errors)
     if places:
         first = report.steps.first_broken if report.steps is not None else None
@@ -77,7 +84,8 @@ def _broken(report: Report) -> Iterator[str]:
 def _sound(report: Report) -> Iterator[str]:
     """Return the evidence for a pass."""
     else_ = " else" if report.ignored(Severity.ERROR) else ""
-    yield f"nothing{else_} breaks in {report.run.dtype}"
+    runs = bool(report.low_precision_sites) or report.run.level != "scan"
+    yield f"nothing{else_} {'breaks' if runs else 'runs'} in {report.run.dtype}"
     if report.backward is not None and any(f.phase == "backward" and f.origin for f in report.active):
         scale = format_scale(report.backward.loss_scale)
         yield f"gradients overflow until the scaler lowers the loss scale {scale}"
@@ -92,7 +100,8 @@ def _sound(report: Report) -> Iterator[str]:
     if report.promoted:
         yield f"{plural(len(report.promoted), 'site')} promoted to float32"
     if report.proofs is not None:
-        yield f"{report.proofs.proved} of {report.proofs.sites} sites proved"
+        where = " along this path" if report.path is not None else ""
+        yield f"{report.proofs.proved} of {report.proofs.sites} sites proved{where}"
 
 
 def _accuracy(report: Report) -> Iterator[str]:

@@ -24,18 +24,21 @@ class GapKind(StrEnum):
     PRODUCT = "product rounded once"
     BACKWARD = "backward"
     OUTSIDE = "outside torch"
+    OTHER_CODE = "other code"
 
     @property
     def code(self) -> str:
         """The code of its findings."""
         codes = {GapKind.OPAQUE: "AMP904", GapKind.UNCHECKED_TWIN: "AMP905", GapKind.BACKWARD: "AMP706"}
-        return (codes | {GapKind.OUTSIDE: "AMP215"}).get(self, "AMP901")
+        codes |= {GapKind.OUTSIDE: "AMP215", GapKind.OTHER_CODE: "AMP214"}
+        return codes.get(self, "AMP901")
 
     @property
     def in_words(self) -> str:
         """What stands before the names of its ops."""
         words = {GapKind.OPAQUE: "not audited inside", GapKind.UNCHECKED_TWIN: "audited by an unchecked twin"}
-        return (words | {GapKind.OUTSIDE: "values leave torch"}).get(self, "not audited")
+        words |= {GapKind.OUTSIDE: "values leave torch", GapKind.OTHER_CODE: "decides differently"}
+        return words.get(self, "not audited")
 
 
 @dataclass(frozen=True, slots=True)

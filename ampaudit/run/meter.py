@@ -20,7 +20,7 @@ from ampaudit.run.local import local_error
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
 from ampaudit.run.observer import Observer, StepCall
-from ampaudit.run.path_record import PathValues
+from ampaudit.run.path_values import PathValues
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step
 from ampaudit.run.views import components, flat_pair

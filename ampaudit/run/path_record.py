@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,14 @@ from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.path import shape_of
+from ampaudit.run.path_values import PathValues
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.marks import VALUE_READ, mark_number, marked_values
 from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value
 from ampaudit.trace.replay import META_KEY
 
-__all__ = ["PathRecord", "PathValues", "ReadStats", "takes_path"]
+__all__ = ["PathRecord", "ReadStats", "takes_path"]
 
 
 @dataclass(slots=True)
@@ -38,9 +40,11 @@ class ReadStats:
         producer: the op that computed the values.
         reads: how often they were read.
         differing: how often Python goes another way with the values of the 16-bit run.
+        faults: how often it would not, were it not for a value that overflows before.
         batch: number of the first batch in which it does.
         fp32: what was read in FP32 the first time that it differs, as text; otherwise the first time.
         low: the same in 16 bits.
+        answers: how often each value was read in FP32.
         error_sq: of arrays of floats, the sum of squared differences.
         signal_sq: of the same, the sum of squares in FP32.
     """
@@ -54,14 +58,18 @@ class ReadStats:
     producer: SiteId | None = None
     reads: int = 0
     differing: int = 0
+    faults: int = 0
     batch: int | None = None
     fp32: str = ""
     low: str = ""
+    answers: Counter[str] = field(default_factory=Counter)
     error_sq: float = 0.0
     signal_sq: float = 0.0
 
-    def add(self, batch: int, differs: bool, fp32: str, low: str) -> None:
-        """Add one read."""
+    def add(self, batch: int, differs: bool, fp32: str, low: str, *, repaired: bool | None = None) -> None:
+        """Add one read; ``repaired`` says whether it differs once faults are repaired."""
+        self.answers[fp32] += 1
+        self.faults += differs and repaired is False
         if not self.reads or (differs and not self.differing):
             self.fp32, self.low = fp32, low
         if differs and self.batch is None:
@@ -87,23 +95,25 @@ class PathRecord:
         key = (made.source, made.caller, made.layer, made.name)
         return self.reads.setdefault(key, made)
 
-    def add(self, values: PathValues, traced: TracedModel, batch: int) -> None:
-        """Add what one batch has read."""
+    def add(
+        self, values: PathValues, traced: TracedModel, batch: int, repaired: PathValues | None = None
+    ) -> None:
+        """Add what one batch has read, and what it reads once its faults are repaired, if it has any."""
         if traced.path is None:
             return
         self.paths.add(hash(tuple(site.id for site in traced.sites)))
-        found = values.results()
-        numbers = {number: low for number, (_, low) in found.items() if low.numel() == 1}
-        plain = {number: low.item() for number, low in numbers.items()}
+        runs = [_Reads(run.results()) for run in (values, repaired) if run is not None]
         producers = dict(_producers(traced))
         for read in traced.path:
-            fp32, low = found.get(read.number, (read.value, read.value))
-            self._add(read, producers.get(read.number), (fp32, low), plain, batch)
-        self._add_sizes(values, traced, batch)
+            self._add(read, producers.get(read.number), runs, batch)
+        self._add_sizes(values, traced, batch, repaired)
 
-    def _add_sizes(self, values: PathValues, traced: TracedModel, batch: int) -> None:
+    def _add_sizes(
+        self, values: PathValues, traced: TracedModel, batch: int, repaired: PathValues | None
+    ) -> None:
         """Add the ops whose sizes depend on values."""
         resized, sites = dict(values.resized), traced.site_of_node
+        again = None if repaired is None else dict(repaired.resized)
         for node in traced.graph.nodes:
             site, record = sites.get(node.name), node.meta.get(META_KEY)
             if site is None or not (site.id in resized or (record is not None and record.by_values)):
@@ -115,32 +125,46 @@ class PathRecord:
             stats = self.stats(ReadStats(*about, sizes=True, producer=site.id))
             if site.id in resized and not stats.differing:
                 stats.producer = site.id
-            stats.add(batch, site.id in resized, size, own)
+            healthy = None if again is None else site.id in again
+            stats.add(batch, site.id in resized, size, own, repaired=healthy)
 
-    def _add(
-        self,
-        read: ValueRead,
-        producer: SiteId | None,
-        values: tuple[torch.Tensor, torch.Tensor],
-        plain: Mapping[int, Any],
-        batch: int,
-    ) -> None:
+    def _add(self, read: ValueRead, producer: SiteId | None, runs: Sequence[_Reads], batch: int) -> None:
+        first, last = runs[0], runs[-1] if len(runs) > 1 else None
+        values = first.of(read)
         shown = [_shown(read, value) for value in values]
         for decided in read.decided:  # the line that decides may be another one than that which reads
             about = (read.name, ReadKind.CHOICE, read.layer, decided.source, decided.caller)
             stats = self.stats(ReadStats(*about, producer=producer))
-            stats.add(batch, decided.differs(plain), *shown)
+            healthy = None if last is None else decided.differs(last.plain)
+            stats.add(batch, decided.differs(first.plain), *shown, repaired=healthy)
         if read.kind is ReadKind.NUMBER and read.decided:
             return
-        stats = self.stats(
-            ReadStats(read.name, read.kind, read.layer, read.source, read.caller, producer=producer)
-        )
-        fp32, low = (value.bool() if read.name == "bool" else value for value in values)
+        about = (read.name, read.kind, read.layer, read.source, read.caller)
+        stats = self.stats(ReadStats(*about, producer=producer))
+        healthy = None if last is None else last.chooses_differently(read)
+        stats.add(batch, first.chooses_differently(read), *shown, repaired=healthy)
+        fp32, low = values
         if read.kind is ReadKind.ARRAY and fp32.is_floating_point():
             difference = (low.double() - fp32.double()).nan_to_num(math.inf, math.inf, math.inf)
             stats.error_sq += float(difference.square().sum())
             stats.signal_sq += float(fp32.double().square().sum())
-        stats.add(batch, read.kind is ReadKind.CHOICE and not torch.equal(fp32, low), *shown)
+
+
+class _Reads:
+    """The values of all reads in one run."""
+
+    def __init__(self, found: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._found = found
+        self.plain = {number: low.item() for number, (_, low) in found.items() if low.numel() == 1}
+
+    def of(self, read: ValueRead) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values in FP32 and in 16 bits."""
+        return self._found.get(read.number, (read.value, read.value))
+
+    def chooses_differently(self, read: ValueRead) -> bool:
+        """Return whether a boolean or an integer differs."""
+        fp32, low = (value.bool() if read.name == "bool" else value for value in self.of(read))
+        return read.kind is ReadKind.CHOICE and not torch.equal(fp32, low)
 
 
 def _producers(traced: TracedModel) -> Iterator[tuple[int, SiteId]]:
@@ -156,46 +180,6 @@ def _shown(read: ValueRead, value: torch.Tensor) -> str:
         return f"{shape_of(value)} values"
     found = python_value("item" if read.kind is ReadKind.ARRAY else read.name, value)
     return f"{found:.6g}" if isinstance(found, float) else str(found)
-
-
-class PathValues:
-    """Collects what the model's code reads during one run; values stay on their device until the end.
-
-    Attributes:
-        resized: sites whose result has another size in 16 bits, with that size.
-    """
-
-    def __init__(self) -> None:
-        self._read: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self.resized: list[tuple[SiteId, str]] = []
-
-    def observe(self, step: Step, reference: Any, call: StepCall) -> None:
-        """Keep the values of a read, and the sizes that choices decide."""
-        if call.resized is not None and step.site is not None:
-            self.resized.append((step.site.id, call.resized))
-        if step.target is VALUE_READ:
-            ((reference, value),) = call.inputs.values()
-            copied = reference.detach().clone()
-            low = copied if value is reference else value.detach().clone()
-            self._read.append((mark_number(step.node), copied, low))
-
-    def results(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return both values of each read, fetched from their device together."""
-        numbers = [number for number, _, _ in self._read]
-        fp32 = fetched([reference for _, reference, _ in self._read])
-        low = fetched([value for _, _, value in self._read])
-        return dict(zip(numbers, zip(fp32, low, strict=True), strict=True))
-
-
-def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors to the CPU, those of one dtype at once."""
-    found: dict[int, torch.Tensor] = {}
-    for dtype in {tensor.dtype for tensor in tensors}:
-        group = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
-        flat = torch.cat([tensor.reshape(-1) for _, tensor in group]).cpu()
-        parts = flat.split([tensor.numel() for _, tensor in group])
-        found |= {i: part.reshape(tensor.shape) for (i, tensor), part in zip(group, parts, strict=True)}
-    return [found[i] for i in range(len(tensors))]
 
 
 class _LeftPath(Exception):

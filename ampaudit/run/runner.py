@@ -162,7 +162,8 @@ class Runner:
             meter, measured = repairing.meter, list(repairing.meter.results())
             origins = tuple(repairing.origins)
             self._note_origins(origins, faults, number)
-        self.record.path.add(meter.path, executor.program.traced, number)
+        repaired = None if meter is ready.meter else meter.path
+        self.record.path.add(ready.meter.path, executor.program.traced, number, repaired)
         self._merge(meter, measured, number)
         if ready.batch.name and self.config.steps is None:
             self.record.names[number] = ready.batch.name

@@ -51,6 +51,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
         None,
         "tell torch the shape of that operator's result with @torch.library.register_fake",
     ),
+    (("unsupported scalartype bfloat16",), "NumPy has no bfloat16", "convert first: t.float().numpy()"),
     (
         (".numpy()", "numpy", "can't convert"),
         None,

@@ -19,7 +19,6 @@ from tests.support.backward import Kept, audit
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the models' own code
 FLIPPED = "AMP214"
 FAILS_IN_HALF = {("fastspeech_hifigan", "half")}  # an embedding of FP32 meets a convolution in 16 bits
-ARRAYS = {"numpy_round_trip"}
 
 
 def errors(report: Report) -> list[Finding]:
@@ -57,9 +56,7 @@ def test_a_healthy_model_is_quiet_and_its_reference_is_its_own(name: str, policy
         expected = [value for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor)]
         assert len(found) == len(expected)
         for reference, whole in zip(found, expected, strict=True):
-            # an array has the dtype of its tensor: what comes back to torch is rounded in both runs
-            allowed = 2**-10 if name in ARRAYS else 1e-6
-            torch.testing.assert_close(reference, whole, rtol=allowed, atol=allowed, check_dtype=False)
+            torch.testing.assert_close(reference, whole, rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
 @pytest.mark.parametrize("name", PLANTED)

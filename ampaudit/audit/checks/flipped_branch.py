@@ -8,7 +8,7 @@ from dataclasses import replace
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, source_of
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
-from ampaudit.report.finding import Finding
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.path_record import ReadStats
 
 __all__ = ["CHECK", "finding_at_read"]
@@ -17,7 +17,7 @@ _ADVICE = "compute what is decided on in float32, or decide with a margin that r
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Yield a warning per line."""
+    """Yield a warning per line, and an error if an overflow is the reason."""
     dtype = context.number_format.name
     for stats in context.record.path.reads.values():
         if not stats.differing:
@@ -25,20 +25,27 @@ def find(context: CheckContext) -> Iterator[Finding]:
         times = "" if stats.reads == 1 else f" {stats.differing} of {plural(stats.reads, 'time')}"
         verb = f"{stats.name} returns" if stats.sizes else "it reads"
         values = f"{verb} {stats.fp32} in FP32 and {stats.low} in {dtype}"
-        cause = (
-            f"this line decides differently in {dtype}{times}: {values}; the audit follows FP32's decision"
-        )
-        yield finding_at_read(context, stats, "AMP214", cause, _ADVICE)
+        why = "because of a value that overflows before; " if stats.faults else ""
+        cause = f"this line decides differently in {dtype}{times}: {values}; {why}the audit follows FP32"
+        severity = Severity.ERROR if stats.faults else None
+        yield finding_at_read(context, stats, "AMP214", cause, _ADVICE, severity)
 
 
-def finding_at_read(context: CheckContext, stats: ReadStats, code: str, cause: str, advice: str) -> Finding:
+def finding_at_read(
+    context: CheckContext,
+    stats: ReadStats,
+    code: str,
+    cause: str,
+    advice: str,
+    severity: Severity | None = None,
+) -> Finding:
     """Return a finding at a line that reads values, with the measurements of the op that made them."""
     made = context.site.get(stats.producer) if stats.producer is not None else None
     if made is None:
         site = SiteId(f"{stats.layer or '(top)'}/{stats.name}")
-        found = finding_about(code, site, stats.layer, cause, advice)
+        found = finding_about(code, site, stats.layer, cause, advice, severity=severity)
     else:
-        found = finding_at(context, made, code, cause, advice)
+        found = finding_at(context, made, code, cause, advice, severity=severity)
     source = source_of(stats.source, stats.caller)
     return replace(found, phase="forward", layer=stats.layer, source=source or found.source)
 

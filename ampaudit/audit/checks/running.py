@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import plural
 from ampaudit.report.finding import CRASHED, Finding, Severity
 
 __all__ = ["run_checks"]
@@ -34,7 +36,24 @@ def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding,
             finding.layer,
         )
 
-    return tuple(sorted(found, key=rank))
+    ordered = sorted(found, key=rank)
+    return tuple(_one_per_line(ordered) if context.record.path.paths else ordered)
+
+
+def _one_per_line(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Merge findings about one line of one layer: along a path, each turn of a loop has sites of its own."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        line = None if finding.source is None else (finding.source.file, finding.source.line)
+        key = (finding.code, finding.layer, finding.op, finding.severity, line)
+        groups.setdefault(key if line is not None else (number,), []).append(finding)
+    for group in groups.values():
+        worst = max(group, key=lambda finding: finding.evidence.peak or 0.0)
+        sites = dict.fromkeys(site for finding in group for site in finding.poisons)
+        more = f"; the same at {plural(len(group) - 1, 'more op')} of this line" if len(group) > 1 else ""
+        own = {finding.site for finding in group}
+        poisons = tuple(site for site in sites if site not in own)
+        yield replace(worst, cause=f"{worst.cause}{more}", poisons=poisons) if more else worst
 
 
 def _found(check: Check, context: CheckContext) -> list[Finding]:

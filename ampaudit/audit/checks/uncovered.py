@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import PurePath
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.core.sites import SiteId
 from ampaudit.report.finding import Finding
 from ampaudit.report.gap import Gap, GapKind
 from ampaudit.trace import Role, Site
@@ -14,6 +16,7 @@ from ampaudit.trace.path.reads import ReadKind
 __all__ = ["CHECK", "findings_on_gaps", "foreign_sites", "gaps_of"]
 
 _OUTSIDE = "what other code makes of them is taken from FP32"
+_OTHER_CODE = "16 bits would run code that was not audited"
 _INSIDE = "it is run as one op, and only its results are measured"
 
 
@@ -36,8 +39,12 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
         if not custom.instead:
             found.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
     for read in context.record.path.reads.values():
-        if read.kind is ReadKind.ARRAY and read.producer is not None:
-            found.append(Gap(read.producer, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
+        at = read.producer or SiteId(f"{read.layer or '(top)'}/{read.name}")
+        if read.kind is ReadKind.ARRAY:
+            found.append(Gap(at, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
+        elif read.differing:
+            line = read.source and f" at {PurePath(read.source.file).name}:{read.source.line}"
+            found.append(Gap(at, GapKind.OTHER_CODE, f"{read.name}{line or ''}", _OTHER_CODE))
     order = {site.id: number for number, site in enumerate(context.sites)}
     gaps: dict[tuple[GapKind, str], Gap] = {}
     for gap in sorted(found, key=lambda gap: order.get(gap.site, len(order))):

@@ -10,7 +10,7 @@ from ampaudit.render.finding_blocks import combined_section, finding_sections
 from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
-from ampaudit.render.scan_tables import all_sites, level_sections
+from ampaudit.render.scan_tables import all_sites, level_sections, path_sections
 from ampaudit.render.steps import step_section
 from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.sweep import sweep_sections
@@ -91,7 +91,8 @@ class ScanView(View[Report]):
         layers += [finding.layer for finding in report.findings]
         suite = Suite(
             name=self.name,
-            label=f"{escape_control(report.run.policy)}, {report.run.dtype}",
+            label=f"{escape_control(report.run.policy)}, {report.run.dtype}"
+            + (", along the path of these inputs" if report.path is not None else ""),
             passed=report.exit_code == 0,
             cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
             alerts=tuple(
@@ -147,6 +148,7 @@ class ScanView(View[Report]):
             yield step_section(report.steps)
         if nearest:
             yield Section((tabulate(("site", "peak", "headroom"), nearest),), "Nearest the limit")
+        yield from path_sections(report, _FINDINGS)
         yield Section((facts(("", fact) for fact in _numbers(report)),))
 
     def page(self) -> ViewPage:

@@ -29,6 +29,7 @@ from ampaudit.trace.internals import (
 from ampaudit.trace.marks import VALUE_READ, VALUE_SIZED
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name
+from ampaudit.trace.path.arrays import HalfArray, tensor_of
 from ampaudit.trace.path.reads import ReadValues, python_value
 from ampaudit.trace.path.values import Fp32Values, computing
 from ampaudit.trace.stack import is_tool_file
@@ -97,7 +98,10 @@ class PathRecorder:
         ]
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
-        makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
+        makers = [
+            Replacement(torch, f.__name__, tensor_of(_stacking(f))) for f in (torch.tensor, torch.as_tensor)
+        ]
+        makers.append(Replacement(torch, "from_numpy", tensor_of(torch.from_numpy)))
         makers.append(Replacement(FakeTensor, "new_tensor", _stacked_like))
         methods = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
         indexing = [Replacement(FakeTensor, method.__name__, _indexing(method)) for method in methods]
@@ -121,8 +125,10 @@ class PathRecorder:
         """Return the FP32 value of a tensor to Python code, and mark where it was read."""
         with computing():
             value = self.values.of(tensor).detach().to("cpu", copy=True)  # the code may write to an array
-            own = _in_half(value) if name == "numpy" and tensor.dtype is torch.float16 else value
-            found = python_value(name, own)  # raises as torch does, for several values
+            own = value.to(tensor.dtype) if tensor.dtype is torch.bfloat16 and name == "numpy" else value
+            found = python_value(name, own)  # raises as torch does, for several values or bfloat16
+            if name == "numpy" and tensor.dtype is torch.float16:
+                found = found.view(HalfArray)
         if recording_mode() is None or getattr(tensor, "constant", None) is not None:
             return found
         read = self.reads.add(name, self._layer(), value)
@@ -228,9 +234,3 @@ def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(data, list | tuple):
         return torch.stack([_stacked(item, dtype) for item in data])
     return data.detach().to(dtype) if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
-
-
-def _in_half(value: torch.Tensor) -> torch.Tensor:
-    """Return an array's dtype in 16 bits, which what comes back will have; overflow is reported elsewhere."""
-    limit = torch.finfo(torch.float16).max
-    return value.clamp(-limit, limit).to(torch.float16)
