@@ -14,6 +14,7 @@ _REDUCTIONS = frozenset(
     scatter_add segment_reduce trace logcumsumexp
     """.split()
 )
+_FACTORS = ("prod", "cumprod")
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm")
 LONG = 64
 
@@ -23,6 +24,8 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     del origin
     flow, depth = context.flow, site.facts.depth if site.facts is not None else None
     terms = f" of {depth} terms" if depth else ""
+    if flow.base(site) in _FACTORS:
+        return f"the product of {depth or 'the'} factors is too large, not its factors"
     if flow.base(site) in _REDUCTIONS:
         return f"the total{terms} is too large, not its terms"
     activations = not any(flow.is_weight(node) for node in flow.node(site).all_input_nodes)
@@ -34,5 +37,5 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
 CAUSE = Cause(
     "AMP105",
     applies,
-    "add up in float32 (x.sum(dtype=torch.float32)), take the mean, or scale the terms first",
+    "compute it in float32 (x.sum(dtype=torch.float32)), take the mean, or scale the terms first",
 )
