@@ -117,7 +117,7 @@ def path_sections(report: Report, count: int) -> Iterator[Section]:
         place = read.source.evident if read.source is not None else None
         where = f"{PurePath(place.file).name}:{place.line}" if place is not None else read.layer or "(top)"
         decides = "the same way" if not read.differing else f"differently, {read.differing} of {read.reads}"
-        decides = "values leave torch" if read.kind == "array" else decides
+        decides = {"array": "values leave torch", "number": "follows FP32's number"}.get(read.kind, decides)
         rows.append((escape_control(where), read.name, f"{read.reads:,}", read.fp32, read.low, decides))
     heads = ("line", "reads by", "times", "FP32", dtype, "decides in 16 bits")
     blocks: list[Block] = [tabulate(heads, rows, left=("reads by", "decides in 16 bits"))]
