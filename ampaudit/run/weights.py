@@ -55,7 +55,7 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
     for copy in converted.copies.values():
         master = converted.masters[copy.placeholder].detach()
         master = master.float() if master.dtype.itemsize == 1 else master  # float8 has hardly any kernel
-        if copy.name in ranges or master.numel() == 0:
+        if copy.name in ranges or master.numel() == 0 or copy.dtype is torch.float64:
             continue
         peak = known.get(copy.name, math.nan)
         if not math.isfinite(peak):
