@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.run.guards import guarded
@@ -25,6 +27,8 @@ from ampaudit.trace.twins import TwinFailed
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["EagerModel", "telling_own_failures"]
+
+_UNWATCHED: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
@@ -46,6 +50,19 @@ def telling_own_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
         if attempt.error is None:
             raise
         raise model_failure(attempt.error, model, batch.args, batch.kwargs) from attempt.error
+
+
+class _LowPrecisionWatch(TorchDispatchMode):
+    """Notes whether an op returns 16-bit numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the op."""
+        made = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves(made)
+        self.seen |= any(getattr(leaf, "dtype", None) in LOW_PRECISION_DTYPES for leaf in leaves)
+        return made
 
 
 class EagerModel:
@@ -82,8 +99,20 @@ class EagerModel:
         known = dict.fromkeys(self._twins.checked, "") | self._twins.unchecked
         return {op: known.get(op, otherwise) for op in ops}
 
+    def computes_in_16_bits(self, model: nn.Module, batch: Batch, number: int) -> bool:
+        """Return whether the FP32 model has ops in 16 bits, by autocast or casts of its own."""
+        self._last, watch = None, _LowPrecisionWatch()
+        self.outputs(model, batch, number, watch)
+        return watch.seen
+
     @torch.no_grad()
-    def outputs(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
+    def outputs(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        number: int,
+        watch: AbstractContextManager[Any] = _UNWATCHED,
+    ) -> dict[str, torch.Tensor]:
         """Return the model's outputs for a batch, by the names that a trace uses."""
         if self._last is None or self._last[0] != number:
             self._last = None
@@ -99,6 +128,7 @@ class EagerModel:
                 guarded(self._device, batch),
                 seeded(self._seed + number),
                 twins_checked(self._twins),
+                watch,
             ):
                 found = flatten_outputs(copied(*restored(args), **restored(kwargs)))
             self._last = number, dict(found)
