@@ -204,6 +204,8 @@ class OpRecorder:
             return path.record(mode, called, record.original_args)
         if path is not None and result is not NotImplemented:
             path.values.follow(called, record.original_args, result)
+            if torch.Tag.nondeterministic_seeded in called.op.tags:
+                path.keep(mode, result)
         return result
 
 

@@ -71,3 +71,25 @@ def test_a_model_that_rounds_by_itself_or_writes_to_lists_is_audited(
 
 def test_a_constant_in_float64_is_no_weight_in_16_bits() -> None:
     assert scan(Table().eval(), torch.rand(2, 8), policy="half").path is not None
+
+
+def unused_draw(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.rand(3)
+    kept = x.reshape(-1)[torch.rand(16) > 0.5]
+    return m.a(x) + (kept + torch.ones(len(kept.tolist()))).sum()
+
+
+def test_random_numbers_that_nothing_uses_are_drawn_in_the_run_as_well() -> None:
+    kept: dict[int, torch.Tensor] = {}
+    x = torch.rand(2, 8)
+    for seed in range(3):
+        scan(
+            wrap(unused_draw),
+            x,
+            policy="half",
+            seed=seed,
+            keep_outputs=lambda number, found: kept.__setitem__(number, next(iter(found.values()))[0]),
+        )
+        model = wrap(unused_draw)
+        torch.manual_seed(seed)
+        assert torch.allclose(kept[0], model(x), atol=1e-5)

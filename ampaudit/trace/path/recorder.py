@@ -156,9 +156,13 @@ class PathRecorder:
         made = mode.tracer.create_proxy("call_function", called.op, args, kwargs, name=base_name(called.op))
         result = track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
         self.values.give_result(result, values)
-        with mode:  # Python may branch on the size, so the op stays even if nothing uses its result
-            VALUE_SIZED([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)], 0)
+        self.keep(mode, result)  # Python may branch on the size
         return result
+
+    def keep(self, mode: ProxyTorchDispatchMode, result: Any) -> None:
+        """Keep an op even if nothing uses its result; later random numbers depend on those drawn before."""
+        with mode:
+            VALUE_SIZED([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)], 0)
 
     def _in_own_dtypes(self, called: OpCalled, values: Any) -> Any:
         """Call an op in the dtypes of the trace, which says what dtypes it returns."""
