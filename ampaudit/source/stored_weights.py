@@ -225,6 +225,7 @@ def _compressed(module: Any, base: type) -> _Plain | None:
     if packed is None:
         if module.weight.element_size() > 1:
             return None  # decompressed already
+        scale, zero = _of_columns(module, scale), _of_columns(module, zero)
         return "compressed-tensors", _linear(scaled(module.weight, scale, zero=zero), module.bias)
     if packed.dtype is not torch.int32:
         raise ValueError("they are packed in a format of 4-bit floats")
@@ -232,7 +233,22 @@ def _compressed(module: Any, base: type) -> _Plain | None:
     values = unpack(packed.T, bits, columns).T - (1 << (bits - 1))
     if zero is not None and zero.dtype is torch.int32 and zero.shape[0] != rows:
         zero = unpack(zero, bits, rows) - (1 << (bits - 1))
+    scale, zero = _of_columns(module, scale), _of_columns(module, zero)
     return "compressed-tensors", _linear(scaled(values, scale, zero=zero), module.bias)
+
+
+def _of_columns(module: Any, groups: Any) -> Any:
+    """Return the scales or zeros of each column, where the module orders its columns by activations."""
+    order = getattr(module, "weight_g_idx", None)
+    if (
+        groups is None
+        or order is None
+        or groups.dim() != 2
+        or groups.shape[1] == 1
+        or bool((order < 0).any())
+    ):
+        return groups
+    return groups[:, order.long()]
 
 
 def _torch(module: Any, base: type) -> _Plain | None:

@@ -430,3 +430,17 @@ def test_a_quantized_parameter_is_dequantized() -> None:
     copied, note = plain(model, torch.ones(2, 4))
     assert torch.equal(copied.get_buffer("table"), stored.dequantize())
     assert "1 layer with torch.quantized weights" in note
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_scales_follow_the_order_of_columns_by_activations(ordered: bool) -> None:
+    layer = nn.Linear(8, 4, bias=False)
+    codes = torch.randint(-8, 8, (4, 8), dtype=torch.int8)
+    layer.weight = nn.Parameter(codes, requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.rand(4, 2) + 0.1)
+    order = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0]) if ordered else torch.full((8,), -1)
+    layer.weight_g_idx = nn.Parameter(order.int(), requires_grad=False)
+    layer.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(num_bits=4))
+    copied, _ = plain(nn.Sequential(layer), torch.ones(1, 8))
+    groups = order if ordered else torch.arange(8) // 4
+    assert torch.allclose(copied[0].weight, codes.float() * layer.weight_scale[:, groups])
