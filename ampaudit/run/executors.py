@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ampaudit.core.errors import InputError
@@ -14,7 +13,8 @@ from ampaudit.policy import RuleSet, plain_fp32
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
 from ampaudit.run.guards import refuse_larger_than_memory
-from ampaudit.run.lockstep import LockStep
+from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.observer import Pair
 from ampaudit.run.path_record import takes_path
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
@@ -28,7 +28,7 @@ from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.path.numbering import with_known_casts
-from ampaudit.trace.path.recorder import PathTracing
+from ampaudit.trace.path.recorder import GivenValues, PathTracing
 from ampaudit.trace.state import PythonState, apply_changes
 from ampaudit.trace.structure import structural_copy
 
@@ -68,35 +68,38 @@ class ExecutorCache:
         self._path = PathTracing.FALLBACK
         self._executors: TraceCache[LockStep] = TraceCache()
 
-    def get(self, batch: Batch, number: int, own: Batch | None = None) -> LockStep:
+    def get(
+        self, batch: Batch, number: int, own: Batch | None = None, buffers: Mapping[str, Pair] | None = None
+    ) -> LockStep:
         """The executor for such a batch, traced on first use.
 
         Args:
-            batch: the inputs of the FP32 run, whose values decide a path.
+            batch: FP32's inputs, which decide the path.
             number: of the call.
-            own: the inputs of the 16-bit run in a later step, in its dtypes.
+            own: the inputs of the 16-bit run in a later step, in the dtypes in which it has them.
+            buffers: what earlier steps left in the buffers.
         """
         rules = usual = self._config.rules or plain_fp32()
-        tensors = tensor_leaves(batch.args, batch.kwargs)
+        carried = Carried(tensor_leaves(batch.args, batch.kwargs), buffers or {})
         if own is not None:
             rules, batch = _for_carried_inputs(rules, own)
         key = (rules is usual, *call_key(batch.args, batch.kwargs))
-        executor = self._executors.find(key, lambda known: self._suits(known, tensors, number))
+        executor = self._executors.find(key, lambda known: self._suits(known, carried, number))
         if executor is None:
             state = PythonState(self.model)
-            executor = self._traced(batch, number, rules, tensors)
+            executor = self._traced(batch, number, rules, carried)
             self._record.traces += 1
             if not executor.program.traced.random_constants:
                 self._executors.keep(key, state, executor)
         self._follow(executor.program.traced)
         return executor
 
-    def _suits(self, executor: LockStep, tensors: list[torch.Tensor], number: int) -> bool:
+    def _suits(self, executor: LockStep, carried: Carried, number: int) -> bool:
         """Return whether a batch may run as another one has been traced."""
         on_path = executor.program.traced.path is not None
-        return not on_path or takes_path(executor, tensors, self._config.seed + number)
+        return not on_path or takes_path(executor, list(carried.inputs), carried, self._config.seed + number)
 
-    def _traced(self, batch: Batch, number: int, rules: RuleSet, values: Sequence[torch.Tensor]) -> LockStep:
+    def _traced(self, batch: Batch, number: int, rules: RuleSet, carried: Carried) -> LockStep:
         started = time.perf_counter()
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()
@@ -111,8 +114,10 @@ class ExecutorCache:
             seed,
         )
         known = tuple(self.sites.values())
-        more: dict[str, Any] = {"path": self._path, "known": known, "values": values}
-        more["trace_backward"] = differentiated
+        more: dict[str, Any] = {"trace_backward": differentiated, "path": self._path, "known": known}
+        more["values"] = GivenValues(
+            carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()}
+        )
         traced = trace(self.model, batch.args, batch.kwargs, *setting, **more)
         if traced.path is not None:
             self._path = PathTracing.ON  # the general trace need not be tried again

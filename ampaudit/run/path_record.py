@@ -13,7 +13,7 @@ import torch
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import LockStep
+from ampaudit.run.lockstep import Carried, LockStep
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.path import shape_of
 from ampaudit.run.path_values import PathValues
@@ -206,14 +206,14 @@ class _PathChecker(Observer):
         return value
 
 
-def takes_path(executor: LockStep, tensors: list[torch.Tensor], seed: int) -> bool:
+def takes_path(executor: LockStep, tensors: list[torch.Tensor], carried: Carried, seed: int) -> bool:
     """Return whether a batch takes the path that a graph is valid for, by a run of the reference."""
     device = executor.device
     checked = LockStep(executor.program, executor.converted, executor.backend, device, reference_only=True)
     with guarded(device):
         torch.manual_seed(seed)
         try:
-            checked.run(tensors, _PathChecker(executor.program.traced))
+            checked.run(tensors, _PathChecker(executor.program.traced), carried)
         except (_LeftPath, RunFailed):
             return False
     return True

@@ -112,7 +112,7 @@ class Runner:
             buffers: what earlier steps left in the buffers.
         """
         model = self.executors.model
-        executor = self.executors.get(batch, number, own)
+        executor = self.executors.get(batch, number, own, buffers)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         refuse_broken_inputs(tensors, batch.title(number))
         self._check_twins(executor.program, model, batch, number)

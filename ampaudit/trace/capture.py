@@ -35,7 +35,7 @@ from ampaudit.trace.internals import FakeTensorMode, ShapeEnv
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.path.numbering import PathNumbering
-from ampaudit.trace.path.recorder import PathRecorder, PathTracing
+from ampaudit.trace.path.recorder import GivenValues, PathRecorder, PathTracing
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.storage import is_cast, own_conversion, stored_dtypes
 from ampaudit.trace.values import torch_dtype
@@ -57,10 +57,10 @@ class TraceConfig:
         differentiated: whether to note where the model's code switches gradients off.
         follow_backward: whether custom backwards are traced; ``None`` if no gradients are requested.
         seed: seeds the random numbers that the model's code draws; ``None`` to continue the generators.
+        values: what decides the path, where that is not the inputs and the model as it is.
         dynamic: axes of each input tensor that may vary; ``None`` if the graph is for these shapes only.
         path: whether to trace along the path that the inputs take.
         known: sites of the paths that other inputs take.
-        values: the inputs of the FP32 run on that path, if they differ from those of the trace.
     """
 
     rules: RuleSet
@@ -75,7 +75,7 @@ class TraceConfig:
     dynamic: Dimensions | None = None
     path: PathTracing = PathTracing.OFF
     known: Sequence[Site] = ()
-    values: Sequence[torch.Tensor] | None = None
+    values: GivenValues | None = None
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -103,6 +103,7 @@ def capture(
     file, low_dtype = config.rules.file, config.low_dtype
     path = PathRecorder() if config.path is PathTracing.ON else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    values = config.values or GivenValues(tensor_leaves(args, kwargs), {})
     reads = PrecisionReads()
     with quiet():
         convert = own_conversion(file.weights, low_dtype)
@@ -117,9 +118,7 @@ def capture(
             else lambda traced, output: _trace_backward(tracer, caster, traced, output, hooks),
             None
             if path is None
-            else lambda fakes: path.begin(
-                model, fake_model, config.values or tensor_leaves(args, kwargs), fakes
-            ),
+            else lambda fakes: path.begin(model, fake_model, values.inputs, fakes, values.buffers),
         )
     entry.train(model.training)
     _copy_modes(model, fake_model)

@@ -20,7 +20,7 @@ from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Site, Slot, TracedModel
-from ampaudit.trace.path.recorder import PathTracing
+from ampaudit.trace.path.recorder import GivenValues, PathTracing
 from ampaudit.trace.replay import REPLAYED, Replayer
 from ampaudit.trace.unsupported import refuse_unsupported
 from ampaudit.trace.values import float_value
@@ -44,7 +44,7 @@ def trace(
     dynamic: Dimensions | None = None,
     path: PathTracing = PathTracing.OFF,
     known: Sequence[Site] = (),
-    values: Sequence[torch.Tensor] | None = None,
+    values: GivenValues | None = None,
 ) -> TracedModel:
     """Trace a model on inputs like these, with the policy's casts in the graph.
 
@@ -69,7 +69,7 @@ def trace(
         dynamic: axes of each input tensor that may vary.
         path: whether to follow the path that these inputs take; the values of inputs and weights matter then.
         known: sites of the paths that other inputs take.
-        values: the inputs of the FP32 run on that path, if they differ from those given.
+        values: what decides the path, where that is not the inputs and the model as it is.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.

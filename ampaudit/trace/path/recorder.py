@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
 from typing import Any
@@ -35,7 +36,7 @@ from ampaudit.trace.path.values import Fp32Values, computing
 from ampaudit.trace.stack import is_tool_file
 from ampaudit.trace.values import CASTABLE_DTYPES
 
-__all__ = ["READING", "PathRecorder", "PathTracing"]
+__all__ = ["READING", "GivenValues", "PathRecorder", "PathTracing"]
 
 aten = torch.ops.aten
 # ops that return numbers to Python, by what Python calls them
@@ -53,6 +54,19 @@ class PathTracing(StrEnum):
     OFF = "off"
     FALLBACK = "fallback"  # where there is no trace for all inputs
     ON = "on"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenValues:
+    """The FP32 values that decide the path of a step.
+
+    Attributes:
+        inputs: those of FP32; the trace is of the dtypes of the 16-bit run's.
+        buffers: what earlier steps left in the model, by name.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
 
 
 class PathRecorder:
@@ -74,10 +88,11 @@ class PathRecorder:
         fake_model: nn.Module,
         given: Sequence[torch.Tensor],
         fakes: Sequence[torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Give the weights and inputs of a trace their values."""
         with computing():
-            self.values.give_model(model, fake_model)
+            self.values.give_model(model, fake_model, buffers)
             for fake, tensor in zip(fakes, given, strict=True):
                 self.values.give_input(fake, tensor)
         for fake in (*fakes, *fake_model.parameters()):

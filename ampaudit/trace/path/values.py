@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import TraceFailed
 from ampaudit.trace.eager_call import without_low_precision, writable
+from ampaudit.trace.entry import layer_path
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.internals import (
     NO_VALUE,
@@ -51,8 +52,13 @@ class Fp32Values:
         self._shared: set[int] = set()  # storages of the user's own weights
         self._count = 0
 
-    def give_model(self, model: nn.Module, fake_model: nn.Module) -> None:
-        """Give the fake parameters and buffers of a model the values of the real ones."""
+    def give_model(
+        self, model: nn.Module, fake_model: nn.Module, buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Give the fake parameters and buffers of a model the values of the real ones.
+
+        Buffers may have others of earlier steps.
+        """
         real = named_tensors(model)
         for name, fake in named_tensors(fake_model).items():
             if name not in real or _VALUE in vars(fake):
@@ -61,7 +67,7 @@ class Fp32Values:
                 value = without_low_precision(real[name], None)
                 self._shared.add(storage_id(value))
             else:
-                value = writable(real[name], None)
+                value = writable(buffers.get(layer_path(name), real[name]), None)
             vars(fake)[_VALUE] = value
 
     def give_input(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
