@@ -9,10 +9,11 @@ from importlib.metadata import version
 from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
-from ampaudit.audit.checks.interface import CheckContext, finding_source, source_of
+from ampaudit.audit.checks.interface import CheckContext, finding_source
 from ampaudit.audit.checks.output_error import accuracy_text
 from ampaudit.audit.checks.uncovered import gaps_of
 from ampaudit.audit.gradient_report import backward_report, gradient_of
+from ampaudit.audit.path_report import path_report
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__
@@ -20,7 +21,6 @@ from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOnGaps, threshold
 from ampaudit.report.gap import Gap, GapKind
-from ampaudit.report.input_path import InputPath, ReadLine
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -34,10 +34,8 @@ from ampaudit.report.model import (
 from ampaudit.report.site import Forward, SiteReport, WhatIf
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.observation import Observation
-from ampaudit.run.path_record import ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import ConvertedModel
-from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import dtype_name
 
 __all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
@@ -50,7 +48,6 @@ CONTRACT = (
 )
 _ON_PATH = "the code decides as on these inputs, and reads the same numbers"
 _TAILS = 5
-_ANSWERS = 2  # values of one line
 _HANDS_ON = (Role.VIEW, Role.SELECT)
 _OBSERVED = (
     GapKind.OPAQUE,
@@ -91,7 +88,7 @@ def build_report(
         raised=promoted,
         proofs=_proofs(context),
         tails=_tails(context),
-        path=_path(context),
+        path=path_report(context),
         backward=backward_report(context),
         steps=context.steps,
         environment=this_environment(),
@@ -169,35 +166,6 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         inside=seen.inside_peak if seen is not None and seen.inside_peak > 0 else None,
         what_if=what_if,
     )
-
-
-def _path(context: CheckContext) -> InputPath | None:
-    record = context.record.path
-    if not record.paths:
-        return None
-    lines = [
-        ReadLine(
-            name=stats.name,
-            kind=stats.kind.value,
-            layer=stats.layer,
-            source=source_of(stats.source, stats.caller),
-            reads=stats.reads,
-            differing=stats.differing,
-            batch=stats.batch,
-            fp32=_answers(stats),
-            low=stats.low,
-        )
-        for stats in record.reads.values()
-    ]
-    return InputPath(len(record.paths), tuple(lines))
-
-
-def _answers(stats: ReadStats) -> str:
-    """Return what was read in FP32: the read that differs, or each value with its number of times."""
-    if stats.differing or len(stats.answers) == 1 or stats.kind is not ReadKind.CHOICE:
-        return stats.fp32
-    listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_ANSWERS))
-    return f"{listed}, ..." if len(stats.answers) > _ANSWERS else listed
 
 
 def _bound(context: CheckContext, site: Site) -> float | None:

@@ -51,7 +51,7 @@ def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
         growth = sweep.growth if full else sweep.growth[:_SHOWN]
         heads = ("site", f"overflows at {axis}", "between", "peak grows", "")
         made = tabulate(heads, [_cells(found, axis) for found in growth], left=("peak grows", ""))
-        yield Section((made,), "SizeGrowth with size")
+        yield Section((made,), "Growth with size")
 
 
 def _cells(found: SizeGrowth, axis: str) -> list[str | Line]:

@@ -20,7 +20,7 @@ from ampaudit.run.record import StepObservation
 from ampaudit.run.runner import CallResult, PreparedBatch, Runner
 from ampaudit.run.step import widened_tensor
 from ampaudit.source.interface import Batch
-from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs
+from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs, refuse_misfit
 from ampaudit.trace import Role
 from ampaudit.trace.entry import tensor_leaves, with_objects_open
 from ampaudit.trace.graph import Slot
@@ -150,6 +150,7 @@ class _Loop:
         own, own_watch = self._call(self._own, ready, outputs, 1)
         call = self._config.call_name(ready.number)
         if record.step == 1:
+            refuse_misfit(ready.model, fp32, call)
             refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
         self._fp32.inputs, self._own.inputs = fp32, carried_inputs(fp32, own, call, record)
         if record.faults:

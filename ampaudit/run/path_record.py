@@ -162,9 +162,10 @@ class _Reads:
         return self._found.get(read.number, (read.value, read.value))
 
     def chooses_differently(self, read: ValueRead) -> bool:
-        """Return whether a boolean or an integer differs."""
+        """Return whether a boolean or an integer differs, alone or in an array."""
         fp32, low = (value.bool() if read.name == "bool" else value for value in self.of(read))
-        return read.kind is ReadKind.CHOICE and not torch.equal(fp32, low)
+        exact = read.kind is ReadKind.CHOICE or not (fp32.is_floating_point() or fp32.is_complex())
+        return exact and not torch.equal(fp32, low)
 
 
 def _producers(traced: TracedModel) -> Iterator[tuple[int, SiteId]]:

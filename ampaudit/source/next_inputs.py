@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from ampaudit.trace.entry import with_objects_open
 from ampaudit.trace.holders import restored
 from ampaudit.trace.values import inexact
 
-__all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "stepping"]
+__all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "refuse_misfit", "stepping"]
 
 NEXT_INPUTS = "next_inputs(outputs, inputs)"
 _HINT = "return the inputs of the next step as example_inputs() does: a tensor, a tuple or a dict"
@@ -83,6 +84,25 @@ def call_next_inputs(function: NextInputs, outputs: Any, batch: Batch, call: str
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((made.args, made.kwargs))):
         raise InputError(f"{NEXT_INPUTS} returned no tensor after {call}", hint=_HINT)
     return made
+
+
+def refuse_misfit(model: nn.Module, batch: Batch, call: str) -> None:
+    """Raise for next inputs that the model's forward does not take.
+
+    Raises:
+        InputError: the message says what is missing or too much.
+    """
+    args, kwargs = restored((batch.args, batch.kwargs))
+    try:
+        signature = inspect.signature(model.forward)
+        signature.bind(*args, **kwargs)
+    except ValueError:
+        return
+    except TypeError as error:
+        takes = f"forward({', '.join(signature.parameters)})"
+        raise InputError(
+            f"the inputs that {NEXT_INPUTS} returned after {call} do not fit {takes}: {error}", hint=_HINT
+        ) from error
 
 
 def recurrent(outputs: Any, inputs: Any) -> Any:

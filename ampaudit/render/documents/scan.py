@@ -171,7 +171,8 @@ def _numbers(report: Report) -> Iterator[str]:
     cover, weights = report.coverage, report.weights
     yield f"{cover.audited} of {cover.sites} floating-point sites audited"
     if report.proofs is not None:
-        yield f"{report.proofs.proved} of {report.proofs.sites} proved"
+        where = " along this path" if report.path is not None else ""
+        yield f"{report.proofs.proved} of {report.proofs.sites} proved{where}"
     if report.promoted:
         yield f"{len(report.promoted)} promoted to float32 because of their values"
     if weights.working_bytes:
