@@ -91,7 +91,7 @@ _EXCLUDES = {
     "ranges": ("static", "prove", "contract", "stress", "advise", "diff"),
     "static": ("stress", "advise", "diff"),
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
-    "steps": ("ranges", "static", "prove", "assume", "stress", "backward"),
+    "steps": ("ranges", "static", "assume", "prove", "stress", "backward"),
     "sweep": ("ranges", "static", "stress", "advise", "diff"),
 }
 
