@@ -101,7 +101,8 @@ def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObs
     if record is None or not bool(wrong.any()):
         return second
     peak = float(first[wrong].abs().amax())
-    record.faults.append(StateFault(name, "", None, peak, int(wrong.sum()), second.numel()))
+    counts = int(wrong.sum()), int((wrong & second.isnan()).sum())
+    record.faults.append(StateFault(name, "", None, peak, *counts, second.numel()))
     limit = torch.finfo(second.dtype).max
     repaired = first if first.is_complex() else first.clamp(-limit, limit)
     return torch.where(wrong, repaired.to(second.dtype), second)

@@ -61,6 +61,7 @@ class StateFault:
         line: of the function's code.
         peak: the largest FP32 value among the broken elements.
         broken: how many there are.
+        nan: how many of them are NaN.
         elements: of the input.
     """
 
@@ -69,6 +70,7 @@ class StateFault:
     line: SourceLine | None
     peak: float
     broken: int
+    nan: int
     elements: int
 
 

@@ -26,9 +26,12 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 def _finding(context: CheckContext, fault: StateFault, step: int) -> Finding:
     form, name = context.number_format, fault.name
-    over = fault.peak > form.max
     what = f"next_inputs makes {name} from the outputs of step {step}, which are finite"
-    why = f"in FP32 it reaches {format_number(fault.peak)}; {form.name} ends at {format_number(form.max)}"
+    ends = f"{form.name} ends at {format_number(form.max)}"
+    why = f"in FP32 it reaches {format_number(fault.peak)}; {ends}"
+    if fault.peak <= form.max:
+        peak = format_number(fault.peak)
+        why = f"in FP32 it is in range (up to {peak}), and a value on the way to it is not; {ends}"
     advice = "compute the next inputs in float32 and cast them back where they are in range again"
     found = finding_about("AMP118", SiteId(f"next_inputs/{name}"), "next_inputs", f"{what}; {why}", advice)
     line = fault.line
@@ -41,8 +44,8 @@ def _finding(context: CheckContext, fault: StateFault, step: int) -> Finding:
         evidence=Evidence(
             peak=fault.peak,
             limit=form.max,
-            inf=fault.broken if over else 0,
-            nan=0 if over else fault.broken,
+            inf=fault.broken - fault.nan,
+            nan=fault.nan,
             elements=fault.elements,
             headroom_bits=form.headroom_bits(fault.peak) if fault.peak > 0.0 else None,
             step=step,
