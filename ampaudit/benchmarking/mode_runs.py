@@ -21,6 +21,7 @@ from ampaudit.core.errors import AuditError, first_line
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.failure import plain_reason
 
 __all__ = ["ModeRun", "finish_run", "release_memory", "start_run", "time_step"]
 
@@ -85,7 +86,7 @@ def _with_prediction(row: BenchRow, runner: ModeRunner, setup: BenchSetup) -> Be
     try:
         memory, ops = predict_step(runner, setup)
     except Exception as error:  # an op that needs data, or that torch cannot take without
-        return replace(row, note=f"no prediction: {type(error).__name__}: {first_line(error)}")
+        return replace(row, note=f"no prediction: {plain_reason(error)}")
     tf32 = row.mode == "tf32"
     best = roofline_seconds(ops, setup.target, tf32=tf32) if setup.target is not None else None
     return replace(row, memory=memory, work=total_work(ops, tf32=tf32), at_best=best)
