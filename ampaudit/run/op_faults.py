@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.trace.stack import code_line, is_library, is_tool_file
+from ampaudit.trace.stack import calling_line
+from ampaudit.trace.values import inexact
 
 __all__ = ["OpWatch", "first_fault"]
 
@@ -31,8 +31,8 @@ class OpWatch(TorchDispatchMode):
         """Call the op, and look at what it returns."""
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
-        self.ops.append((str(func).removesuffix(".default"), finite, None if finite else _calling_line()))
+        finite = all(bool(t.isfinite().all()) for t in tensors if inexact(t))
+        self.ops.append((str(func).removesuffix(".default"), finite, None if finite else calling_line()))
         return result
 
 
@@ -44,16 +44,3 @@ def first_fault(reference: Sequence[OpSeen], own: Sequence[OpSeen]) -> tuple[str
         if finite and not own_finite:
             return name, line
     return "", None
-
-
-def _calling_line() -> SourceLine | None:
-    """Return the user's line that calls an op, or else the library's."""
-    frame, library = sys._getframe(1), None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_tool_file(file):
-            if not is_library(file):
-                return code_line(file, frame.f_lineno)
-            library = library or code_line(file, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return library

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.observer import Pair, StepCall
 from ampaudit.run.step import Step
+from ampaudit.trace.values import inexact
 
 __all__ = ["call_on_path", "shape_of"]
 
@@ -49,7 +50,7 @@ def _with_fp32_choices(inputs: dict[fx.Node, Pair]) -> dict[fx.Node, Pair]:
 
     def chosen(pair: Pair) -> Pair:
         reference, value = pair
-        exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+        exact = isinstance(value, torch.Tensor) and not inexact(value)
         return (reference, reference) if exact else pair
 
     return {node: chosen(pair) for node, pair in inputs.items()}

@@ -22,6 +22,7 @@ from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.marks import VALUE_READ, mark_number, marked_values
 from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value
 from ampaudit.trace.replay import META_KEY
+from ampaudit.trace.values import inexact
 
 __all__ = ["PathRecord", "ReadStats", "takes_path"]
 
@@ -164,7 +165,7 @@ class _Reads:
     def chooses_differently(self, read: ValueRead) -> bool:
         """Return whether a boolean or an integer differs, alone or in an array."""
         fp32, low = (value.bool() if read.name == "bool" else value for value in self.of(read))
-        exact = read.kind is ReadKind.CHOICE or not (fp32.is_floating_point() or fp32.is_complex())
+        exact = read.kind is ReadKind.CHOICE or not inexact(fp32)
         return exact and not torch.equal(fp32, low)
 
 

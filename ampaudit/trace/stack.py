@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import sysconfig
-import traceback
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import forward_slashes
 
-__all__ = ["calling_line", "code_line", "is_library", "is_tool_file", "library_path", "source_lines"]
+__all__ = [
+    "calling_line",
+    "code_line",
+    "is_library",
+    "is_tool_file",
+    "library_path",
+    "running_lines",
+    "source_lines",
+]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>[0-9]{1,9}), in (?P<function>.+)$')
 _PACKAGE = f"{Path(__file__).resolve().parents[1].as_posix()}/"
@@ -35,11 +44,25 @@ def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine
     return innermost, caller
 
 
+def running_lines() -> tuple[SourceLine | None, SourceLine | None]:
+    """Return the same two lines of the code that is running: of the model's forward, if there is one."""
+    frames: list[tuple[str, int, str]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    outermost = [index for index, (_, _, name) in enumerate(frames) if name == "forward"]
+    inside = frames[: outermost[-1] + 1] if outermost else frames
+    model = [(file, line) for file, line, _ in inside if not (is_tool_file(file) or file.startswith("<"))]
+    if not model:
+        return None, None
+    own = next((place for place in model if not is_library(place[0])), None)
+    return code_line(*model[0]), code_line(*own) if own is not None and own != model[0] else None
+
+
 def calling_line() -> SourceLine | None:
     """Return the user's line that the current call comes from, or else the innermost of the model's code."""
-    stack = traceback.extract_stack()
-    start = next((number for number, frame in enumerate(stack) if frame.name == "forward"), len(stack))
-    innermost, caller = source_lines("".join(traceback.format_list(stack[start:])))
+    innermost, caller = running_lines()
     return caller or innermost
 
 

@@ -17,6 +17,7 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.opnames import written_values
 from ampaudit.trace.twin_call import as_returned, compare_kinds
 from ampaudit.trace.twins import Twin, active_twins, twin_of
+from ampaudit.trace.values import inexact
 
 __all__ = ["TwinCheck", "twins_checked"]
 
@@ -109,7 +110,7 @@ def _compare_values(twin: Twin, expected: Any, made: Any, where: str) -> None:
 
 def _differing(op: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return which elements differ by more than rounding."""
-    eps = torch.finfo(op.dtype).eps if op.is_floating_point() or op.is_complex() else 0.0
+    eps = torch.finfo(op.dtype).eps if inexact(op) else 0.0
     first, second = _real(op), _real(own)
     if not eps:
         return first != second

@@ -9,7 +9,7 @@ from typing import Any
 
 from ampaudit.core.sites import SiteId, SiteNumbering, SourceLine
 from ampaudit.trace.graph import Site, TracedModel
-from ampaudit.trace.path.reads import model_lines
+from ampaudit.trace.stack import running_lines
 
 __all__ = ["PathNumbering", "with_known_casts"]
 
@@ -27,7 +27,9 @@ class PathNumbering(SiteNumbering):
 
     def next_id(self, layer: str, op: str) -> SiteId:
         """Return the id that an earlier path has here, or one that none has."""
-        known = self._known[(f"{layer or '(top)'}/{op}", *map(_position, model_lines()), None)]
+        if not self._known:
+            return super().next_id(layer, op)
+        known = self._known[(f"{layer or '(top)'}/{op}", *map(_position, running_lines()), None)]
         return known.popleft() if known else super().next_id(layer, op)
 
 

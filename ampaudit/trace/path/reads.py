@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.trace.stack import code_line, is_library, is_tool_file
+from ampaudit.trace.stack import running_lines
+from ampaudit.trace.values import inexact
 
-__all__ = ["Decided", "ReadKind", "ReadNumber", "ReadValues", "ValueRead", "model_lines", "python_value"]
+__all__ = ["Decided", "ReadKind", "ReadNumber", "ReadValues", "ValueRead", "python_value"]
 
 Values = Mapping[int, Any]
 _UNKNOWN = object()
@@ -89,21 +89,6 @@ def python_value(name: str, value: torch.Tensor) -> Any:
     return bool(value) if name in ("bool", "equal") else value.item()
 
 
-def model_lines() -> tuple[SourceLine | None, SourceLine | None]:
-    """Return the innermost line of the model's code that is running, and the user's own if it differs."""
-    frame, model, own = sys._getframe(1), None, None
-    while frame is not None and own is None:
-        file = frame.f_code.co_filename
-        if not is_tool_file(file) and not file.startswith("<"):
-            line = (file, frame.f_lineno)
-            model = model or line
-            own = None if is_library(file) else line
-        frame = frame.f_back  # type: ignore[assignment]
-    if model is None:
-        return None, None
-    return code_line(*model), code_line(*own) if own is not None and own != model else None
-
-
 class ReadValues:
     """Collects the reads of one trace.
 
@@ -116,11 +101,11 @@ class ReadValues:
 
     def add(self, name: str, layer: str, value: torch.Tensor) -> ValueRead:
         """Record a read."""
-        exact = name == "bool" or not (value.is_floating_point() or value.is_complex())
+        exact = name == "bool" or not inexact(value)
         kind = ReadKind.CHOICE if exact else ReadKind.NUMBER
         leaves = name == "numpy" or (name in ("tolist", "float") and not exact)
         kind = ReadKind.ARRAY if leaves else kind
-        source, caller = model_lines()
+        source, caller = running_lines()
         read = ValueRead(len(self.reads), name, kind, layer, source, caller, value)
         self.reads.append(read)
         return read
@@ -133,7 +118,7 @@ class ReadValues:
 
     def decide(self, numbers: Sequence[int], taken: Any, evaluate: Callable[[Values], Any]) -> None:
         """Record a decision on floats that were read."""
-        self.reads[numbers[-1]].decided.append(Decided(taken, *model_lines(), evaluate))
+        self.reads[numbers[-1]].decided.append(Decided(taken, *running_lines(), evaluate))
 
 
 class ReadNumber(float):

@@ -23,7 +23,7 @@ from ampaudit.trace.internals import (
 )
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import converts, written_values
-from ampaudit.trace.path.reads import model_lines
+from ampaudit.trace.stack import calling_line
 from ampaudit.trace.values import storage_id, widened
 
 __all__ = ["Fp32Values", "computing"]
@@ -105,8 +105,7 @@ class Fp32Values:
         """
         self._count += 1
         if self._count > MAX_OPS:
-            line, own = model_lines()
-            line = own or line
+            line = calling_line()
             where = f"{line.file}:{line.line}: " if line is not None else ""
             raise TraceFailed(
                 f"{where}the path of these inputs has more than {MAX_OPS:,} ops",
@@ -124,7 +123,7 @@ class Fp32Values:
     def _keep_own_weights(self, called: OpCalled) -> None:
         """Copy a weight of the user before an op writes to it."""
         for written in written_values(called.op, called.args, called.kwargs):
-            if not isinstance(written, torch.Tensor) or not isinstance(written, FakeTensor):
+            if not isinstance(written, FakeTensor):
                 continue
             value = self.of(written)
             if storage_id(value) in self._shared:
