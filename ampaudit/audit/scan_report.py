@@ -19,8 +19,8 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
-from ampaudit.report.finding import FailOnGaps, threshold
-from ampaudit.report.gap import Gap, GapKind
+from ampaudit.report.finding import FailOnGaps
+from ampaudit.report.gap import Gap, GapKind, fails
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -67,7 +67,6 @@ def build_report(
     promoted: tuple[SiteId, ...] = (),
 ) -> Report:
     """Return the report of one audit; ``promoted`` are the sites decided by measured rules."""
-    failed = any(f.severity.rank >= threshold(fail_on) and f.suppressed is None for f in findings)
     hidden = {(f.code, f.site) for f in findings if f.suppressed is not None}
     found = gaps_of(context)
     gaps = tuple(gap for gap in found if (gap.kind.code, gap.site) not in hidden)
@@ -77,7 +76,7 @@ def build_report(
         tool=THIS_TOOL,
         model=model,
         run=run,
-        verdict="fail" if failed or (fail_on == "gap" and gaps) else "pass",
+        verdict="fail" if fails(findings, gaps, fail_on) else "pass",
         fail_on=fail_on,
         coverage=_coverage(context, found),
         findings=findings,

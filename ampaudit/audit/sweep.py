@@ -14,7 +14,8 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.sweep import parse_sweep
 from ampaudit.report.extrapolation import SizeGrowth, Sweep, SweptValue
-from ampaudit.report.finding import Finding, Severity, threshold
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.gap import fails
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
 from ampaudit.run.growth import MIN_SIZES, crossing_of
@@ -92,7 +93,7 @@ def _warned(report: Report, config: ScanConfig, *, comments: bool) -> Report:
     files = dict.fromkeys(line.file for found in added if (line := found.source) is not None)
     hiding = (*map(option, config.ignore), *(comments_of_files(files) if comments else ()))
     findings = with_later(report.findings, added, hiding)
-    failed = any(f.severity.rank >= threshold(config.fail_on) and f.suppressed is None for f in findings)
+    failed = fails(findings, report.gaps, config.fail_on)
     ordered = tuple(sorted(findings, key=lambda finding: -finding.severity.rank))
     return replace(report, findings=ordered, verdict="fail" if failed else "pass")
 

@@ -8,7 +8,7 @@ from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.sweep import sweep_words
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
-from ampaudit.report.gap import gaps_in_words
+from ampaudit.report.gap import GapKind, gaps_in_words
 from ampaudit.report.model import Report
 
 __all__ = ["VERDICT_STYLES", "verdict_words"]
@@ -52,11 +52,11 @@ def _ignored(report: Report) -> str:
 
 def _broken(report: Report) -> Iterator[str]:
     found = [f for f in report.active if f.severity is Severity.ERROR]
-    flips = [f for f in found if f.code == "AMP214"]
+    flips = [f for f in found if f.code == GapKind.OTHER_CODE.code]
     if flips:
         decide = "decides" if len(flips) == 1 else "decide"
         yield f"{plural(len(flips), 'line')} {decide} differently after overflow"
-    errors = [f for f in found if f.code != "AMP214"]
+    errors = [f for f in found if f not in flips]
     places = sum(not f.finite for f in errors)
     if places:
         first = report.steps.first_broken if report.steps is not None else None

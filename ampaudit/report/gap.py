@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural, short_op
+from ampaudit.report.finding import FailOnGaps, Finding, threshold
 
-__all__ = ["Gap", "GapKind", "gaps_in_words"]
+__all__ = ["Gap", "GapKind", "fails", "gaps_in_words"]
 
 _SHOWN = 3  # ops of each kind
 
@@ -29,16 +30,27 @@ class GapKind(StrEnum):
     @property
     def code(self) -> str:
         """The code of its findings."""
-        codes = {GapKind.OPAQUE: "AMP904", GapKind.UNCHECKED_TWIN: "AMP905", GapKind.BACKWARD: "AMP706"}
-        codes |= {GapKind.OUTSIDE: "AMP215", GapKind.OTHER_CODE: "AMP214"}
-        return codes.get(self, "AMP901")
+        return _CODES.get(self, "AMP901")
 
     @property
     def in_words(self) -> str:
         """What stands before the names of its ops."""
-        words = {GapKind.OPAQUE: "not audited inside", GapKind.UNCHECKED_TWIN: "audited by an unchecked twin"}
-        words |= {GapKind.OUTSIDE: "values leave torch", GapKind.OTHER_CODE: "decides differently"}
-        return words.get(self, "not audited")
+        return _WORDS.get(self, "not audited")
+
+
+_CODES = {
+    GapKind.OPAQUE: "AMP904",
+    GapKind.UNCHECKED_TWIN: "AMP905",
+    GapKind.BACKWARD: "AMP706",
+    GapKind.OUTSIDE: "AMP215",
+    GapKind.OTHER_CODE: "AMP214",
+}
+_WORDS = {
+    GapKind.OPAQUE: "not audited inside",
+    GapKind.UNCHECKED_TWIN: "audited by an unchecked twin",
+    GapKind.OUTSIDE: "values leave torch",
+    GapKind.OTHER_CODE: "decides differently",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,13 @@ class Gap:
     def in_words(self) -> str:
         """What is not known about which op."""
         return f"{short_op(self.op)} is {self.kind.in_words}: {self.reason}"
+
+
+def fails(findings: Iterable[Finding], gaps: Sequence[Gap], fail_on: FailOnGaps) -> bool:
+    """Return whether findings that are not suppressed, or gaps, make a report fail."""
+    least = threshold(fail_on)
+    found = any(finding.severity.rank >= least and finding.suppressed is None for finding in findings)
+    return found or (fail_on == "gap" and bool(gaps))
 
 
 def gaps_in_words(gaps: Sequence[Gap]) -> str:

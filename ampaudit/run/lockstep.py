@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ class LockStep:
         self._places = {p.node: p for p in program.traced.placeholders}
         streamed = converted.release is not None  # then they are moved for each use
         self._masters = {n: t if streamed else t.to(device) for n, t in converted.masters.items()}
+
+    @property
+    def placed(self) -> ConvertedModel:
+        """The model with its weights on the device, for another executor that need not move them again."""
+        return replace(self.converted, masters=self._masters)
 
     @torch.no_grad()
     def run(self, inputs: list[torch.Tensor], observer: Observer, own: Carried | None = None) -> list[Pair]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,9 +58,7 @@ class PartialLockStep(LockStep):
         inner = whole.backend if isinstance(whole.backend, Emulated) else Emulated()
         self._partial = _PartialBackend(inner, rounding)
         self._rounding = rounding
-        # weights that are on the device already are not moved there again for each run
-        converted = replace(whole.converted, masters=whole._masters)
-        super().__init__(whole.program, converted, self._partial, whole.device)
+        super().__init__(whole.program, whole.placed, self._partial, whole.device)
 
     def _rounds(self, step: Step) -> bool:
         return self._partial.rounds(step)

@@ -67,6 +67,11 @@ class ReadStats:
     error_sq: float = 0.0
     signal_sq: float = 0.0
 
+    @property
+    def place(self) -> SiteId:
+        """The op that computed the values, or the read itself where no op did."""
+        return self.producer or SiteId(f"{self.layer or '(top)'}/{self.name}")
+
     def add(self, batch: int, differs: bool, fp32: str, low: str, *, repaired: bool | None = None) -> None:
         """Add one read; ``repaired`` says whether it differs once faults are repaired."""
         self.answers[fp32] += 1
@@ -211,7 +216,7 @@ class _PathChecker(Observer):
 def takes_path(executor: LockStep, tensors: list[torch.Tensor], carried: Carried, seed: int) -> bool:
     """Return whether a batch takes the path that a graph is valid for, by a run of the reference."""
     device = executor.device
-    checked = LockStep(executor.program, executor.converted, executor.backend, device, reference_only=True)
+    checked = LockStep(executor.program, executor.placed, executor.backend, device, reference_only=True)
     with guarded(device):
         torch.manual_seed(seed)
         try:

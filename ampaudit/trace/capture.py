@@ -17,7 +17,7 @@ from torch import nn
 
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import NumberFormat
-from ampaudit.core.sites import SiteId
+from ampaudit.core.sites import SiteId, SiteNumbering
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace.assemble import assembled
 from ampaudit.trace.autocast_state import autocast_visible
@@ -128,8 +128,9 @@ def capture(
         for t in tensor_leaves(args, kwargs)
     )
     facts = FactFinder(entry, config.number_format.name, config.measured)
+    numbering = SiteNumbering if path is None else partial(PathNumbering, config.known)
     deciding = (config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
-    caster = Caster(*deciding, *([partial(PathNumbering, config.known)] if path is not None else []))
+    caster = Caster(*deciding, numbering)
     try:
         with _tracing(config, caster, path), watch_custom_backwards(tracer, current_layer) as custom_code:
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))

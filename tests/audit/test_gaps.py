@@ -205,3 +205,13 @@ def test_the_commands_fail_on_a_gap(cli: Cli, model_file: Callable[[str], Path],
 def test_what_has_no_gaps_does_not_take_the_word(cli: Cli, model_file: Callable[[str], Path]) -> None:
     assert cli("lint", model_file(FILE), "--fail-on", "gap").returncode == 2
     assert cli("train", model_file(FILE), "--fail-on", "gap").returncode == 2
+
+
+def test_a_gap_fails_a_sweep_as_well() -> None:
+    def inputs(length: int) -> torch.Tensor:
+        return torch.linspace(-1, 1, length * 8).reshape(length, 8)
+
+    swept = {"sweep": {"length": [2, 4, 8]}, "device": "cpu"}
+    model = Wrap(opaque, a=nn.Linear(8, 8))
+    assert ampaudit.scan(model, inputs, **swept).exit_code == 0
+    assert ampaudit.scan(model, inputs, fail_on="gap", **swept).exit_code == 1

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, source_of
-from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.path_record import ReadStats
@@ -40,10 +39,9 @@ def finding_at_read(
     severity: Severity | None = None,
 ) -> Finding:
     """Return a finding at a line that reads values, with the measurements of the op that made them."""
-    made = context.site.get(stats.producer) if stats.producer is not None else None
+    made = context.site.get(stats.place)
     if made is None:
-        site = SiteId(f"{stats.layer or '(top)'}/{stats.name}")
-        found = finding_about(code, site, stats.layer, cause, advice, severity=severity)
+        found = finding_about(code, stats.place, stats.layer, cause, advice, severity=severity)
     else:
         found = finding_at(context, made, code, cause, advice, severity=severity)
     source = source_of(stats.source, stats.caller)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
-from ampaudit.core.sites import SiteId
 from ampaudit.report.finding import Finding
 from ampaudit.report.gap import Gap, GapKind
 from ampaudit.trace import Role, Site
@@ -39,12 +38,11 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
         if not custom.instead:
             found.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
     for read in context.record.path.reads.values():
-        at = read.producer or SiteId(f"{read.layer or '(top)'}/{read.name}")
         if read.kind is ReadKind.ARRAY:
-            found.append(Gap(at, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
+            found.append(Gap(read.place, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
         elif read.differing:
             line = read.source and f" at {PurePath(read.source.file).name}:{read.source.line}"
-            found.append(Gap(at, GapKind.OTHER_CODE, f"{read.name}{line or ''}", _OTHER_CODE))
+            found.append(Gap(read.place, GapKind.OTHER_CODE, f"{read.name}{line or ''}", _OTHER_CODE))
     order = {site.id: number for number, site in enumerate(context.sites)}
     gaps: dict[tuple[GapKind, str], Gap] = {}
     for gap in sorted(found, key=lambda gap: order.get(gap.site, len(order))):
