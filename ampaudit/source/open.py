@@ -113,6 +113,10 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
         from ampaudit.source.exported import from_exported
 
         return from_exported(path, options, location)
+    if path.suffix == ".onnx":
+        from ampaudit.source.onnx.source import from_onnx
+
+        return from_onnx(path, options, location)
     head, colon, factory = location.rpartition(":")
     from ampaudit.source.python_file import from_import_path, from_python_file
 

@@ -32,7 +32,7 @@ _KINDS = {
         "holds the quantized weights of another runtime",
         "scan the Hugging Face directory that it was made from",
     ),
-    (".onnx", ".engine", ".plan", ".trt", ".tflite", ".mlmodel", ".mlpackage"): _OTHER_FRAMEWORK,
+    (".engine", ".plan", ".trt", ".tflite", ".mlmodel", ".mlpackage"): _OTHER_FRAMEWORK,
     (".h5", ".hdf5", ".keras", ".pb", ".msgpack"): _OTHER_FRAMEWORK,
     (".ipynb",): ("is a notebook", "call ampaudit.scan(model, inputs) in a cell, or: ampaudit lint {path}"),
     (".json", ".yaml", ".yml", ".toml"): (

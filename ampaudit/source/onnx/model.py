@@ -1,0 +1,208 @@
+"""Runs an ONNX graph as a module: node by node, each under its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ampaudit.core.errors import AuditError, SourceError
+from ampaudit.core.untrusted import describe
+from ampaudit.source.onnx.files import OnnxFile
+from ampaudit.source.onnx.names import NodeNames, owner_path, parameter_place
+from ampaudit.source.onnx.ops.table import function_for
+from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Value
+from ampaudit.trace.internals import without_modes
+from ampaudit.trace.replay import replaying
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["OnnxModel"]
+
+_FOLDED = 64  # elements of a floating-point value that follows from shapes
+_NEVER_KNOWN = frozenset(
+    "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
+)
+Scope = dict[str, Value]
+
+
+class OnnxModel(nn.Module):
+    """Computes the outputs of an ONNX graph, as a dict by name, from inputs by name or in order.
+
+    Initializers are parameters, and buffers if they are integers or single numbers, under their own names.
+    """
+
+    def __init__(self, file: OnnxFile) -> None:
+        super().__init__()
+        program = _Program(file)
+        # names of the graph are names of parameters, so this is the only other attribute
+        self._onnx = program
+        for name, tensor in program.tensors():
+            owner, leaf = parameter_place(self, name)
+            if tensor.dtype in FLOATS and tensor.numel() > 1:
+                owner.register_parameter(leaf, nn.Parameter(tensor))
+            else:
+                owner.register_buffer(leaf, tensor)
+            program.stored[name] = _Stored(tensor, owner_path(self, owner), leaf)
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        """The inputs that are not initializers."""
+        return self._onnx.inputs
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run the graph."""
+        names = [str(value.name) for value in self._onnx.inputs]
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        missing = [name for name in names if name not in given]
+        if missing or len(given) > len(names):
+            raise ValueError(f"takes {', '.join(names)}; got {', '.join(given)}")
+        return _Run(self._onnx, self).outputs(given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of the file, and the attribute of the module that holds it."""
+
+    real: torch.Tensor
+    owner: str
+    leaf: str
+
+
+class _Program:
+    """The graph of a module, shared by its copies; with slots, it is no part of the module's state."""
+
+    __slots__ = ("file", "inputs", "names", "stored")
+
+    def __init__(self, file: OnnxFile) -> None:
+        self.file = file
+        graph = file.model.graph
+        self.inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+        self.names = NodeNames(file.model)
+        self.stored: dict[str, _Stored] = {}
+
+    def __deepcopy__(self, memo: Any) -> _Program:
+        return self
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the initializers and the values of Constant nodes, with the names to store them under."""
+        for graph in self.file.graphs():
+            for name, value in getattr(graph, "initializers", {}).items():
+                assert value.const_value is not None
+                yield self.names.stored(graph, name), self.file.tensor(value.const_value)
+        for node in self.file.nodes():
+            if node.op_type == "Constant" and not node.domain:
+                yield self.names.stored_constant(node), self.file.constant(node)
+
+
+class _Run:
+    """One run of the graph."""
+
+    def __init__(self, program: _Program, module: nn.Module) -> None:
+        self._program = program
+        self._module = module
+
+    def outputs(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Compute the outputs."""
+        graph = self._program.file.model.graph
+        scope: Scope = dict(given)
+        self._add_initializers(graph, scope)
+        self._run_nodes(graph, scope, {})
+        found = {str(value.name): scope[str(value.name)] for value in graph.outputs}
+        outputs: dict[str, Any] = {
+            name: value.tensor() if isinstance(value, Known) else value for name, value in found.items()
+        }
+        return outputs
+
+    def _known_tensor(self, name: str) -> Known:
+        stored = self._program.stored[name]
+        owner = self._module.get_submodule(stored.owner)
+        return Known(stored.real, lambda: getattr(owner, stored.leaf), constant=True)
+
+    def _add_initializers(self, graph: Any, scope: Scope) -> None:
+        for name in getattr(graph, "initializers", {}):
+            if name not in scope:
+                scope[name] = self._known_tensor(self._program.names.stored(graph, name))
+
+    def _run_nodes(self, graph: Any, scope: Scope, attributes: Mapping[str, Any]) -> None:
+        last_use = self._program.names.last_uses(graph)
+        for node in graph:
+            with replaying(self._program.names.origin(node)):
+                results = self._results(node, scope, attributes)
+            scope.update(
+                (str(output.name), result)
+                for output, result in zip(node.outputs, results, strict=False)
+                if output.name
+            )
+            for name in last_use.get(node, ()):
+                scope.pop(name, None)
+
+    def _results(self, node: ir.Node, scope: Scope, attributes: Mapping[str, Any]) -> Sequence[Value]:
+        if node.op_type == "Constant" and not node.domain:
+            return [self._known_tensor(self._program.names.stored_constant(node))]
+        inputs = [None if value is None or not value.name else scope[value.name] for value in node.inputs]
+        function = function_for(node)
+
+        def body(graph: ir.Graph, values: Sequence[Value]) -> list[Value]:
+            inner = scope | {str(place.name): v for place, v in zip(graph.inputs, values, strict=True)}
+            self._add_initializers(graph, inner)
+            self._run_nodes(graph, inner, attributes)
+            return [inner[str(value.name)] for value in graph.outputs]
+
+        version = self._program.file.version(node)
+        call = NodeCall(node, version, inputs, body, attributes=attributes)
+        try:
+            known = self._known(call, function)
+            return known if known is not None else _listed(function(call, *inputs))
+        except AuditError as error:
+            raise self._located(node, str(error)) from error
+
+    def _known(self, call: NodeCall, function: Any) -> list[Value] | None:
+        """Compute a node whose inputs are known; ``None`` if it must be traced."""
+        inputs, node = call.inputs, call.node
+        shapes_only = node.op_type in ("Shape", "Size") and not node.domain
+        plain = all(value is None or isinstance(value, Known) for value in inputs)
+        if not (plain or shapes_only) or node.op_type in _NEVER_KNOWN:
+            return None
+        if shapes_only and not plain:
+            with without_modes():
+                found = _listed(function(call, *inputs))
+            return [Known(found[0], partial(_copied, found[0]))]
+        real = NodeCall(node, call.version, inputs, call.run_body, real=True, attributes=call.attributes)
+        with without_modes(), torch.no_grad():
+            if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > 1 << 20:
+                return None
+            found = _listed(function(real, *inputs))
+        if all(not t.is_floating_point() for t in found):
+            return [Known(t, partial(_copied, t)) for t in found]
+        if any(t.numel() > _FOLDED for t in found):
+            return None
+        made: list[torch.Tensor] = []
+
+        def traced(index: int) -> torch.Tensor:
+            if not made:
+                with replaying(self._program.names.origin(node)):
+                    made.extend(_listed(function(call, *inputs)))
+            return made[index]
+
+        return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
+
+    def _located(self, node: ir.Node, what: str) -> SourceError:
+        name = f"{describe(self._program.names.of(node))} ({describe(node.op_type)})"
+        return SourceError(f"{self._program.file.shown}: the node {name}: {what}", hint="report the operator")
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """Return a known tensor as a constant of the trace."""
+    with without_modes():
+        items = value.tolist()
+    return torch.tensor(items, dtype=value.dtype).reshape(value.shape)

@@ -1,0 +1,200 @@
+"""Elementwise operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ampaudit.source.onnx.files import torch_dtype_of
+from ampaudit.source.onnx.ops.registry import operator
+from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Value
+
+__all__: list[str] = []
+
+_UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
+    "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
+    "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "IsNaN": torch.isnan, "Log": torch.log,
+    "Neg": torch.neg, "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu,
+    "Round": torch.round, "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin, "Sinh": torch.sinh,
+    "Softsign": F.softsign, "Sqrt": torch.sqrt, "Tan": torch.tan, "Tanh": torch.tanh,
+    "BitwiseNot": torch.bitwise_not, "HardSwish": F.hardswish, "Mish": F.mish,
+}  # fmt: skip
+_BINARY: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul,
+    "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
+    "Equal": torch.eq, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt,
+    "LessOrEqual": torch.le,
+    "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
+}  # fmt: skip
+_ALWAYS_TENSORS = {"And", "Or", "Xor"}
+
+
+@operator(*_UNARY)
+def unary(call: NodeCall, x: Value) -> torch.Tensor:
+    """Apply a function of one tensor."""
+    return _UNARY[call.node.op_type](call.tensor(x))
+
+
+@operator(*_BINARY)
+def binary(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+    """Apply a function of two tensors that are broadcast."""
+    function = _BINARY[call.node.op_type]
+    if call.node.op_type in _ALWAYS_TENSORS:
+        return function(call.tensor(a), call.tensor(b))
+    left, right = call.operand(a, b), call.operand(b, a)
+    if isinstance(left, torch.Tensor):
+        return function(left, right)
+    if call.node.op_type == "Sub":
+        return torch.rsub(right, left)
+    swapped = {"Greater": "Less", "GreaterOrEqual": "LessOrEqual", "Less": "Greater"}
+    swapped["LessOrEqual"] = "GreaterOrEqual"
+    return _BINARY[swapped.get(call.node.op_type, call.node.op_type)](right, left)
+
+
+@operator("Div")
+def div(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+    """Divide; integers are truncated."""
+    left, right = call.operand(a, b), call.operand(b, a)
+    if not isinstance(left, torch.Tensor):
+        left = call.tensor(a)
+    if left.dtype not in FLOATS:
+        return torch.div(left, right, rounding_mode="trunc")
+    return torch.div(left, right)
+
+
+@operator("Pow")
+def power(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+    """Raise to a power; the result has the type of the base."""
+    base = call.tensor(a)
+    exponent: Any = call.tensor(b)
+    if isinstance(b, Known) and b.constant and b.real.numel() == 1 and b.real.ndim <= base.ndim:
+        exponent = call.number(b)
+    return torch.pow(base, exponent).to(base.dtype)
+
+
+@operator("Mod")
+def mod(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+    """Compute a remainder, with the sign of the divisor, or of the dividend for fmod."""
+    function = torch.fmod if call.attribute("fmod", 0) else torch.remainder
+    return function(call.tensor(a), call.operand(b, a))
+
+
+@operator("Max", "Min")
+def extreme(call: NodeCall, *values: Value) -> torch.Tensor:
+    """Return the largest or smallest of several tensors."""
+    function = torch.maximum if call.node.op_type == "Max" else torch.minimum
+    made = call.tensor(values[0])
+    for value in values[1:]:
+        made = function(made, call.tensor(value))
+    return made
+
+
+@operator("Sum", "Mean")
+def total(call: NodeCall, *values: Value) -> torch.Tensor:
+    """Add several tensors, or average them."""
+    made = call.tensor(values[0])
+    for value in values[1:]:
+        made = made + call.tensor(value)
+    return made / len(values) if call.node.op_type == "Mean" else made
+
+
+@operator("Where")
+def where(call: NodeCall, condition: Value, a: Value, b: Value) -> torch.Tensor:
+    """Select from two tensors."""
+    chosen = call.tensor(condition)
+    for number, kept, mask in ((a, b, lambda: chosen), (b, a, lambda: ~chosen)):
+        if call.real or isinstance(kept, Known) or not isinstance(number, Known):
+            continue
+        tensor = call.tensor(kept)
+        fill = call.operand(number, kept)
+        if (
+            not isinstance(fill, torch.Tensor)
+            and torch.broadcast_shapes(chosen.shape, tensor.shape) == tensor.shape
+        ):
+            return torch.masked_fill(tensor, mask(), fill)
+    return torch.where(chosen, call.tensor(a), call.tensor(b))
+
+
+@operator("Cast")
+def cast(call: NodeCall, x: Value) -> torch.Tensor:
+    """Convert to another type."""
+    import onnx_ir as ir
+
+    to = ir.DataType(call.attribute("to"))
+    dtype = torch_dtype_of(to)
+    if dtype is None:
+        raise call.fault(f"no type {to.name}")
+    tensor = call.tensor(x)
+    if tensor.dtype in FLOATS and dtype not in FLOATS and dtype is not torch.bool and not dtype.is_complex:
+        tensor = tensor.trunc()
+    return tensor.to(dtype)
+
+
+@operator("CastLike")
+def cast_like(call: NodeCall, x: Value, like: Value) -> torch.Tensor:
+    """Convert to the type of another tensor."""
+    return call.tensor(x).to(call.tensor(like).dtype)
+
+
+@operator("Identity")
+def identity(call: NodeCall, x: Value) -> Any:
+    """Return the input."""
+    return x if isinstance(x, list) or x is None else call.tensor(x)
+
+
+@operator("Dropout")
+def dropout(call: NodeCall, x: Value, ratio: Value = None, training: Value = None) -> Any:
+    """Return the input, since models are audited as they are deployed."""
+    if training is not None and call.number(training):
+        raise call.fault("it drops elements at random")
+    tensor = call.tensor(x)
+    return tensor, torch.ones_like(tensor, dtype=torch.bool)
+
+
+@operator("Clip")
+def clip(call: NodeCall, x: Value, low: Value = None, high: Value = None) -> torch.Tensor:
+    """Limit to a range."""
+    tensor = call.tensor(x)
+    if call.version < 11:
+        return torch.clamp(tensor, call.attribute("min"), call.attribute("max"))
+    ends = []
+    for end in (low, high):
+        number = isinstance(end, Known) and end.constant and not call.real
+        ends.append(None if end is None else call.number(end) if number else call.tensor(end))
+    if ends == [None, None]:
+        return tensor
+    if any(isinstance(end, torch.Tensor) for end in ends):
+        for end, function in zip(ends, (torch.maximum, torch.minimum), strict=True):
+            tensor = tensor if end is None else function(tensor, torch.as_tensor(end, dtype=tensor.dtype))
+        return tensor
+    return torch.clamp(tensor, ends[0], ends[1])
+
+
+@operator("Gelu")
+def gelu(call: NodeCall, x: Value) -> torch.Tensor:
+    """Apply the Gaussian error linear unit."""
+    return F.gelu(call.tensor(x), approximate=str(call.attribute("approximate", "none")))
+
+
+@operator("LeakyRelu")
+def leaky_relu(call: NodeCall, x: Value) -> torch.Tensor:
+    """Apply the leaky rectifier."""
+    return F.leaky_relu(call.tensor(x), call.attribute("alpha", 0.01))
+
+
+@operator("Softplus")
+def softplus(call: NodeCall, x: Value) -> torch.Tensor:
+    """Apply log(1 + exp(x))."""
+    return F.softplus(call.tensor(x), threshold=math.inf)
+
+
+@operator("HardSigmoid")
+def hard_sigmoid(call: NodeCall, x: Value) -> torch.Tensor:
+    """Apply the piecewise linear sigmoid."""
+    alpha, beta = call.attribute("alpha", 0.2), call.attribute("beta", 0.5)
+    return torch.clamp(call.tensor(x) * alpha + beta, 0, 1)

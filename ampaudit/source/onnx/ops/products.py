@@ -1,0 +1,71 @@
+"""Matrix products and convolutions."""
+
+from __future__ import annotations
+
+import torch
+
+from ampaudit.source.onnx.ops.registry import operator
+from ampaudit.source.onnx.values import NodeCall, Value
+
+__all__: list[str] = []
+
+
+@operator("MatMul")
+def matmul(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+    """Multiply matrices."""
+    return torch.matmul(call.tensor(a), call.tensor(b))
+
+
+@operator("Gemm")
+def gemm(call: NodeCall, a: Value, b: Value, c: Value = None) -> torch.Tensor:
+    """Multiply two matrices, and add a third."""
+    left = call.tensor(a).T if call.attribute("transA", 0) else call.tensor(a)
+    right = call.tensor(b).T if call.attribute("transB", 0) else call.tensor(b)
+    alpha, beta = call.attribute("alpha", 1.0), call.attribute("beta", 1.0)
+    if c is not None:
+        return torch.addmm(call.tensor(c), left, right, beta=beta, alpha=alpha)
+    product = torch.mm(left, right)
+    return product if alpha == 1 else product * alpha
+
+
+@operator("Einsum")
+def einsum(call: NodeCall, *values: Value) -> torch.Tensor:
+    """Sum products over indices."""
+    return torch.einsum(str(call.attribute("equation")), *(call.tensor(value) for value in values))
+
+
+@operator("Conv")
+def conv(call: NodeCall, x: Value, w: Value, b: Value = None) -> torch.Tensor:
+    """Convolve."""
+    tensor, weight = call.tensor(x), call.tensor(w)
+    rank = tensor.ndim - 2
+    strides = list(call.attribute("strides") or [1] * rank)
+    dilations = list(call.attribute("dilations") or [1] * rank)
+    pads = pads_of(call, list(tensor.shape[2:]), list(weight.shape[2:]), strides, dilations)
+    before, after = pads[:rank], pads[rank:]
+    if before != after:
+        tensor = torch.constant_pad_nd(
+            tensor, [p for pair in zip(before[::-1], after[::-1], strict=True) for p in pair]
+        )
+        before = [0] * rank
+    function = (torch.conv1d, torch.conv2d, torch.conv3d)[rank - 1]
+    bias = None if b is None else call.tensor(b)
+    return function(tensor, weight, bias, strides, before, dilations, call.attribute("group", 1))
+
+
+def pads_of(
+    call: NodeCall, sizes: list[int], kernel: list[int], strides: list[int], dilations: list[int]
+) -> list[int]:
+    """Return the widths before and after each axis."""
+    how = str(call.attribute("auto_pad", "NOTSET"))
+    if how in ("NOTSET", "VALID"):
+        given = call.attribute("pads") if how == "NOTSET" else None
+        return list(given) if given is not None else [0] * (2 * len(sizes))
+    before, after = [], []
+    for size, width, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        total = max(0, (-(-size // stride) - 1) * stride + (width - 1) * dilation + 1 - size)
+        less = total // 2
+        first = less if how == "SAME_UPPER" else total - less
+        before.append(first)
+        after.append(total - first)
+    return [*before, *after]

@@ -1,0 +1,132 @@
+"""Values of an ONNX graph while it runs, and the call of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampaudit.core.errors import SourceError
+from ampaudit.trace.internals import without_modes
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["FLOATS", "Known", "NodeCall", "Unsupported", "Value"]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Unsupported(SourceError):
+    """A node that no function here computes."""
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A tensor whose values do not depend on the inputs: a constant, or what follows from shapes.
+
+    Attributes:
+        real: its values.
+        make: returns it as an operand of ops that may be traced.
+        constant: whether it is stored in the file, and not computed.
+    """
+
+    real: torch.Tensor
+    make: Callable[[], torch.Tensor]
+    constant: bool = False
+    _made: torch.Tensor | None = None
+
+    def items(self) -> list[Any]:
+        """Return its values as Python numbers, in order, also while a trace is made."""
+        with without_modes():
+            found: list[Any] = self.real.reshape(-1).tolist()
+            return found
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as an operand."""
+        if self._made is None:
+            self._made = self.make()
+        return self._made
+
+
+Value = torch.Tensor | Known | list[Any] | None
+RunBody = Callable[["ir.Graph", Sequence[Value]], list[Value]]
+
+
+@dataclass(slots=True)
+class NodeCall:
+    """One call of a node: its attributes, and ways to read its inputs.
+
+    Attributes:
+        node: of the graph.
+        version: of the operator set that it belongs to.
+        inputs: its inputs; ``None`` for one that is left out.
+        run_body: runs a graph in an attribute on inputs.
+        real: whether all inputs are known, and it is computed on their real values.
+        attributes: those of the function that it is in, for references to them.
+    """
+
+    node: ir.Node
+    version: int
+    inputs: list[Value]
+    run_body: RunBody
+    real: bool = False
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Return the value of an attribute, or its default."""
+        found = self.node.attributes.get(name)
+        if found is None:
+            return default
+        if found.ref_attr_name is not None:
+            return self.attributes.get(found.ref_attr_name, default)
+        return found.value
+
+    def tensor(self, value: Value) -> torch.Tensor:
+        """Return an input as a tensor."""
+        if isinstance(value, Known):
+            return value.real if self.real else value.tensor()
+        if not isinstance(value, torch.Tensor):
+            raise self.fault("an input is missing" if value is None else "an input is a sequence")
+        return value
+
+    def operand(self, value: Value, beside: Value) -> Any:
+        """Return an input of an elementwise op: a stored single number as a Python number.
+
+        Ops on numbers are what a model's own code would call; a number that has more axes than the tensor
+        beside it stays a tensor, since the result has them, too.
+        """
+        if self.real or not isinstance(value, Known) or not value.constant or isinstance(beside, Known):
+            return self.tensor(value)
+        real, other = value.real, self.tensor(beside)
+        if real.numel() != 1 or real.ndim > other.ndim or real.dtype != other.dtype:
+            return self.tensor(value)
+        return value.items()[0]
+
+    def ints(self, value: Value) -> list[int]:
+        """Return the integers of an input; of one that depends on inputs, those of the given inputs."""
+        if isinstance(value, Known):
+            return [int(item) for item in value.items()]
+        return [int(item) for item in self.tensor(value).reshape(-1).tolist()]
+
+    def floats(self, value: Value) -> list[float]:
+        """Return the numbers of an input."""
+        items = value.items() if isinstance(value, Known) else self.tensor(value).reshape(-1).tolist()
+        return [float(item) for item in items]
+
+    def number(self, value: Value) -> Any:
+        """Return the one number of an input."""
+        if isinstance(value, Known):
+            (found,) = value.items()
+            return found
+        return self.tensor(value).reshape(()).item()
+
+    def given(self, index: int) -> Value:
+        """Return an input; ``None`` if it is left out."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def fault(self, what: str) -> Unsupported:
+        """Return the error for a node that cannot be computed here."""
+        return Unsupported(what)

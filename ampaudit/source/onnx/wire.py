@@ -1,0 +1,114 @@
+"""Leaves the values of large tensors in the file when an ONNX model is parsed.
+
+A protocol buffer is parsed as a whole, which takes its size in memory twice. Here the bytes of large
+initializers are replaced by references to their place in the file, in the form that ONNX has for
+external data. Field numbers are those of onnx.proto3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from mmap import mmap
+from typing import NamedTuple
+
+__all__ = ["OWN_FILE", "without_large_values"]
+
+OWN_FILE = "\x00"  # no path: the location of a tensor in the model's own file
+_LARGE = 4096  # bytes
+_GRAPH, _INITIALIZER, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 7, 5, 9, 13, 14
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class _Field(NamedTuple):
+    """A field of a message: where it begins, and where its value is."""
+
+    number: int
+    kind: int
+    begin: int
+    start: int
+    end: int
+
+
+def without_large_values(data: mmap) -> bytes:
+    """Return the bytes of a ModelProto in which the values of large initializers are external.
+
+    Raises:
+        ValueError: it ends too early, or is not a protocol buffer.
+    """
+    made = bytearray()
+    for field in _fields(data, 0, len(data)):
+        if field.number == _GRAPH and field.kind == _BYTES:
+            made += _message(_GRAPH, _graph(data, field))
+        else:
+            made += data[field.begin : field.end]
+    return bytes(made)
+
+
+def _graph(data: mmap, graph: _Field) -> bytes:
+    made = bytearray()
+    for field in _fields(data, graph.start, graph.end):
+        if field.number == _INITIALIZER and field.kind == _BYTES and field.end - field.start > _LARGE:
+            made += _message(_INITIALIZER, _tensor(data, field))
+        else:
+            made += data[field.begin : field.end]
+    return bytes(made)
+
+
+def _tensor(data: mmap, tensor: _Field) -> bytes:
+    made = bytearray()
+    for field in _fields(data, tensor.start, tensor.end):
+        length = field.end - field.start
+        if field.number != _RAW_DATA or field.kind != _BYTES or length <= _LARGE:
+            made += data[field.begin : field.end]
+            continue
+        for key, value in (("location", OWN_FILE), ("offset", str(field.start)), ("length", str(length))):
+            made += _message(_EXTERNAL_DATA, _message(1, key.encode()) + _message(2, value.encode()))
+        made += _varint(_DATA_LOCATION << 3 | _VARINT) + _varint(1)
+    return bytes(made)
+
+
+def _fields(data: mmap, start: int, end: int) -> Iterator[_Field]:
+    place = start
+    while place < end:
+        begin = place
+        tag, place = _read_varint(data, place, end)
+        kind = tag & 7
+        if kind == _BYTES:
+            length, place = _read_varint(data, place, end)
+            stop = place + length
+        elif kind == _VARINT:
+            _, stop = _read_varint(data, place, end)
+        elif kind in (_FIXED64, _FIXED32):
+            stop = place + (8 if kind == _FIXED64 else 4)
+        else:
+            raise ValueError("it is not a protocol buffer")
+        if stop > end:
+            raise ValueError("it ends too early")
+        yield _Field(tag >> 3, kind, begin, place, stop)
+        place = stop
+
+
+def _read_varint(data: mmap, place: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        if place >= end:
+            raise ValueError("it ends too early")
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
+            return value, place
+    raise ValueError("it is not a protocol buffer")
+
+
+def _varint(value: int) -> bytes:
+    made = bytearray()
+    while value > 0x7F:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    made.append(value)
+    return bytes(made)
+
+
+def _message(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | _BYTES) + _varint(len(content)) + content
