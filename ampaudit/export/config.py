@@ -39,6 +39,10 @@ class ConvertConfig(PolicyConfig):
     masters: Annotated[bool, Option("Do not keep the FP32 weights.", flags=("--no-masters",))] = True
     program: Annotated[bool, Option("Do not write model.pt2.", flags=("--no-program",))] = True
     onnx: Annotated[bool, Option("Also write model.onnx and compare it with torch.")] = False
+    io: Annotated[
+        Literal["float32", "float16", "bfloat16"],
+        Option("Type of the floats that a converted .onnx takes and returns."),
+    ] = "float32"
     dynamic: Annotated[
         Texts,
         Option(
@@ -92,6 +96,7 @@ class ConvertOptions(PolicyOptions, total=False):
     masters: bool
     program: bool
     onnx: bool
+    io: Literal["float32", "float16", "bfloat16"]
     dynamic: Sequence[str]
     fail_on: FailOnGaps
     min_headroom: float

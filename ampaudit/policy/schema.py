@@ -190,6 +190,11 @@ class WeightPolicy(_Strict):
     )
     keep: tuple[KeepFp32, ...] = ()
     clip: Constants | None = None
+    numbers: Literal["exact", "rounded"] = Field(
+        default="exact",
+        description="numbers that are operands of 16-bit ops: exact, as PyTorch takes them; or rounded, as "
+        "constants of a graph are",
+    )
 
 
 USUAL_START = 65536.0

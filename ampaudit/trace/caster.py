@@ -22,10 +22,10 @@ from ampaudit.trace.kernels import KernelTrials
 from ampaudit.trace.op_calls import (
     OpCalled,
     refuse_mixed_product,
-    with_clipped_numbers,
     with_dtype,
     with_dtype_overload,
     with_low_precision_dtype,
+    with_stored_numbers,
 )
 from ampaudit.trace.opnames import (
     InnerOps,
@@ -266,11 +266,12 @@ class Caster:
         return self._casts[key][1]
 
     def clipped(self, called: OpCalled, decision: Decision) -> tuple[OpCalled, dict[int | str, Any]]:
-        """Clip Python numbers as some converters do: operands become constants of the graph."""
-        limits = self.rules.file.weights.clip
-        if limits is None or decision.cast is not Cast.LOWER:
+        """Clip or round Python numbers as converters do: operands become constants of the graph."""
+        weights = self.rules.file.weights
+        if decision.cast is not Cast.LOWER:
             return called, {}
-        return with_clipped_numbers(called, limits)
+        dtype = self.dtype if weights.numbers == "rounded" else None
+        return with_stored_numbers(called, weights.clip, dtype)
 
     def _target(self, kind: Cast, dtype: torch.dtype, called: OpCalled) -> torch.dtype | None:
         if kind is Cast.LOWER:

@@ -1,4 +1,4 @@
-"""Rewrites calls of ops: dtype arguments, clipped numbers, and ``out=`` variants."""
+"""Rewrites calls of ops: dtype arguments, numbers that are stored, and ``out=`` variants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from ampaudit.policy.schema import Constants
-from ampaudit.trace.internals import disable_proxy_modes_tracing
+from ampaudit.trace.internals import disable_proxy_modes_tracing, without_modes
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
@@ -26,10 +26,10 @@ __all__ = [
     "OpCalled",
     "refuse_mixed_product",
     "returning",
-    "with_clipped_numbers",
     "with_dtype",
     "with_dtype_overload",
     "with_low_precision_dtype",
+    "with_stored_numbers",
     "written_into",
 ]
 
@@ -80,25 +80,35 @@ def with_low_precision_dtype(called: OpCalled, dtype: torch.dtype) -> OpCalled:
     return replace(called, kwargs=called.kwargs | {"dtype": dtype})
 
 
-def with_clipped_numbers(called: OpCalled, limits: Constants) -> tuple[OpCalled, dict[int | str, Any]]:
-    """Clip Python numbers that are operands to the limits.
+def with_stored_numbers(
+    called: OpCalled, limits: Constants | None, dtype: torch.dtype | None
+) -> tuple[OpCalled, dict[int | str, Any]]:
+    """Clip Python numbers that are operands to the limits, and round them to a dtype.
 
     Returns:
         The call to trace, and the original value of each argument that changed, by position or name.
     """
     originals: dict[int | str, Any] = {}
 
-    def clip(key: int | str, name: str, value: Any) -> Any:
+    def stored(key: int | str, name: str, value: Any) -> Any:
         if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
             return value
-        magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
-        if magnitude != abs(value):
+        made = value
+        if limits is not None:
+            magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
+            made = math.copysign(magnitude, value)
+        if dtype is not None:
+            with without_modes():
+                made = float(torch.tensor(made, dtype=torch.float64).to(torch.float32).to(dtype))
+        if made != value:
             originals[key] = value
-        return math.copysign(magnitude, value)
+        return made
 
+    if limits is None and dtype is None:
+        return called, {}
     pairs = zip(argument_names(called.op), called.args, strict=False)
-    args = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
-    kwargs = {name: clip(name, name, value) for name, value in called.kwargs.items()}
+    args = tuple(stored(position, name, value) for position, (name, value) in enumerate(pairs))
+    kwargs = {name: stored(name, name, value) for name, value in called.kwargs.items()}
     return OpCalled(called.op, args, kwargs), originals
 
 

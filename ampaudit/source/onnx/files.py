@@ -44,6 +44,13 @@ class OnnxFile:
     path: Path
     model: ir.Model
     _mappings: dict[Path, mmap.mmap] = field(default_factory=dict)
+    _read: dict[tuple[Path, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def reopened(self) -> OnnxFile:
+        """Return the model as it is in the file, with the same tensors in memory."""
+        again = read_onnx(self.path)
+        again._mappings, again._read = self._mappings, self._read
+        return again
 
     def tensor(self, value: ir.TensorProtocol) -> torch.Tensor:
         """Return the values of a tensor, mapped where their place in the file is aligned.
@@ -73,11 +80,14 @@ class OnnxFile:
             )
         if not elements:
             return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
-        if start % dtype.itemsize:
-            flat = flat.clone()  # kernels may want aligned values
-            _forget(mapping, start, size)
-        return flat.view(dtype).view(shape)
+        key = (self._path_of(value), start, dtype)
+        if key not in self._read:
+            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
+            if start % dtype.itemsize:
+                flat = flat.clone()  # kernels may want aligned values
+                _forget(mapping, start, size)
+            self._read[key] = flat.view(dtype)
+        return self._read[key][:elements].view(shape)
 
     def constant(self, node: ir.Node) -> torch.Tensor:
         """Return the value of a Constant node.
@@ -120,11 +130,14 @@ class OnnxFile:
         return self.model.opset_imports.get(domain, 1)
 
     def _mapping(self, value: ir.ExternalTensor) -> mmap.mmap:
-        location = str(value.location)
-        path = self.path if location == OWN_FILE else self._inside(location, str(value.name))
+        path = self._path_of(value)
         if path not in self._mappings:
             self._mappings[path] = map_privately(path, SourceError)
         return self._mappings[path]
+
+    def _path_of(self, value: ir.ExternalTensor) -> Path:
+        location = str(value.location)
+        return self.path if location == OWN_FILE else self._inside(location, str(value.name))
 
     def _inside(self, location: str, name: str) -> Path:
         """Return the file of external data, which must be in the model's directory."""

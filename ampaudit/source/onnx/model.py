@@ -41,7 +41,7 @@ class OnnxModel(nn.Module):
         super().__init__()
         program = _Program(file)
         # names of the graph are names of parameters, so this is the only other attribute
-        self._onnx = program
+        self._program = program
         for name, tensor in program.tensors():
             owner, leaf = parameter_place(self, name)
             if tensor.dtype in FLOATS and tensor.numel() > 1:
@@ -51,18 +51,28 @@ class OnnxModel(nn.Module):
             program.stored[name] = _Stored(tensor, owner_path(self, owner), leaf)
 
     @property
+    def file(self) -> OnnxFile:
+        """The file that it runs."""
+        return self._program.file
+
+    @property
+    def names(self) -> NodeNames:
+        """The names of its nodes."""
+        return self._program.names
+
+    @property
     def inputs(self) -> list[ir.Value]:
         """The inputs that are not initializers."""
-        return self._onnx.inputs
+        return self._program.inputs
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run the graph."""
-        names = [str(value.name) for value in self._onnx.inputs]
+        names = [str(value.name) for value in self._program.inputs]
         given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         missing = [name for name in names if name not in given]
         if missing or len(given) > len(names):
             raise ValueError(f"takes {', '.join(names)}; got {', '.join(given)}")
-        return _Run(self._onnx, self).outputs(given)
+        return _Run(self._program, self).outputs(given)
 
 
 @dataclass(frozen=True, slots=True)

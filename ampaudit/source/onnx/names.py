@@ -104,7 +104,7 @@ def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def owner_path(root: nn.Module, owner: nn.Module) -> str:
     """Return the path of a module in another."""
-    return next(path for path, module in root.named_modules() if module is owner)
+    return str(next(path for path, module in root.named_modules() if module is owner))
 
 
 def _captured(node: ir.Node) -> set[str]:

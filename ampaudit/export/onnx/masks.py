@@ -1,0 +1,97 @@
+"""Finds constants that mask attention scores, and clamps those that the 16-bit format cannot hold.
+
+A mask of -1e9 or of float32's lowest number means "no weight after the softmax". Any large negative
+number means the same, so it may be replaced; data may not. A constant is a mask if all that is computed
+from it, by moving, selecting, scaling or adding to scores, ends in a softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampaudit.export.onnx.types import MOVING, is_float32
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["clamp_masks"]
+
+_ENDS = {"Softmax", "LogSoftmax"}
+_THROUGH = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
+_MAX_STEPS = 2000
+
+
+def clamp_masks(
+    model: ir.Model, dtype: torch.dtype, tensor_of: Callable[[ir.TensorProtocol], torch.Tensor]
+) -> dict[str, float]:
+    """Clamp the masks of a model, in place.
+
+    The new least value is half the format's lowest number, so that scores and a second mask may be added.
+
+    Returns:
+        The lowest value before, by the name of the constant.
+    """
+    import onnx_ir as ir
+
+    found: dict[str, float] = {}
+    lowest = torch.finfo(dtype).min / 2
+    for value, constant, put in _constants(model):
+        values = tensor_of(constant)
+        beyond = values.isfinite() & (values < 0) & values.to(dtype).isinf()
+        if not beyond.any() or values.to(dtype).isposinf().any() or not _is_mask(value):
+            continue
+        found[str(value.name)] = float(values[beyond].amin())
+        clamped = torch.where(beyond, torch.tensor(lowest), values)
+        put(ir.tensor(clamped.numpy(), name=str(constant.name or value.name)))
+    return found
+
+
+def _constants(
+    model: ir.Model,
+) -> Iterator[tuple[ir.Value, ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]:
+    """Return the stored values of float32, each with a function that replaces it."""
+    import onnx_ir as ir
+
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            if is_float32(value) and value.const_value is not None:
+                yield value, value.const_value, lambda tensor, v=value: setattr(v, "const_value", tensor)  # type: ignore[misc]
+        for node in graph:
+            if node.op_type != "Constant" or not is_float32(node.outputs[0]):
+                continue
+            kind, attribute = next(iter(node.attributes.items()))
+            numbers = kind in ("value_float", "value_floats")
+            tensor = ir.tensor(attribute.value, dtype=ir.DataType.FLOAT) if numbers else attribute.value
+
+            def put(tensor: ir.TensorProtocol, node: ir.Node = node, kind: str = kind) -> None:
+                del node.attributes[kind]
+                node.attributes["value"] = ir.AttrTensor("value", tensor)
+
+            yield node.outputs[0], tensor, put
+
+
+def _is_mask(value: ir.Value) -> bool:
+    """Return whether everything that is computed from a value ends in a softmax."""
+    pending, seen = [value], {value}
+    while pending:
+        current = pending.pop()
+        uses = list(current.uses())
+        if not uses or current.is_graph_output() or len(seen) > _MAX_STEPS:
+            return False
+        for use in uses:
+            node = use.node
+            if node is None or node.domain not in ("", "ai.onnx"):
+                return False
+            if node.op_type in _ENDS:
+                continue
+            if node.op_type not in _THROUGH or (node.op_type in ("Sub", "Div") and use.idx == 1):
+                return False
+            if not is_float32(node.outputs[0]):
+                return False
+            fresh = set(node.outputs) - seen
+            seen |= fresh
+            pending.extend(fresh)
+    return True

@@ -1,0 +1,234 @@
+"""Gives an ONNX graph the types that were chosen: casts where they change, and stored values in 16 bits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampaudit.export.onnx.regions import Regions
+from ampaudit.export.onnx.types import bodies_of, is_float32
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["Rewriter"]
+
+_SMALL = 4096  # bytes: a stored value that is needed in both types is stored twice up to here
+_TYPED = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "EyeLike", "Bernoulli"}
+Use = tuple["ir.Node", int]
+TensorOf = Callable[["ir.TensorProtocol"], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Rewriter:
+    """Rewrites a model in place.
+
+    Args:
+        model: whose values all have types.
+        regions: the types of its nodes.
+        low: the 16-bit format.
+        tensor_of: reads a stored tensor.
+        low_io: whether the graph takes and returns 16-bit values.
+
+    Attributes:
+        casts: the number of casts that were inserted.
+        stored: names of stored values by what they are stored in.
+    """
+
+    model: ir.Model
+    regions: Regions
+    low: ir.DataType
+    tensor_of: TensorOf
+    low_io: bool = False
+    casts: int = 0
+    stored: dict[str, str] = field(default_factory=dict)
+    _names: set[str] = field(default_factory=set)
+
+    def rewrite(self) -> None:
+        """Change the graph, and the bodies inside it."""
+        graphs = [self.model.graph, *self.model.graph.subgraphs()]
+        for graph in graphs:
+            self._names |= {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
+            self._names |= {str(v.name) for node in graph for v in node.outputs}
+            self._names |= {str(node.name) for node in graph}
+        self._graph(self.model.graph, None)
+        for graph in graphs:
+            self._drop_idle_casts(graph)
+
+    def _graph(self, graph: ir.Graph, parent: ir.Node | None) -> None:
+        border = self.low_io if parent is None else self.regions.is_low(parent)
+        given = [v for v in graph.inputs if is_float32(v) and v.name not in graph.initializers]
+        values = [(value, border) for value in given]
+        for node in list(graph):
+            for body in bodies_of(node):
+                self._graph(body, node)
+            if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+                if is_float32(node.outputs[0]):
+                    self._stored_value(graph, node.outputs[0], border, node)
+                continue
+            self._set_type_attribute(node)
+            values += [
+                (value, self.regions.slot_is_low(node, self.regions.types[node].outputs[index]) is True)
+                for index, value in enumerate(node.outputs)
+                if is_float32(value)
+            ]
+        for value in list(graph.initializers.values()):
+            if is_float32(value):
+                self._stored_value(graph, value, border, None)
+        for value, is_low in values:
+            self._computed_value(graph, value, is_low, border)
+
+    def _uses(
+        self, graph: ir.Graph, value: ir.Value, border: bool
+    ) -> tuple[dict[bool, list[Use]], bool | None]:
+        """Return the uses of a value by the type that they need, and that of the graph's output."""
+        found: defaultdict[bool, list[Use]] = defaultdict(list)
+        for use in value.uses():
+            assert use.node is not None
+            types = self.regions.types.get(use.node)
+            needs = None if types is None else self.regions.slot_is_low(use.node, types.inputs[use.idx])
+            if needs is not None:
+                found[needs].append((use.node, use.idx))
+        return found, border if any(output is value for output in graph.outputs) else None
+
+    def _computed_value(self, graph: ir.Graph, value: ir.Value, is_low: bool, border: bool) -> None:
+        uses, output = self._uses(graph, value, border)
+        others, returned = uses[not is_low], output is not None and output != is_low
+        if is_low:
+            value.dtype = self.low
+        if not others and not returned:
+            return
+        cast = self._cast(graph, value, to_low=not is_low)
+        self._replace(others, cast)
+        if returned:  # the output keeps its name
+            name = str(value.name)
+            value.name, cast.name = cast.name, name
+            for index, found in enumerate(graph.outputs):
+                if found is value:
+                    graph.outputs[index] = cast
+
+    def _stored_value(self, graph: ir.Graph, value: ir.Value, border: bool, node: ir.Node | None) -> None:
+        """Store a constant in the type of its users, twice if it is small, or cast it for some of them."""
+        uses, output = self._uses(graph, value, border)
+        tensor = value.const_value if node is None else _constant_of(node)
+        if tensor is None or not (uses[True] or output):
+            return
+        if not uses[False] and output is not False:
+            self._store(value, node, self._lowered(tensor, str(value.name)))
+        elif tensor.nbytes <= _SMALL and output is None:
+            import onnx_ir as ir
+
+            name = self._unique(f"{value.name}_{self.low.name.lower()}")
+            made = ir.Value(name=name, shape=ir.Shape(_shape(tensor)), type=ir.TensorType(self.low))
+            made.const_value = self._lowered(tensor, name)
+            graph.register_initializer(made)
+            self._replace(uses[True], made)
+        else:
+            self._computed_value(graph, value, False, border)
+
+    def _store(self, value: ir.Value, node: ir.Node | None, tensor: ir.TensorProtocol) -> None:
+        import onnx_ir as ir
+
+        self.stored[str(value.name)] = self.low.name.lower()
+        value.dtype = self.low
+        if node is None:
+            value.const_value = tensor
+            return
+        for name in [name for name in node.attributes if name.startswith("value")]:
+            del node.attributes[name]
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+
+    def _lowered(self, tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+        import onnx_ir as ir
+
+        dtype = torch.float16 if self.low is ir.DataType.FLOAT16 else torch.bfloat16
+
+        def make() -> ir.TensorProtocol:
+            made = self.tensor_of(tensor).to(dtype)
+            array = made.contiguous().view(torch.int16).numpy().view(self.low.numpy())
+            return ir.Tensor(array, dtype=self.low, name=name)
+
+        return ir.LazyTensor(make, dtype=self.low, shape=ir.Shape(_shape(tensor)), name=name)
+
+    def _cast(self, graph: ir.Graph, value: ir.Value, *, to_low: bool) -> ir.Value:
+        import onnx_ir as ir
+
+        to = self.low if to_low else ir.DataType.FLOAT
+        name = self._unique(f"{value.name}_{'to_' + to.name.lower()}")
+        output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(to))
+        node_name = self._unique(f"Cast_{name}")
+        node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(to))], outputs=[output], name=node_name)
+        producer = value.producer()
+        if producer is not None and producer.graph is graph:
+            graph.insert_after(producer, node)
+        elif len(graph):
+            graph.insert_before(graph[0], node)
+        else:
+            graph.append(node)
+        self.casts += 1
+        return output
+
+    def _set_type_attribute(self, node: ir.Node) -> None:
+        """Change the attribute in which some operators name the type of their result."""
+        import onnx_ir as ir
+
+        if node.domain not in ("", "ai.onnx") or not self.regions.is_low(node):
+            return
+        if not any(is_float32(value) for value in node.outputs):
+            return
+        if node.op_type == "Cast":
+            node.attributes["to"] = ir.AttrInt64("to", int(self.low))
+        elif node.op_type in _TYPED and (node.op_type == "RandomNormal" or "dtype" in node.attributes):
+            node.attributes["dtype"] = ir.AttrInt64("dtype", int(self.low))
+        elif node.op_type == "ConstantOfShape":
+            given = node.attributes.get("value")
+            filled = torch.zeros(1) if given is None else self.tensor_of(given.value).reshape(1)
+            made = self._lowered(ir.tensor(filled.numpy()), "value")
+            node.attributes["value"] = ir.AttrTensor("value", made)
+
+    def _drop_idle_casts(self, graph: ir.Graph) -> None:
+        """Remove casts of a value to the type that it has."""
+        for node in list(graph):
+            if node.op_type != "Cast" or node.domain not in ("", "ai.onnx"):
+                continue
+            value, made = node.inputs[0], node.outputs[0]
+            if value is None or value.dtype is None or int(value.dtype) != node.attributes["to"].value:
+                continue
+            if any(output is made for output in graph.outputs):
+                continue
+            self._replace([(use.node, use.idx) for use in made.uses() if use.node is not None], value)
+            if not made.uses():
+                graph.remove(node, safe=True)
+
+    def _replace(self, uses: list[Use], value: ir.Value) -> None:
+        for node, index in uses:
+            node.replace_input_with(index, value)
+
+    def _unique(self, name: str) -> str:
+        made, number = name, 1
+        while made in self._names:
+            number += 1
+            made = f"{name}_{number}"
+        self._names.add(made)
+        return made
+
+
+def _constant_of(node: ir.Node) -> ir.TensorProtocol | None:
+    """Return the value of a Constant node as a tensor."""
+    import onnx_ir as ir
+
+    for name, attribute in node.attributes.items():
+        if name == "value":
+            found: ir.TensorProtocol = attribute.value
+            return found
+        if name in ("value_float", "value_floats"):
+            return ir.tensor(torch.tensor(attribute.value, dtype=torch.float32).numpy())
+    return None
+
+
+def _shape(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    return tuple(int(size) for size in tensor.shape.numpy())

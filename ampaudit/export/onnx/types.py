@@ -1,0 +1,116 @@
+"""The types that a node's inputs and outputs may have, from ONNX's schemas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["MOVING", "NodeTypes", "Slot", "bodies_of", "is_float32", "node_types"]
+
+# operators whose results are elements of their inputs, and those that give shapes
+MOVING = frozenset(
+    """
+    CenterCropPad Compress Concat DepthToSpace Expand Flatten Gather GatherElements GatherND Identity If Pad
+    Reshape ReverseSequence Slice SpaceToDepth Split Squeeze Tile Transpose Trilu Unsqueeze Where
+    """.split()
+)
+_STANDARD = ("", "ai.onnx")
+_FLOAT = "tensor(float)"
+
+
+class Slot(Enum):
+    """The type of an input or output that is float32 in the original."""
+
+    FLOAT32 = "float32"  # in every version
+    CHOSEN = "chosen"  # the one that is chosen for the node
+    ANY = "any"  # whatever the value has
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTypes:
+    """The types of a node's inputs and outputs, and whether it takes the 16-bit format at all."""
+
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    takes_low: bool
+
+
+def is_float32(value: ir.Value | None) -> bool:
+    """Return whether a value is a tensor of float32."""
+    import onnx_ir as ir
+
+    return value is not None and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
+
+
+def bodies_of(node: ir.Node) -> list[ir.Graph]:
+    """Return the graphs inside a node."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.ref_attr_name is None and attribute.type.name == "GRAPH":
+            found.append(attribute.value)
+        elif attribute.ref_attr_name is None and attribute.type.name == "GRAPHS":
+            found.extend(attribute.value)
+    return found
+
+
+def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
+    """Return the types of a node's inputs and outputs.
+
+    Args:
+        node: of the graph.
+        version: of its operator set.
+        low: the 16-bit format, ``float16`` or ``bfloat16``.
+    """
+    sizes = len(node.inputs), len(node.outputs)
+    if node.op_type in ("If", "Loop", "Scan") and node.domain in _STANDARD:
+        return NodeTypes((Slot.CHOSEN,) * sizes[0], (Slot.CHOSEN,) * sizes[1], True)
+    schema = _schema(node.domain, node.op_type, version)
+    if schema is None:  # an operator of a runtime: one type for all, as its fused operators have
+        return NodeTypes((Slot.CHOSEN,) * sizes[0], (Slot.CHOSEN,) * sizes[1], node.domain == "com.microsoft")
+    kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
+    special = _special(node, low)
+    if special is not None:
+        return special
+
+    def slot(formal: Any) -> Slot:
+        allowed = kinds.get(formal.type_str, {formal.type_str})
+        return Slot.CHOSEN if f"tensor({low})" in allowed else Slot.FLOAT32
+
+    inputs = tuple(slot(_formal(schema.inputs, index)) for index in range(sizes[0]))
+    outputs = tuple(slot(_formal(schema.outputs, index)) for index in range(sizes[1]))
+    if node.op_type == "LayerNormalization" and node.domain in _STANDARD:
+        outputs = (outputs[0], *(Slot.FLOAT32,) * (sizes[1] - 1))  # its statistics are of stash_type
+    main = [s for s, value in zip(inputs, node.inputs, strict=True) if is_float32(value)]
+    main += [s for s, value in zip(outputs, node.outputs, strict=True) if is_float32(value)]
+    return NodeTypes(inputs, outputs, Slot.CHOSEN in main)
+
+
+def _special(node: ir.Node, low: str) -> NodeTypes | None:
+    """Return the types of operators that convert, or that name a type in an attribute."""
+    if node.domain not in _STANDARD:
+        return None
+    if node.op_type in ("Cast", "CastLike"):
+        return NodeTypes((Slot.ANY,) * len(node.inputs), (Slot.CHOSEN,), True)
+    if node.op_type in ("Shape", "Size", "NonZero", "IsNaN", "IsInf"):
+        return NodeTypes((Slot.ANY,), (Slot.CHOSEN,), True)
+    return None
+
+
+def _formal(formals: Any, index: int) -> Any:
+    """Return the formal parameter of an argument; the last one may take several."""
+    return formals[min(index, len(formals) - 1)]
+
+
+@cache
+def _schema(domain: str, operator: str, version: int) -> Any:
+    import onnx
+
+    try:
+        return onnx.defs.get_schema(operator, version, "" if domain == "ai.onnx" else domain)
+    except onnx.defs.SchemaError:
+        return None
