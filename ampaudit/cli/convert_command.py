@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
@@ -76,6 +77,8 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.convert_weights import convert_weights, is_checkpoint
 
+    if context.get_parameter_source("policy") is ParameterSource.DEFAULT:
+        options = {name: value for name, value in options.items() if name != "policy"}  # the kind decides
     with ProgressBar(model) as progress:
         config = config_from(ConvertConfig, options, on_progress=progress.update)
         config.check_output(output)

@@ -179,8 +179,9 @@ class Config(BaseModel):
         return ((name, value) for name, value in self if value != fields[name].default)
 
     def changed(self, **values: Any) -> Self:
-        """Return a copy with other values."""
-        return type(self)(**dict(self) | values)
+        """Return a copy with other values; what nobody gave stays so."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**given | values)
 
 
 def option_of(field: FieldInfo) -> Option | None:

@@ -93,6 +93,10 @@ def convert(
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if opened.kind == "converted":
         raise SourceError(f"{opened.location} is converted already", hint="--to float32 undoes it")
+    if opened.kind == "onnx":
+        from ampaudit.export.onnx.convert import convert_onnx
+
+        return convert_onnx(opened, directory, chosen)
     shapes = DynamicShapes.read(chosen.dynamic, opened.model, opened.batches[0])
     chosen = chosen.loaded()
     read = (*opened.files, *states_of([chosen.weights] if chosen.weights is not None else []))

@@ -2,154 +2,145 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ampaudit.audit.config import ScanConfig
-from ampaudit.audit.scan import Audited, audit_policies
-from ampaudit.core.errors import RunFailed
-from ampaudit.core.sites import SiteId
+from ampaudit.audit.scan import audit_policies
+from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
+from ampaudit.core.errors import RunFailed, UsageError, first_line
+from ampaudit.core.files import staged_directory
+from ampaudit.core.text import format_number, plural
+from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.onnx.masks import clamp_masks
-from ampaudit.export.onnx.regions import Regions, choose_types
+from ampaudit.export.manifest import manifest_of, write_manifest
+from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
+from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
+from ampaudit.export.onnx.types import is_float32
 from ampaudit.export.onnx.write import casts_in, open_session, write_model
-from ampaudit.policy import RuleSet
+from ampaudit.export.plan_file import plan_rules
+from ampaudit.export.reference import compare_output, digest_of_tensors
+from ampaudit.export.weight_files import WeightFiles
 from ampaudit.policy.load import load_policy
-from ampaudit.policy.schema import Cast, Match, Reason, Rule
-from ampaudit.report.conversion import OutputRecord
-from ampaudit.report.finding import Severity
-from ampaudit.source import ModelSource
-from ampaudit.source.onnx.files import OnnxFile
+from ampaudit.render.json import to_json
+from ampaudit.render.render import keeping
+from ampaudit.report.conversion import Conversion, OutputRecord
+from ampaudit.report.model import Report
+from ampaudit.source import Batch, ModelSource
+from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.names import NodeNames
-from ampaudit.trace.graph import Role, TracedModel
+from ampaudit.trace.isolation import call_unchanged
+from ampaudit.trace.values import dtype_name
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["ConvertedOnnx", "OnnxPlan", "convert_graph", "plan_onnx"]
+__all__ = ["convert_onnx"]
 
-_POLICY = "strongly-typed"
-_ROUNDS = 4
-_WIDE = (Cast.FLOAT32, Cast.FORBID)
+_OURS = ("FLOAT", "FLOAT16", "BFLOAT16")
 
 
-@dataclass(frozen=True, slots=True)
-class OnnxPlan:
-    """What was decided about a model.
-
-    Attributes:
-        file: a copy of the model, with its masks clamped.
-        audited: the audit that decided.
-        clamped: the lowest value of each mask before it was clamped.
-        promoted: sites that were promoted because of findings.
-    """
-
-    file: OnnxFile
-    audited: Audited
-    clamped: Mapping[str, float]
-    promoted: tuple[SiteId, ...]
-
-
-class ConvertedOnnx(NamedTuple):
-    """A file that was written.
-
-    Attributes:
-        casts: conversions between float formats in it.
-        wide: nodes with float values that stay in float32.
-        stored: stored tensors by dtype.
-        outputs: its outputs in lock-step, compared with the original's.
-        notes: remarks for the user.
-    """
+class _Written(NamedTuple):
+    """A file: its casts, the nodes that stay in float32, and bytes of the weights before and after."""
 
     casts: int
-    wide: int
+    wide: tuple[str, ...]
     stored: dict[str, int]
-    outputs: tuple[OutputRecord, ...]
-    notes: tuple[str, ...]
+    sizes: tuple[int, int]
 
 
-def plan_onnx(source: ModelSource, config: ConvertConfig) -> OnnxPlan:
-    """Audit a model until nothing breaks, and keep in float32 what broke.
+def convert_onnx(
+    source: ModelSource, directory: Path, config: ConvertConfig
+) -> tuple[Report, Conversion | None]:
+    """Audit an ONNX model, and write it with casts and 16-bit weights if nothing breaks.
+
+    Returns:
+        The report, and the conversion, or ``None`` if findings at or above ``fail_on`` prevented it.
 
     Raises:
-        AuditError: see ``audit_policies``.
+        AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
-    assert isinstance(source.model, OnnxModel)
-    file = source.model.file.reopened()
-    _with_types(file.model)
-    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor)
-    prepared = replace(source, model=OnnxModel(file).eval())
-    rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
-    settings = ScanConfig.of(config)
-    promoted: tuple[SiteId, ...] = ()
-    for _ in range(_ROUNDS):
-        (audited,) = audit_policies(prepared, [rules], settings)
-        more = _broken(audited, promoted) if "policy" not in config.model_fields_set else ()
-        if not more:
-            break
-        promoted = (*promoted, *more)
-        rules = _keeping(rules, more)
-    return OnnxPlan(file, audited, clamped, promoted)
-
-
-def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
-    """Return the ops at which errors were found, and those that they read, where they are 16-bit."""
-    traced = audited.audit.converted.traced
-    at = {f.site for f in audited.report.findings if f.severity == Severity.ERROR and f.site}
-    layers = {site.layer for site in traced.sites if site.id in at}
-    found = [site.id for site in traced.sites if site.layer in layers and _is_low_op(site)]
-    return tuple(site for site in found if site not in known)
-
-
-def _is_low_op(site: object) -> bool:
-    facts, decision = getattr(site, "facts", None), getattr(site, "decision", None)
-    return facts is not None and decision is not None and decision.cast not in _WIDE
-
-
-def _keeping(rules: RuleSet, sites: tuple[SiteId, ...]) -> RuleSet:
-    """Return the policy with these sites in float32."""
-    number = sum(rule.id.startswith("broken/") for rule in rules.file.rules)
-    rule = Rule(
-        id=f"broken/{number}",
-        match=Match(site=tuple(map(glob.escape, sites))),
-        cast=Cast.FLOAT32,
-        reason=Reason.RANGE,
-        why="the run in 16 bits broke here.",
-        source="the audit of this model",
+    _refuse(config)
+    plan = plan_onnx(source, config)
+    report = plan.audited.report
+    if report.exit_code:
+        return report, None
+    traced = plan.audited.audit.converted.traced
+    with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
+        config.on_progress("writing the graph", 0, 0)
+        written = _write(plan, stage / ONNX, config)
+        config.on_progress("running the file", 0, 0)
+        outputs = _outputs(source, stage / ONNX, config)
+        (stage / PLAN).write_text(plan_rules(traced, plan.audited.rules, source.location), "utf-8")
+        (stage / REPORT).write_text(to_json(report), "utf-8")
+        manifest = manifest_of(
+            config.changed(policy=plan.audited.rules, masters=False),
+            WeightFiles({}, {}, {}),
+            kind="model",
+            source=source.location,
+            source_sha256=source.sha256,
+            seed=config.seed,
+            clip=None,
+            notes=(*traced.notes, *_notes(plan, written)),
+            outputs=outputs,
+        )
+        manifest = write_manifest(stage, manifest)
+        check_unchanged(source.files)
+    return report, Conversion(
+        source=source.location,
+        output=str(directory),
+        policy=manifest.policy,
+        dtype=manifest.dtype,
+        mode=manifest.mode,
+        verdict=report.verdict,
+        exit_code=0,
+        bytes_before=written.sizes[0],
+        bytes_after=written.sizes[1],
+        stored=written.stored,
+        kept={},
+        overflow={},
+        broken={},
+        masters=False,
+        outputs=outputs,
+        onnx_casts=written.casts,
+        onnx_error=None,
+        files={name: record.size for name, record in manifest.files.items()},
+        notes=manifest.notes,
+        inputs=source.inputs,
     )
-    file = rules.file.model_copy(update={"rules": (rule, *rules.file.rules)})
-    return RuleSet(file, None, rules.environment, rules.location)
 
 
-def _with_types(model: ir.Model) -> None:
-    """Expand functions, and infer the type of every value."""
-    from onnx_ir.passes.common import InlinePass, ShapeInferencePass
+def _refuse(config: ConvertConfig) -> None:
+    """Reject options that say something about other kinds of models."""
+    others = (("--mode train", config.mode == "train"), ("--no-program", not config.program))
+    for flag, given in (*others, ("--no-masters", not config.masters)):
+        if given:
+            raise UsageError(f"{flag} has no effect on an .onnx file", hint=f"leave out {flag}")
+    if config.onnx or config.dynamic:
+        flag = "--onnx" if config.onnx else "--dynamic"
+        raise UsageError(f"{flag}: the model is an .onnx file already", hint=f"leave out {flag}")
+    if config.io not in ("float32", config.dtype):
+        hint = f"--io float32, or --io {config.dtype}"
+        raise UsageError(f"--io {config.io} is not the format of --dtype {config.dtype}", hint=hint)
 
-    if model.functions:
-        InlinePass()(model)
-    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
 
-
-def convert_graph(plan: OnnxPlan, path: Path, config: ConvertConfig) -> tuple[int, Rewriter, Regions]:
+def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     """Rewrite the plan's graph and write it.
 
     Raises:
         RunFailed: the file is not valid, or ONNX Runtime refuses it.
-        UsageError: values that cross the border do not fit ``--io``.
     """
     import onnx_ir as ir
 
     model = plan.file.model
-    low = ir.DataType[config.dtype.upper()]
-    decisions = _decisions(plan.audited.audit.converted.traced, plan.file)
-    low_io = config.io != "float32"
+    low, low_io = ir.DataType[config.dtype.upper()], config.io != "float32"
+    before = _weights(model)
+    floats = [node for node in model.graph.all_nodes() if any(map(is_float32, (*node.inputs, *node.outputs)))]
+    decisions = decisions_of(plan.audited.audit.converted.traced, plan.file)
     regions = choose_types(model.graph, decisions, model.opset_imports, config.dtype, low_io=low_io)
     rewriter = Rewriter(model, regions, low, plan.file.tensor, low_io)
     rewriter.rewrite()
@@ -158,18 +149,75 @@ def convert_graph(plan: OnnxPlan, path: Path, config: ConvertConfig) -> tuple[in
         try:
             open_session(path)
         except Exception as error:
-            from ampaudit.core.errors import first_line
+            what = f"ONNX Runtime refuses {path.name}: {first_line(error)}"
+            raise RunFailed(what, hint="report it with the model") from error
+    wide = tuple(plan.names.of(node) for node in floats if node in regions.wide and node.graph is not None)
+    after = _weights(model)
+    stored = Counter(dtype for dtype, _ in after)
+    sizes = sum(size for _, size in before), sum(size for _, size in after)
+    return _Written(sum(casts_in(model).values()), wide, dict(stored), sizes)
 
-            raise RunFailed(f"ONNX Runtime refuses {path.name}: {first_line(error)}") from error
-    return sum(casts_in(model).values()), rewriter, regions
+
+def _weights(model: ir.Model) -> list[tuple[str, int]]:
+    """Return dtype and bytes of each stored float tensor."""
+    return [
+        (value.const_value.dtype.name.lower(), value.const_value.nbytes)
+        for graph in (model.graph, *model.graph.subgraphs())
+        for value in graph.initializers.values()
+        if value.const_value is not None and value.const_value.dtype.name in _OURS
+    ]
 
 
-def _decisions(traced: TracedModel, file: OnnxFile) -> dict[ir.Node, bool]:
-    """Return for each node that was seen whether one of its ops stays in float32."""
-    wide: dict[str, bool] = {}
-    for site in traced.sites:
-        if site.facts is not None and site.role not in (Role.WEIGHT_CAST, Role.INSERTED_CAST):
-            wide[site.layer] = wide.get(site.layer, False) or site.decision.cast in _WIDE
-    names = NodeNames(file.model)
-    found = ((node, names.of(node)) for node in file.nodes())
-    return {node: wide[name] for node, name in found if name in wide}
+def _outputs(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[OutputRecord, ...]:
+    """Run the written file in lock-step, and compare its 16-bit outputs with the original's.
+
+    Raises:
+        RunFailed: it breaks, or is less accurate than was asked for.
+    """
+    written = OnnxModel(read_onnx(path)).eval()
+    found: dict[int, Any] = {}
+    batches = tuple(_as_taken(batch, written) for batch in source.batches)
+    made = replace(source, model=written, batches=batches)
+    settings = ScanConfig.of(config).changed(policy="as-is", keep_outputs=found.__setitem__)
+    audit_policies(made, [load_policy("as-is")], settings)
+    records: dict[str, OutputRecord] = {}
+    for number, batch in enumerate(source.batches):
+        expected: dict[str, Any] = call_unchanged(source.model, batch.args, batch.kwargs, seed=config.seed)
+        ours: Sequence[Any] = list(found[number].values())
+        for (name, exact), pair in zip(expected.items(), ours, strict=True):
+            record = _record(name, pair, exact)
+            if name not in records or _worse(record, records[name]):
+                records[name] = record
+    return tuple(records.values())
+
+
+def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
+    """Cast the floats of a batch to what the written file takes, by position or name."""
+    kinds = {str(value.name): value.dtype for value in model.inputs}
+    names = [*kinds][: len(batch.args)]
+    given = {**dict(zip(names, batch.args, strict=True)), **batch.kwargs}
+    low = {n: torch_dtype_of(kind) for n, kind in kinds.items() if kind is not None and kind.name in _OURS}
+    return Batch((), {name: t.to(low[name]) if name in low else t for name, t in given.items()})
+
+
+def _record(name: str, pair: Any, exact: Any) -> OutputRecord:
+    ours = pair[1]
+    digest = digest_of_tensors([ours])
+    return OutputRecord(name, dtype_name(ours.dtype), digest, *compare_output(ours, exact))
+
+
+def _worse(one: OutputRecord, other: OutputRecord) -> bool:
+    if one.max_error is None or other.max_error is None:
+        return one.max_error is None
+    return one.max_error > other.max_error
+
+
+def _notes(plan: OnnxPlan, written: _Written) -> list[str]:
+    notes = [
+        f"{name} is a mask: its {format_number(lowest)} became a number that the format holds"
+        for name, lowest in plan.clamped.items()
+    ]
+    if written.wide:
+        shown = ", ".join(written.wide[:3]) + (" ..." if len(written.wide) > 3 else "")
+        notes.append(f"{plural(len(written.wide), 'node')} in float32: {shown}")
+    return notes

@@ -128,17 +128,20 @@ class _Planner:
         return moves or constant or not any(map(is_float32, (*node.inputs, *node.outputs)))
 
     def _producer(self, producer: Any, value: ir.Value) -> Any:
-        if producer in (_FLOAT32, _LOW) or value.producer() is not producer:
+        """Return the node whose type a value has; for one that is always float32, the source."""
+        node = value.producer()
+        if producer in (_FLOAT32, _LOW) or node is None or node is not producer:
             return producer
-        slot = self._regions.types[producer].outputs[value.index() or 0]
+        slot = self._regions.types[node].outputs[value.index() or 0]
         return _FLOAT32 if slot is Slot.FLOAT32 else producer
 
     def _users(self, value: ir.Value) -> Iterator[Any]:
         for use in value.uses():
-            assert use.node is not None
-            slot = self._regions.types[use.node].inputs[use.idx]
+            node = use.node
+            assert node is not None
+            slot = self._regions.types[node].inputs[use.idx]
             if slot is not Slot.ANY:
-                yield _FLOAT32 if slot is Slot.FLOAT32 else use.node
+                yield _FLOAT32 if slot is Slot.FLOAT32 else node
 
     def _add_value(self, value: ir.Value, producer: Any, users: list[Any]) -> None:
         """Make a cast cost the same however many users read it."""

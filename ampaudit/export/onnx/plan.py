@@ -1,0 +1,129 @@
+"""Decides which nodes of an ONNX model stay in float32."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.scan import Audited, audit_policies
+from ampaudit.core.sites import SiteId
+from ampaudit.export.config import ConvertConfig
+from ampaudit.export.onnx.masks import clamp_masks
+from ampaudit.policy import RuleSet
+from ampaudit.policy.load import load_policy
+from ampaudit.policy.schema import Cast, Match, Reason, Rule
+from ampaudit.report.finding import Severity
+from ampaudit.source import ModelSource
+from ampaudit.source.onnx.files import OnnxFile
+from ampaudit.source.onnx.model import OnnxModel
+from ampaudit.source.onnx.names import NodeNames
+from ampaudit.trace.graph import Role, TracedModel
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["OnnxPlan", "decisions_of", "plan_onnx"]
+
+_POLICY = "strongly-typed"
+_ROUNDS = 4
+_WIDE = (Cast.FLOAT32, Cast.FORBID)
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxPlan:
+    """What was decided about a model.
+
+    Attributes:
+        file: a copy of the model, with its masks clamped.
+        audited: the audit that decided.
+        clamped: the lowest value of each mask before it was clamped.
+        promoted: sites that were promoted because of findings.
+    """
+
+    file: OnnxFile
+    audited: Audited
+    clamped: Mapping[str, float]
+    promoted: tuple[SiteId, ...]
+
+    @property
+    def names(self) -> NodeNames:
+        """The names of its nodes."""
+        return NodeNames(self.file.model)
+
+
+def plan_onnx(source: ModelSource, config: ConvertConfig) -> OnnxPlan:
+    """Audit a model until nothing breaks, and keep in float32 what broke.
+
+    Raises:
+        AuditError: see ``audit_policies``.
+    """
+    assert isinstance(source.model, OnnxModel)
+    file = source.model.file.reopened()
+    _with_types(file.model)
+    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor)
+    prepared = replace(source, model=OnnxModel(file).eval())
+    rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
+    settings = ScanConfig.of(config)
+    promoted: tuple[SiteId, ...] = ()
+    for _ in range(_ROUNDS):
+        (audited,) = audit_policies(prepared, [rules], settings)
+        more = _broken(audited, promoted) if "policy" not in config.model_fields_set else ()
+        if not more:
+            break
+        promoted = (*promoted, *more)
+        rules = _keeping(rules, more)
+    return OnnxPlan(file, audited, clamped, promoted)
+
+
+def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
+    """Return the ops at which errors were found, and those that they read, where they are 16-bit."""
+    traced = audited.audit.converted.traced
+    at = {f.site for f in audited.report.findings if f.severity == Severity.ERROR and f.site}
+    layers = {site.layer for site in traced.sites if site.id in at}
+    found = [site.id for site in traced.sites if site.layer in layers and _is_low_op(site)]
+    return tuple(site for site in found if site not in known)
+
+
+def _is_low_op(site: object) -> bool:
+    facts, decision = getattr(site, "facts", None), getattr(site, "decision", None)
+    return facts is not None and decision is not None and decision.cast not in _WIDE
+
+
+def _keeping(rules: RuleSet, sites: tuple[SiteId, ...]) -> RuleSet:
+    """Return the policy with these sites in float32."""
+    number = sum(rule.id.startswith("broken/") for rule in rules.file.rules)
+    rule = Rule(
+        id=f"broken/{number}",
+        match=Match(site=tuple(map(glob.escape, sites))),
+        cast=Cast.FLOAT32,
+        reason=Reason.RANGE,
+        why="the run in 16 bits broke here.",
+        source="the audit of this model",
+    )
+    file = rules.file.model_copy(update={"rules": (rule, *rules.file.rules)})
+    return RuleSet(file, None, rules.environment, rules.location)
+
+
+def _with_types(model: ir.Model) -> None:
+    """Expand functions, and infer the type of every value."""
+    from onnx_ir.passes.common import InlinePass, ShapeInferencePass
+
+    if model.functions:
+        InlinePass()(model)
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+
+
+def decisions_of(traced: TracedModel, file: OnnxFile) -> dict[ir.Node, bool]:
+    """Return for each node that was seen whether one of its ops stays in float32."""
+    wide: dict[str, bool] = {}
+    for site in traced.sites:
+        if site.facts is not None and site.role not in (Role.WEIGHT_CAST, Role.INSERTED_CAST):
+            wide[site.layer] = wide.get(site.layer, False) or site.decision.cast in _WIDE
+    names = NodeNames(file.model)
+    found = ((node, names.of(node)) for node in file.nodes())
+    return {node: wide[name] for node, name in found if name in wide}
