@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,24 +52,31 @@ class Run:
     error: str
 
 
+# a small process starts the converter: Linux adds the peak of a process to that of the ones it starts
+LAUNCHER = """
+import json, os, sys, time
+limit, started = float(sys.argv[1]), time.perf_counter()
+pid, status = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ), None
+while True:
+    ended, code, usage = os.wait4(pid, os.WNOHANG)
+    if ended:
+        status = os.waitstatus_to_exitcode(code)
+        break
+    if time.perf_counter() - started > limit:
+        os.kill(pid, 9)
+        usage = os.wait4(pid, 0)[2]
+        break
+    time.sleep(0.01)
+print(json.dumps([status, time.perf_counter() - started, usage.ru_maxrss * 1024]), file=sys.stderr)
+"""
+
+
 def run(command: list[str], limit: float) -> Run:
-    with tempfile.TemporaryFile() as errors:
-        started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        ended, status, usage = 0, 0, None
-        while not ended:
-            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if not ended and time.perf_counter() - started > limit:
-                process.kill()
-                _, status, usage = os.wait4(process.pid, 0)
-                break
-            time.sleep(0.01)
-        seconds = time.perf_counter() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-        errors.seek(0)
-        lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
-    code = process.returncode if ended else None
-    return Run(code, seconds, usage.ru_maxrss * 1024, lines[-1][:300] if lines else "")
+    launcher = [sys.executable, "-S", "-c", LAUNCHER, str(limit), *command]
+    made = subprocess.run(launcher, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
+    *lines, figures = made.stderr.decode(errors="replace").strip().splitlines()
+    said = [line for line in lines if line.strip()]
+    return Run(*json.loads(figures), said[-1][:300] if said else "")
 
 
 def converted(name: str, python: str, model: Path, folder: Path, options: argparse.Namespace) -> list[Run]:
@@ -216,6 +222,8 @@ def main() -> None:
         "versions": versions(options.python),
         "models": {},
     }
+    if options.json is not None and options.json.exists():  # figures of other models stay
+        found["models"] = json.loads(options.json.read_text(encoding="utf-8"))["models"]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for name in options.models.split(","):
             found["models"][name] = compared(name, Path(folder) / name, options)

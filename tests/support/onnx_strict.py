@@ -25,7 +25,7 @@ Arrays = dict[str, NDArray]
 def float_types(graph: onnx.GraphProto, outer: dict[str, int] | None = None) -> dict[str, int]:
     """Element types by name after shape inference, for a graph that sees the names of an outer one."""
     values = [*graph.value_info, *graph.output, *graph.input]
-    found = {v.name: v.type.tensor_type.elem_type for v in values if v.type.HasField("tensor_type")}
+    found = {v.name: v.type.tensor_type.elem_type for v in values}  # 0 for sequences
     found |= {i.name: i.data_type for i in graph.initializer}
     known = {**(outer or {}), **found}
     for node in graph.node:  # ops that inference does not know keep the type of their first input
@@ -60,10 +60,10 @@ class Rounding:
 
     def pair(self, name: str, kind: int, source: str) -> list[onnx.NodeProto]:
         """Round ``source`` into ``name``."""
-        narrow = f"{name}/narrow"
+        narrow = f"{name}//narrow"
         return [
-            helper.make_node("Cast", [source], [narrow], name=f"{narrow}/cast", to=kind),
-            helper.make_node("Cast", [narrow], [name], name=f"{name}/widen", to=TensorProto.FLOAT),
+            helper.make_node("Cast", [source], [narrow], name=f"{narrow}//cast", to=kind),
+            helper.make_node("Cast", [narrow], [name], name=f"{name}//widen", to=TensorProto.FLOAT),
         ]
 
     def rewrite(self, graph: onnx.GraphProto, outer: dict[str, int], *, body: bool) -> None:
@@ -72,8 +72,8 @@ class Rounding:
         for declared in graph.input:
             kind = self.kind(known, declared.name)
             if not body and kind is not None:
-                nodes += self.pair(declared.name, kind, f"{declared.name}/given")
-                declared.name = f"{declared.name}/given"
+                nodes += self.pair(declared.name, kind, f"{declared.name}//given")
+                declared.name = f"{declared.name}//given"
         for node in graph.node:
             for inner in subgraphs(node):
                 self.rewrite(inner, known, body=True)
@@ -87,22 +87,22 @@ class Rounding:
         """Rename the initializers that are rounded or stored in 16 bits."""
         for made in graph.initializer:
             if made.data_type in HALF or (made.data_type == TensorProto.FLOAT and self.assume is not None):
-                name, made.name = made.name, f"{made.name}/stored"
+                name, made.name = made.name, f"{made.name}//stored"
                 yield name
 
     def widened(self, name: str, kind: int) -> list[onnx.NodeProto]:
         if kind not in HALF:
             assert self.assume is not None
-            return self.pair(name, self.assume, f"{name}/stored")
-        return [helper.make_node("Cast", [f"{name}/stored"], [name], to=TensorProto.FLOAT)]
+            return self.pair(name, self.assume, f"{name}//stored")
+        return [helper.make_node("Cast", [f"{name}//stored"], [name], to=TensorProto.FLOAT)]
 
     def rounded(self, node: onnx.NodeProto, known: dict[str, int]) -> list[onnx.NodeProto]:
         after: list[onnx.NodeProto] = []
         for index, name in enumerate(node.output):
             kind = self.kind(known, name) if name else None
             if kind is not None:
-                node.output[index] = f"{name}/wide"
-                after += self.pair(name, kind, f"{name}/wide")
+                node.output[index] = f"{name}//wide"
+                after += self.pair(name, kind, f"{name}//wide")
         return [node, *after]
 
 
@@ -125,6 +125,10 @@ def strict_model(
     model = onnx.inliner.inline_local_functions(model)
     del model.graph.value_info[:]  # may be wrong
     inferred = onnx.shape_inference.infer_shapes(model)
+    stored = {made.name for made in inferred.graph.initializer}
+    given = [i for i in inferred.graph.input if i.name not in stored]
+    del inferred.graph.input[:]
+    inferred.graph.input.extend(given)
     names = [name for node in model.graph.node for name in node.output if name]
     Rounding(assume).rewrite(inferred.graph, {}, body=False)
     if every:
@@ -138,7 +142,7 @@ def run_strict(
 ) -> dict[str, NDArray]:
     """Run a file strictly; values that were rounded come back as float32, the file's folder is written to."""
     model = strict_model(onnx.load(path, load_external_data=False), assume=assume, every=every)
-    given = {i.name: inputs[i.name.removesuffix("/given")] for i in model.graph.input}
+    given = {i.name: inputs[i.name.removesuffix("//given")] for i in model.graph.input}
     wide = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
     given = {n: a.astype(np.float32) if wide[n] == TensorProto.FLOAT else a for n, a in given.items()}
     copy = path.with_name(f"{path.stem}.strict.onnx")  # beside the external data that it names

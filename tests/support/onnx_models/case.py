@@ -66,14 +66,14 @@ class Graph:
         self.nodes.append(constant(name, content, dtype))
         return name
 
-    def model(self, outputs: dict[str, int] | str) -> onnx.ModelProto:
-        """Finish the model; outputs are names, or names with element types."""
+    def model(self, outputs: dict[str, int] | str, **shapes: Shape) -> onnx.ModelProto:
+        """Finish the model; outputs are names, or names with element types, and shapes are inferred."""
         kinds = dict.fromkeys(outputs.split(), TensorProto.FLOAT) if isinstance(outputs, str) else outputs
         graph = helper.make_graph(
             self.nodes,
             "graph",
             [value(name, array.shape, kind_of(array)) for name, array in self.inputs.items()],
-            [value(name, None, kind) for name, kind in kinds.items()],
+            [value(name, shapes.get(name), kind) for name, kind in kinds.items()],
             self.initializers,
         )
         opsets = [helper.make_opsetid("", self.opset), *(helper.make_opsetid(d, 1) for d in self.domains)]

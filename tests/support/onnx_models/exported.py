@@ -167,15 +167,13 @@ class T5(nn.Module):
         self.layers = nn.ModuleList(T5Layer(width, heads) for _ in range(layers))
         self.norm = RmsNorm(width)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         places = torch.arange(input_ids.shape[1])
         distance = (places[None] - places[:, None]).clamp(-16, 15) + 16
         bias = self.bias(distance).permute(2, 0, 1)[None]
-        dropped = 1.0 - attention_mask[:, None, None, :].to(bias.dtype)
-        mask = bias + dropped * torch.finfo(bias.dtype).min
         x = self.words(input_ids)
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, bias)
         return self.norm(x)
 
 
@@ -217,7 +215,8 @@ def t5(folder: Path, size: Size) -> tuple[Path, Arrays]:
         for layer, gain in zip(model.layers, FEED_FORWARD_GAINS[size], strict=True):
             layer.attention.query.weight.mul_(0.2)
             layer.wo.weight.mul_(gain)
-    return exported(model, tokens(settings[0], size), folder, ["hidden"])
+    ids = tokens(settings[0], size)["input_ids"]
+    return exported(model, {"input_ids": ids}, folder, ["hidden"])
 
 
 # small residuals, residuals whose squares overflow, and residuals that overflow themselves
