@@ -222,11 +222,13 @@ def main() -> None:
         "versions": versions(options.python),
         "models": {},
     }
-    if options.json is not None and options.json.exists():  # figures of other models stay
+    if options.json is not None and options.json.exists():  # figures of other runs stay
         found["models"] = json.loads(options.json.read_text(encoding="utf-8"))["models"]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for name in options.models.split(","):
-            found["models"][name] = compared(name, Path(folder) / name, options)
+            made = compared(name, Path(folder) / name, options)
+            earlier = found["models"].get(name, {"tools": {}})["tools"]
+            found["models"][name] = {**made, "tools": {**earlier, **made["tools"]}}
             if options.json is not None:
                 options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -214,7 +214,8 @@ def t5(folder: Path, size: Size) -> tuple[Path, Arrays]:
     with torch.no_grad():
         for layer, gain in zip(model.layers, FEED_FORWARD_GAINS[size], strict=True):
             layer.attention.query.weight.mul_(0.2)
-            layer.wo.weight.mul_(gain)
+            layer.wi.weight.mul_(gain**0.5)
+            layer.wo.weight.mul_(gain**0.5)
     ids = tokens(settings[0], size)["input_ids"]
     return exported(model, {"input_ids": ids}, folder, ["hidden"])
 

@@ -1,4 +1,4 @@
-"""Small valid graphs of odd structure without bodies: names, casts, constants, omitted values, types."""
+"""Small valid graphs of odd structure: outputs, names, omitted values, shapes, metadata, functions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from tests.support.onnx_models.case import Arrays, Graph, tensor, value
+from tests.support.onnx_models.case import Arrays, Graph, value
 
-__all__ = ["STRUCTURE", "WIDTH", "Cases", "Made", "linear", "register", "row"]
+__all__ = ["STRUCTURE", "WIDTH", "Cases", "Made", "linear", "register", "row", "square"]
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 Made = tuple[onnx.ModelProto, Arrays]
@@ -65,62 +65,6 @@ def initializer_is_input() -> Made:
     model = graph.model("h")
     model.graph.input.append(value("w", (WIDTH, WIDTH)))
     return model, graph.inputs
-
-
-@register(STRUCTURE)
-def tied_weight() -> Made:
-    """One user overflows in float16, the other does not."""
-    graph = linear()
-    graph.keep("large", 1e5)
-    graph.add("Mul", "h large", "scaled")
-    graph.add("MatMul", "scaled w", "overflows")
-    graph.add("Div", "overflows large", "y")
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def cast_from_int() -> Made:
-    graph = linear(ids=np.array([[1, 2, 3, 70000], [5, 6, 7, 8]], np.int64))
-    graph.add("Cast", "ids", "numbers", to=FLOAT)
-    graph.keep("many", 1e5)
-    graph.add("Div", "numbers many", "shares")
-    graph.add("Add", "h shares", "y")
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def cast_from_half() -> Made:
-    """A file that is partly in float16 already: its author goes back to float32 for a square."""
-    graph = Graph({"x": row(scale=300)})
-    graph.keep("w", square().astype(np.float16), np.float16)
-    graph.add("Cast", "x", "narrow", to=HALF)
-    graph.add("Add", "narrow narrow", "twice")
-    graph.add("Cast", "twice", "wide", to=FLOAT)
-    graph.add("Mul", "wide wide", "squares")
-    graph.keep("large", 1e5)
-    graph.add("Div", "squares large", "small")
-    graph.add("Cast", "small", "narrow_again", to=HALF)
-    graph.add("MatMul", "narrow_again w", "product")
-    graph.add("Cast", "product", "y", to=FLOAT)
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def cast_like() -> Made:
-    graph = linear(ids=np.ones((2, WIDTH), np.int64))
-    graph.add("CastLike", "ids h", "numbers")
-    graph.add("Add", "h numbers", "y")
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def double_inside() -> Made:
-    graph = linear()
-    graph.add("Cast", "h", "wide", to=TensorProto.DOUBLE)
-    graph.keep("third", 1 / 3, np.float64)
-    graph.add("Mul", "wide third", "shares")
-    graph.add("Cast", "shares", "y", to=FLOAT)
-    return graph.model("y"), graph.inputs
 
 
 @register(STRUCTURE)
@@ -186,58 +130,6 @@ def unused_values() -> Made:
 
 
 @register(STRUCTURE)
-def constant_attributes() -> Made:
-    graph = linear()
-    graph.add("Constant", "", "number", value_float=2.0)
-    graph.add("Constant", "", "numbers", value_floats=[1.0, 2.0, 3.0, 4.0])
-    graph.add("Constant", "", "axes", value_ints=[1])
-    graph.add("Constant", "", "axis", value_int=0)
-    graph.add("Mul", "h number", "twice")
-    graph.add("Add", "twice numbers", "sum")
-    graph.add("ReduceMean", "sum axes", "mean")
-    graph.add("Gather", "mean axis", "y")
-    for made in graph.nodes:
-        made.input[:] = [] if made.op_type == "Constant" else made.input
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def constant_of_shape() -> Made:
-    graph = linear()
-    graph.add("Shape", "h", "shape")
-    graph.add("ConstantOfShape", "shape", "filled", value=tensor("value", [1e-9]))
-    graph.add("Add", "h filled", "y")
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def extreme_initializers() -> Made:
-    """Numbers that float16 overflows, flushes, or keeps exactly, in each way a file may hold them."""
-    graph = linear()
-    graph.initializers.append(
-        helper.make_tensor("weights", FLOAT, [WIDTH], [65504.0, 65519.0, 65520.0, 1e30])
-    )
-    graph.keep("tiny", [6e-8, 2e-8, -1e-8, -0.0])
-    graph.keep("infinite", [-np.inf, 0.0, 0.0, 0.0])
-    graph.add("Div", "h weights", "small")
-    graph.add("Add", "small tiny", "sum")
-    graph.add("Add", "sum infinite", "masked")
-    graph.add("Softmax", "masked", "y", axis=-1)
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def strings_and_integers() -> Made:
-    words = np.array([["a", "b", "c", "d"], ["e", "f", "g", "h"]], dtype=object)
-    graph = linear(words=words, ids=np.array([1, 0], np.int64))
-    graph.add("Identity", "words", "same_words")
-    graph.add("Gather", "h ids", "picked", axis=0)
-    graph.add("Gather", "words ids", "picked_words", axis=0)
-    outputs = {"picked": FLOAT, "same_words": TensorProto.STRING, "picked_words": TensorProto.STRING}
-    return graph.model(outputs), graph.inputs
-
-
-@register(STRUCTURE)
 def value_info_present() -> Made:
     graph = linear()
     graph.add("Relu", "h", "r")
@@ -263,34 +155,6 @@ def dynamic_and_empty_dimensions() -> Made:
     for declared in (model.graph.input[0], model.graph.output[0]):
         declared.type.tensor_type.shape.dim[0].dim_param = "batch"
     return model, graph.inputs
-
-
-@register(STRUCTURE)
-def scalars() -> Made:
-    graph = Graph({"x": np.array(3.0, np.float32)})
-    graph.keep("two", 2.0)
-    graph.add("Pow", "x two", "y")
-    return graph.model("y"), graph.inputs
-
-
-@register(STRUCTURE)
-def old_opset() -> Made:
-    """Ops of opset 12 have no bfloat16 yet; the meaning of Softmax changes with 13."""
-    graph = Graph({"x": row()}, opset=12)
-    graph.keep("w", square())
-    graph.add("MatMul", "x w", "h")
-    graph.add("Softmax", "h", "p", axis=1)
-    graph.add("ReduceSum", "p", "y", axes=[1], keepdims=1)
-    return graph.model("y p"), graph.inputs
-
-
-@register(STRUCTURE)
-def quantized() -> Made:
-    graph = linear()
-    graph.keep("step", 0.05), graph.keep("zero", 0, np.int8)
-    graph.add("QuantizeLinear", "h step zero", "q")
-    graph.add("DequantizeLinear", "q step zero", "y")
-    return graph.model("y"), graph.inputs
 
 
 @register(STRUCTURE)
