@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from torch import nn
 from ampaudit.core.errors import AuditError, SourceError
 from ampaudit.core.untrusted import describe
 from ampaudit.source.onnx.files import OnnxFile
+from ampaudit.source.onnx.functions import resolved, standard_body
 from ampaudit.source.onnx.names import NodeNames, owner_path, parameter_place
+from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
 from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Value
 from ampaudit.trace.internals import without_modes
@@ -29,6 +31,23 @@ _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
 )
 Scope = dict[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What holds for the nodes of the graph, or of a function that is called.
+
+    Attributes:
+        versions: of the operator sets, by domain.
+        attributes: those of the call, for references to them.
+        caller: the layer of the node that calls the function.
+        origin: metadata for all ops of a function that stands for one operator.
+    """
+
+    versions: Mapping[str, int]
+    attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
+    caller: str = ""
+    origin: Mapping[str, Any] | None = None
 
 
 class OnnxModel(nn.Module):
@@ -106,7 +125,7 @@ class _Program:
                 assert value.const_value is not None
                 yield self.names.stored(graph, name), self.file.tensor(value.const_value)
         for node in self.file.nodes():
-            if node.op_type == "Constant" and not node.domain:
+            if node.op_type == "Constant" and not node.domain and not _refers(node):
                 yield self.names.stored_constant(node), self.file.constant(node)
 
 
@@ -122,11 +141,9 @@ class _Run:
         graph = self._program.file.model.graph
         scope: Scope = dict(given)
         self._add_initializers(graph, scope)
-        self._run_nodes(graph, scope, {})
+        self._run_nodes(graph, scope, _Frame(self._program.file.model.opset_imports))
         found = {str(value.name): scope[str(value.name)] for value in graph.outputs}
-        outputs: dict[str, Any] = {
-            name: value.tensor() if isinstance(value, Known) else value for name, value in found.items()
-        }
+        outputs: dict[str, Any] = {name: _tensors(value) for name, value in found.items()}
         return outputs
 
     def _known_tensor(self, name: str) -> Known:
@@ -139,11 +156,12 @@ class _Run:
             if name not in scope:
                 scope[name] = self._known_tensor(self._program.names.stored(graph, name))
 
-    def _run_nodes(self, graph: Any, scope: Scope, attributes: Mapping[str, Any]) -> None:
+    def _run_nodes(self, graph: Any, scope: Scope, frame: _Frame) -> None:
         last_use = self._program.names.last_uses(graph)
         for node in graph:
-            with replaying(self._program.names.origin(node)):
-                results = self._results(node, scope, attributes)
+            origin = frame.origin or self._program.names.origin(node, frame.caller)
+            with replaying(origin):
+                results = self._results(node, scope, frame, origin)
             scope.update(
                 (str(output.name), result)
                 for output, result in zip(node.outputs, results, strict=False)
@@ -152,27 +170,58 @@ class _Run:
             for name in last_use.get(node, ()):
                 scope.pop(name, None)
 
-    def _results(self, node: ir.Node, scope: Scope, attributes: Mapping[str, Any]) -> Sequence[Value]:
-        if node.op_type == "Constant" and not node.domain:
-            return [self._known_tensor(self._program.names.stored_constant(node))]
+    def _results(
+        self, node: ir.Node, scope: Scope, frame: _Frame, origin: Mapping[str, Any]
+    ) -> Sequence[Value]:
         inputs = [None if value is None or not value.name else scope[value.name] for value in node.inputs]
-        function = function_for(node)
 
         def body(graph: ir.Graph, values: Sequence[Value]) -> list[Value]:
             inner = scope | {str(place.name): v for place, v in zip(graph.inputs, values, strict=True)}
             self._add_initializers(graph, inner)
-            self._run_nodes(graph, inner, attributes)
+            self._run_nodes(graph, inner, frame)
             return [inner[str(value.name)] for value in graph.outputs]
 
-        version = self._program.file.version(node)
-        call = NodeCall(node, version, inputs, body, attributes=attributes)
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        version = node.version or frame.versions.get(domain, frame.versions.get("", 1))
+        call = NodeCall(node, version, inputs, body, attributes=frame.attributes)
+        if node.op_type == "Constant" and not domain:
+            return [self._constant(call)]
         try:
-            known = self._known(call, function)
-            return known if known is not None else _listed(function(call, *inputs))
+            function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
+            if function is not None:
+                return self._called(function, call, _Frame(function.opset_imports, caller=_layer(origin)))
+            found = function_for(node)
+            if found is None:
+                standard = standard_body(call)
+                if standard is None:
+                    return opaque_results(call)
+                versions = {**frame.versions, **standard.opset_imports}
+                return self._called(standard, call, _Frame(versions, origin=origin))
+            known = self._known(call, found, origin)
+            return known if known is not None else _listed(found(call, *inputs))
         except AuditError as error:
-            raise self._located(node, str(error)) from error
+            raise self._located(node, error) from error
 
-    def _known(self, call: NodeCall, function: Any) -> list[Value] | None:
+    def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Value]:
+        """Run a function's body in place of a node."""
+        given = {name: a for name, a in function.attributes.items() if a.value is not None}
+        for name, attribute in call.node.attributes.items():
+            found = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute
+            if found is not None:
+                given[name] = found
+        values = [*call.inputs, *([None] * len(function.inputs))]
+        scope: Scope = {str(p.name): v for p, v in zip(function.inputs, values, strict=False)}
+        self._run_nodes(function, scope, replace(frame, attributes=given))
+        return [scope[str(value.name)] for value in function.outputs]
+
+    def _constant(self, call: NodeCall) -> Known:
+        name = self._program.names.stored_constant(call.node)
+        if name in self._program.stored and not _refers(call.node):
+            return self._known_tensor(name)
+        real = self._program.file.constant(resolved(call))
+        return Known(real, partial(_copied, real), constant=True)
+
+    def _known(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Value] | None:
         """Compute a node whose inputs are known; ``None`` if it must be traced."""
         inputs, node = call.inputs, call.node
         shapes_only = node.op_type in ("Shape", "Size") and not node.domain
@@ -188,6 +237,8 @@ class _Run:
             if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > 1 << 20:
                 return None
             found = _listed(function(real, *inputs))
+        if not all(isinstance(t, torch.Tensor) for t in found):
+            return None
         if all(not t.is_floating_point() for t in found):
             return [Known(t, partial(_copied, t)) for t in found]
         if any(t.numel() > _FOLDED for t in found):
@@ -196,15 +247,30 @@ class _Run:
 
         def traced(index: int) -> torch.Tensor:
             if not made:
-                with replaying(self._program.names.origin(node)):
+                with replaying(origin):
                     made.extend(_listed(function(call, *inputs)))
             return made[index]
 
         return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
 
-    def _located(self, node: ir.Node, what: str) -> SourceError:
+    def _located(self, node: ir.Node, error: AuditError) -> SourceError:
         name = f"{describe(self._program.names.of(node))} ({describe(node.op_type)})"
-        return SourceError(f"{self._program.file.shown}: the node {name}: {what}", hint="report the operator")
+        return SourceError(f"{self._program.file.shown}: the node {name}: {error.args[0]}", hint=error.hint)
+
+
+def _layer(origin: Mapping[str, Any]) -> str:
+    return str(next(iter(origin["nn_module_stack"])))
+
+
+def _refers(node: ir.Node) -> bool:
+    """Return whether a constant's value is an attribute of the function that it is in."""
+    return any(attribute.is_ref() for attribute in node.attributes.values())
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_tensors(item) for item in value]
+    return value.tensor() if isinstance(value, Known) else value
 
 
 def _listed(value: Any) -> list[Any]:

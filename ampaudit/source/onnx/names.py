@@ -43,15 +43,18 @@ class NodeNames:
         assert graph is not None
         return self.stored(graph, f"{node.outputs[0].name}")
 
-    def origin(self, node: ir.Node) -> Mapping[str, Any]:
-        """Return the metadata of the ops of a node: its name as layer, and the line that it comes from."""
-        if node not in self._origins:
-            name = self.of(node)
+    def origin(self, node: ir.Node, caller: str = "") -> Mapping[str, Any]:
+        """Return the metadata of the ops of a node: its name as layer, and the line that it comes from.
+
+        A node of a function is named after the node that calls the function, too.
+        """
+        if (node, caller) not in self._origins:
+            name = f"{caller}/{self.of(node)}" if caller else self.of(node)
             found: dict[str, Any] = {"nn_module_stack": {name: (name, node.op_type)}}
             if stack := node.metadata_props.get(_STACK):
                 found["stack_trace"] = stack
-            self._origins[node] = found
-        return self._origins[node]
+            self._origins[node, caller] = found
+        return self._origins[node, caller]
 
     def last_uses(self, graph: Any) -> Mapping[Any, list[str]]:
         """Return for each node of a graph the values that only it and nodes before it read."""
@@ -104,7 +107,7 @@ def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def owner_path(root: nn.Module, owner: nn.Module) -> str:
     """Return the path of a module in another."""
-    return str(next(path for path, module in root.named_modules() if module is owner))
+    return next(str(path) for path, module in root.named_modules() if module is owner)
 
 
 def _captured(node: ir.Node) -> set[str]:

@@ -22,6 +22,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Unsupported(SourceError):
     """A node that no function here computes."""
 
+    default_hint = "run `ampaudit` on a model without it, or report the operator"
+
 
 @dataclass(slots=True, eq=False)
 class Known:
@@ -73,7 +75,7 @@ class NodeCall:
     inputs: list[Value]
     run_body: RunBody
     real: bool = False
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return the value of an attribute, or its default."""
@@ -81,8 +83,8 @@ class NodeCall:
         if found is None:
             return default
         if found.ref_attr_name is not None:
-            return self.attributes.get(found.ref_attr_name, default)
-        return found.value
+            found = self.attributes.get(found.ref_attr_name)
+        return default if found is None else found.value
 
     def tensor(self, value: Value) -> torch.Tensor:
         """Return an input as a tensor."""
@@ -126,6 +128,13 @@ class NodeCall:
     def given(self, index: int) -> Value:
         """Return an input; ``None`` if it is left out."""
         return self.inputs[index] if index < len(self.inputs) else None
+
+    def wanted(self, index: int) -> bool:
+        """Return whether anything reads an output."""
+        outputs = self.node.outputs
+        return index < len(outputs) and bool(
+            outputs[index].name and (outputs[index].uses() or outputs[index].is_graph_output())
+        )
 
     def fault(self, what: str) -> Unsupported:
         """Return the error for a node that cannot be computed here."""

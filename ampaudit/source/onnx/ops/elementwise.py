@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Value
 
-__all__: list[str] = []
+__all__ = ["cast_tensor"]
 
 _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
@@ -74,7 +73,8 @@ def power(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
     exponent: Any = call.tensor(b)
     if isinstance(b, Known) and b.constant and b.real.numel() == 1 and b.real.ndim <= base.ndim:
         exponent = call.number(b)
-    return torch.pow(base, exponent).to(base.dtype)
+    made = torch.pow(base, exponent)
+    return made if made.dtype == base.dtype else made.to(base.dtype)
 
 
 @operator("Mod")
@@ -130,7 +130,15 @@ def cast(call: NodeCall, x: Value) -> torch.Tensor:
     if dtype is None:
         raise call.fault(f"no type {to.name}")
     tensor = call.tensor(x)
-    if tensor.dtype in FLOATS and dtype not in FLOATS and dtype is not torch.bool and not dtype.is_complex:
+    return cast_tensor(call, tensor, dtype)
+
+
+def cast_tensor(call: NodeCall, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert; floats are truncated to integers, and saturate in float8 unless told otherwise."""
+    if dtype.is_floating_point and dtype.itemsize == 1 and call.attribute("saturate", 1):
+        limit = torch.finfo(dtype).max
+        return tensor.clamp(-limit, limit).to(dtype)
+    if tensor.dtype in FLOATS and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
         tensor = tensor.trunc()
     return tensor.to(dtype)
 
@@ -138,7 +146,7 @@ def cast(call: NodeCall, x: Value) -> torch.Tensor:
 @operator("CastLike")
 def cast_like(call: NodeCall, x: Value, like: Value) -> torch.Tensor:
     """Convert to the type of another tensor."""
-    return call.tensor(x).to(call.tensor(like).dtype)
+    return cast_tensor(call, call.tensor(x), call.tensor(like).dtype)
 
 
 @operator("Identity")
@@ -173,28 +181,3 @@ def clip(call: NodeCall, x: Value, low: Value = None, high: Value = None) -> tor
             tensor = tensor if end is None else function(tensor, torch.as_tensor(end, dtype=tensor.dtype))
         return tensor
     return torch.clamp(tensor, ends[0], ends[1])
-
-
-@operator("Gelu")
-def gelu(call: NodeCall, x: Value) -> torch.Tensor:
-    """Apply the Gaussian error linear unit."""
-    return F.gelu(call.tensor(x), approximate=str(call.attribute("approximate", "none")))
-
-
-@operator("LeakyRelu")
-def leaky_relu(call: NodeCall, x: Value) -> torch.Tensor:
-    """Apply the leaky rectifier."""
-    return F.leaky_relu(call.tensor(x), call.attribute("alpha", 0.01))
-
-
-@operator("Softplus")
-def softplus(call: NodeCall, x: Value) -> torch.Tensor:
-    """Apply log(1 + exp(x))."""
-    return F.softplus(call.tensor(x), threshold=math.inf)
-
-
-@operator("HardSigmoid")
-def hard_sigmoid(call: NodeCall, x: Value) -> torch.Tensor:
-    """Apply the piecewise linear sigmoid."""
-    alpha, beta = call.attribute("alpha", 0.2), call.attribute("beta", 0.5)
-    return torch.clamp(call.tensor(x) * alpha + beta, 0, 1)

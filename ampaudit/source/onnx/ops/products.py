@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import NodeCall, Value
 
@@ -69,3 +72,45 @@ def pads_of(
         before.append(first)
         after.append(total - first)
     return [*before, *after]
+
+
+@operator("ConvTranspose")
+def conv_transpose(call: NodeCall, x: Value, w: Value, b: Value = None) -> Any:
+    """Apply the transpose of a convolution."""
+    tensor, weight = call.tensor(x), call.tensor(w)
+    rank = tensor.ndim - 2
+    strides = list(call.attribute("strides") or [1] * rank)
+    dilations = list(call.attribute("dilations") or [1] * rank)
+    extra = list(call.attribute("output_padding") or [0] * rank)
+    wanted, how = call.attribute("output_shape"), attribute_text(call, "auto_pad", "NOTSET")
+    pads = list(call.attribute("pads") or [0] * (2 * rank))
+    full = [
+        (size - 1) * stride + (width - 1) * dilation + 1
+        for size, stride, width, dilation in zip(
+            tensor.shape[2:], strides, weight.shape[2:], dilations, strict=True
+        )
+    ]
+    if wanted is None and how.startswith("SAME"):
+        wanted = [size * stride for size, stride in zip(tensor.shape[2:], strides, strict=True)]
+    if wanted is not None:
+        totals = [f + e - size for f, e, size in zip(full, extra, list(wanted)[-rank:], strict=True)]
+        extra = [e + max(0, -total) for e, total in zip(extra, totals, strict=True)]
+        totals = [max(0, total) for total in totals]
+        less, more = [t // 2 for t in totals], [t - t // 2 for t in totals]
+        pads = [*less, *more] if how == "SAME_UPPER" else [*more, *less]
+    before, after = pads[:rank], pads[rank:]
+    bias = None if b is None else call.tensor(b)
+    functions: Any = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+    limits = [max(stride, dilation) for stride, dilation in zip(strides, dilations, strict=True)]
+    fits = all(e < limit for e, limit in zip(extra, limits, strict=True))
+    ends = [e - a for e, a in zip(extra, after, strict=True)]
+    if before == after and fits:
+        return functions[rank - 1](
+            tensor, weight, bias, strides, before, extra, call.attribute("group", 1), dilations
+        )
+    made = functions[rank - 1](
+        tensor, weight, None, strides, [0] * rank, [0] * rank, call.attribute("group", 1), dilations
+    )
+    pairs = list(zip(before, ends, strict=True))[::-1]
+    made = torch.constant_pad_nd(made, [w for first, last in pairs for w in (-first, last)])
+    return made if bias is None else made + bias.reshape(-1, *[1] * rank)

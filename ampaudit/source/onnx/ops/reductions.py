@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.ops.shapes import axes_of
@@ -39,6 +39,8 @@ def reduce(call: NodeCall, x: Value, axes: Value = None) -> torch.Tensor:
     if name == "ReduceSum":
         return torch.sum(tensor, chosen, keep, dtype=tensor.dtype)
     if name in ("ReduceMax", "ReduceMin"):
+        if not tensor.numel():  # of nothing, it is the identity of the operation
+            return _empty_extreme(tensor, chosen, keep, name == "ReduceMax")
         return (torch.amax if name == "ReduceMax" else torch.amin)(tensor, chosen, keep)
     if name == "ReduceProd":
         for axis in sorted(a % tensor.ndim for a in chosen)[::-1]:
@@ -55,6 +57,17 @@ def reduce(call: NodeCall, x: Value, axes: Value = None) -> torch.Tensor:
     return torch.logsumexp(tensor, chosen, keep)
 
 
+def _empty_extreme(tensor: torch.Tensor, axes: list[int], keep: bool, largest: bool) -> torch.Tensor:
+    sizes = torch.empty(tensor.shape, device="meta").sum(axes, keep).shape
+    if tensor.dtype == torch.bool:
+        return torch.full(sizes, not largest)
+    info = torch.finfo if tensor.is_floating_point() else torch.iinfo
+    end: Any = info(tensor.dtype).min if largest else info(tensor.dtype).max
+    if tensor.is_floating_point():
+        end = -math.inf if largest else math.inf
+    return torch.full(sizes, end, dtype=tensor.dtype)
+
+
 @operator("Softmax", "LogSoftmax")
 def softmax(call: NodeCall, x: Value) -> torch.Tensor:
     """Apply softmax along an axis; before version 13, over all axes from that one on."""
@@ -67,37 +80,6 @@ def softmax(call: NodeCall, x: Value) -> torch.Tensor:
         return function(tensor, axis)
     flat = tensor.reshape(*tensor.shape[:axis], -1)
     return function(flat, -1).reshape(tensor.shape)
-
-
-@operator("LayerNormalization")
-def layer_norm(call: NodeCall, x: Value, scale: Value, bias: Value = None) -> Any:
-    """Normalize over the last axes; statistics are computed in float32."""
-    tensor = call.tensor(x)
-    axis = call.attribute("axis", -1) % tensor.ndim
-    shape = list(tensor.shape[axis:])
-    weight = call.tensor(scale).expand(shape)
-    shift = None if bias is None else call.tensor(bias).expand(shape)
-    eps = call.attribute("epsilon", 1e-5)
-    made = F.layer_norm(tensor, shape, weight, shift, eps)
-    if not any(output.uses() or output.is_graph_output() for output in call.node.outputs[1:]):
-        return made
-    axes = list(range(axis, tensor.ndim))
-    wide = tensor.float()
-    mean = wide.mean(axes, keepdim=True)
-    deviation = torch.rsqrt((wide - mean).square().mean(axes, keepdim=True) + eps)
-    return made, mean, deviation
-
-
-@operator("BatchNormalization")
-def batch_norm(
-    call: NodeCall, x: Value, scale: Value, bias: Value, mean: Value, variance: Value
-) -> torch.Tensor:
-    """Normalize with stored statistics."""
-    if call.attribute("training_mode", 0):
-        raise call.fault("it is in training mode")
-    weight, shift, center, spread = (call.tensor(value) for value in (scale, bias, mean, variance))
-    eps = call.attribute("epsilon", 1e-5)
-    return F.batch_norm(call.tensor(x), center, spread, weight, shift, training=False, eps=eps)
 
 
 @operator("ArgMax", "ArgMin")
@@ -125,15 +107,49 @@ def topk(call: NodeCall, x: Value, k: Value = None) -> Any:
     )
 
 
-@operator("CumSum")
-def cumsum(call: NodeCall, x: Value, axis: Value) -> torch.Tensor:
-    """Add up along an axis."""
-    tensor, dim = call.tensor(x), int(call.number(axis))
+@operator("CumSum", "CumProd")
+def cumulated(call: NodeCall, x: Value, axis: Value) -> torch.Tensor:
+    """Add up or multiply along an axis."""
+    tensor, dim, adds = call.tensor(x), int(call.number(axis)), call.node.op_type == "CumSum"
     back = call.attribute("reverse", 0)
     tensor = tensor.flip(dim) if back else tensor
-    made = torch.cumsum(tensor, dim, dtype=tensor.dtype)
+    made = (torch.cumsum if adds else torch.cumprod)(tensor, dim, dtype=tensor.dtype)
     if call.attribute("exclusive", 0):
-        made = torch.cat(
-            [torch.zeros_like(made.narrow(dim, 0, 1)), made.narrow(dim, 0, made.shape[dim] - 1)], dim
-        )
+        first = (torch.zeros_like if adds else torch.ones_like)(made.narrow(dim, 0, 1))
+        made = torch.cat([first, made.narrow(dim, 0, made.shape[dim] - 1)], dim)
     return made.flip(dim) if back else made
+
+
+@operator("Det")
+def det(call: NodeCall, x: Value) -> Any:
+    """Compute determinants."""
+    return torch.det(call.tensor(x))
+
+
+@operator("DFT")
+def dft(call: NodeCall, x: Value, length: Value = None, axis: Value = None) -> Any:
+    """Transform a real or complex signal."""
+    tensor, one_sided = call.tensor(x), bool(call.attribute("onesided", 0))
+    dim = call.attribute("axis", 1) if call.version < 20 else -2 if axis is None else int(call.number(axis))
+    dim = dim % tensor.ndim
+    size = None if length is None else int(call.number(length))
+    real = tensor.shape[-1] == 1
+    signal = tensor.squeeze(-1) if real else torch.view_as_complex(tensor.contiguous())
+    if call.attribute("inverse", 0):
+        if one_sided:
+            return torch.fft.irfft(signal, size, dim).unsqueeze(-1)
+        return torch.view_as_real(torch.fft.ifft(signal, size, dim))
+    return torch.view_as_real((torch.fft.rfft if one_sided else torch.fft.fft)(signal, size, dim))
+
+
+@operator("STFT")
+def stft(call: NodeCall, x: Value, step: Value, window: Value = None, length: Value = None) -> torch.Tensor:
+    """Transform windows of a signal."""
+    tensor = call.tensor(x)
+    size = int(call.number(length)) if length is not None else call.tensor(window).shape[0]
+    real = tensor.shape[-1] == 1
+    signal = tensor.squeeze(-1) if real else torch.view_as_complex(tensor.contiguous())
+    frames = signal.unfold(1, size, int(call.number(step)))
+    frames = frames if window is None else frames * call.tensor(window)
+    one_sided = real and call.attribute("onesided", 1)
+    return torch.view_as_real((torch.fft.rfft if one_sided else torch.fft.fft)(frames))

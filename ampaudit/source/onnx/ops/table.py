@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampaudit.source.onnx.ops import elementwise, indexing, products, reductions, shapes  # noqa: F401
+from ampaudit.source.onnx.ops import (  # noqa: F401
+    activations,
+    control,
+    elementwise,
+    indexing,
+    norms,
+    pooling,
+    products,
+    reductions,
+    resizing,
+    sequences,
+    shapes,
+)
 from ampaudit.source.onnx.ops.registry import OPERATORS, Operator
-from ampaudit.source.onnx.values import Unsupported
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -14,14 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["function_for"]
 
 
-def function_for(node: ir.Node) -> Operator:
-    """Return the function that computes a node.
-
-    Raises:
-        Unsupported: there is none.
-    """
-    domain = "" if node.domain == "ai.onnx" else node.domain
-    try:
-        return OPERATORS[domain, node.op_type]
-    except KeyError:
-        raise Unsupported(f"no operator {node.op_type} of {domain or 'ai.onnx'}") from None
+def function_for(node: ir.Node) -> Operator | None:
+    """Return the function that computes a node; ``None`` if there is none."""
+    return OPERATORS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))

@@ -1,0 +1,82 @@
+"""Control flow, along the path that the inputs take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ampaudit.source.onnx.ops.registry import operator
+from ampaudit.source.onnx.values import Known, NodeCall, Value
+
+__all__: list[str] = []
+
+
+def _counted(number: int) -> Known:
+    return Known(torch.tensor(number), lambda: torch.tensor(number))
+
+
+def _truth(value: bool) -> Known:
+    return Known(torch.tensor(value), lambda: torch.tensor(value))
+
+
+@operator("If")
+def if_(call: NodeCall, condition: Value) -> Any:
+    """Run one of two graphs."""
+    return tuple(call.run_body(call.attribute(f"{'then' if call.number(condition) else 'else'}_branch"), []))
+
+
+@operator("Loop")
+def loop(call: NodeCall, limit: Value = None, condition: Value = None, *carried: Value) -> Any:
+    """Run a graph again and again; a condition that is known costs no read."""
+    body, values, rows = call.attribute("body"), list(carried), []
+    limits = None if limit is None else int(call.number(limit))
+    going = True if condition is None else bool(call.number(condition))
+    count = 0
+    while going and (limits is None or count < limits):
+        told = _truth(True)
+        ended, *made = call.run_body(body, [_counted(count), told, *values])
+        values, row = made[: len(values)], made[len(values) :]
+        rows.append([call.tensor(value) for value in row])
+        count += 1
+        if limits is None or count < limits:
+            going = bool(call.number(ended))
+    columns = [torch.stack(list(column)) for column in zip(*rows, strict=True)]
+    if not rows:
+        columns = [_no_rows(output) for output in list(body.outputs)[1 + len(values) :]]
+    return (*values, *columns)
+
+
+@operator("Scan")
+def scan(call: NodeCall, *inputs: Value) -> Any:
+    """Run a graph on each slice of some inputs."""
+    if call.version < 9:
+        raise call.fault("Scan before version 9 is not supported")
+    body, count = call.attribute("body"), call.attribute("num_scan_inputs")
+    values, scanned = list(inputs[:-count]), [call.tensor(value) for value in inputs[-count:]]
+    axes = list(call.attribute("scan_input_axes") or [0] * count)
+    backwards = list(call.attribute("scan_input_directions") or [0] * count)
+    length, rows = scanned[0].shape[axes[0]], []
+    for step in range(length):
+        places = [length - 1 - step if back else step for back in backwards]
+        slices = [t.select(axis, place) for t, axis, place in zip(scanned, axes, places, strict=True)]
+        made = call.run_body(body, [*values, *slices])
+        values, row = made[: len(values)], made[len(values) :]
+        rows.append([call.tensor(value) for value in row])
+    width = len(call.node.outputs) - len(values)
+    out_axes = list(call.attribute("scan_output_axes") or [0] * width)
+    out_backwards = list(call.attribute("scan_output_directions") or [0] * width)
+    columns = [
+        torch.stack(list(column)[::-1] if back else list(column), axis)
+        for column, back, axis in zip(zip(*rows, strict=True), out_backwards, out_axes, strict=True)
+    ]
+    return (*values, *columns)
+
+
+def _no_rows(output: Any) -> torch.Tensor:
+    """Return what a loop without iterations stacks."""
+    from ampaudit.source.onnx.files import torch_dtype_of
+
+    sizes = [size if isinstance(size, int) else 0 for size in (output.shape or ())]
+    dtype = torch_dtype_of(output.dtype) if output.dtype is not None else None
+    return torch.empty([0, *sizes], dtype=dtype)

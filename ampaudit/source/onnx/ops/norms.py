@@ -1,0 +1,146 @@
+"""Normalizations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ampaudit.source.onnx.ops.registry import operator
+from ampaudit.source.onnx.values import NodeCall, Value
+
+__all__: list[str] = []
+
+
+@operator("LayerNormalization")
+def layer_norm(call: NodeCall, x: Value, scale: Value, bias: Value = None) -> Any:
+    """Normalize over the last axes; statistics are computed in float32."""
+    tensor = call.tensor(x)
+    axis = call.attribute("axis", -1) % tensor.ndim
+    shift = None if bias is None else call.tensor(bias)
+    made = _layer_normed(call, tensor, call.tensor(scale), shift, axis)
+    return (made, *_statistics(call, tensor, axis, (1, 2)))
+
+
+@operator("RMSNormalization")
+@operator("SimplifiedLayerNormalization")
+@operator("SimplifiedLayerNormalization", domain="com.microsoft")
+def rms_norm(call: NodeCall, x: Value, scale: Value) -> Any:
+    """Divide by the root of the mean square over the last axes."""
+    tensor = call.tensor(x)
+    axis = call.attribute("axis", -1) % tensor.ndim
+    made = _rms_normed(call, tensor, call.tensor(scale), axis)
+    return (made, _inverse_root(call, tensor)) if call.wanted(1) else made
+
+
+@operator("SkipLayerNormalization", domain="com.microsoft")
+def skip_layer_norm(
+    call: NodeCall, x: Value, skip: Value, scale: Value, bias: Value = None, before: Value = None
+) -> Any:
+    """Add, then normalize over the last axis."""
+    total = _added(call, x, skip, before)
+    shift = None if bias is None else call.tensor(bias)
+    made = _layer_normed(call, total, call.tensor(scale), shift, total.ndim - 1)
+    return (made, *_statistics(call, total, total.ndim - 1, (1, 2)), total)
+
+
+@operator("SkipSimplifiedLayerNormalization", domain="com.microsoft")
+def skip_rms_norm(call: NodeCall, x: Value, skip: Value, scale: Value, before: Value = None) -> Any:
+    """Add, then divide by the root of the mean square over the last axis."""
+    total = _added(call, x, skip, before)
+    made = _rms_normed(call, total, call.tensor(scale), total.ndim - 1)
+    return made, None, _inverse_root(call, total) if call.wanted(2) else None, total
+
+
+def _added(call: NodeCall, x: Value, skip: Value, bias: Value) -> torch.Tensor:
+    total = call.tensor(x) + call.tensor(skip)
+    return total if bias is None else total + call.tensor(bias)
+
+
+def _layer_normed(
+    call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, axis: int
+) -> torch.Tensor:
+    shape = list(tensor.shape[axis:])
+    weight = scale.expand(shape)
+    shift = None if bias is None else bias.expand(shape)
+    return F.layer_norm(tensor, shape, weight, shift, call.attribute("epsilon", _epsilon(call)))
+
+
+def _rms_normed(call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
+    shape = list(tensor.shape[axis:])
+    return F.rms_norm(tensor, shape, scale.expand(shape), call.attribute("epsilon", _epsilon(call)))
+
+
+def _epsilon(call: NodeCall) -> float:
+    return 1e-12 if call.node.op_type.startswith("Skip") else 1e-5
+
+
+def _statistics(
+    call: NodeCall, tensor: torch.Tensor, axis: int, places: tuple[int, int]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the mean and the inverse deviation if anything reads them."""
+    if not any(call.wanted(place) for place in places):
+        return None, None
+    axes, wide = list(range(axis, tensor.ndim)), tensor.float()
+    mean = wide.mean(axes, keepdim=True)
+    variance = (wide - mean).square().mean(axes, keepdim=True)
+    return mean, torch.rsqrt(variance + call.attribute("epsilon", _epsilon(call)))
+
+
+def _inverse_root(call: NodeCall, tensor: torch.Tensor) -> torch.Tensor:
+    mean = tensor.float().square().mean(-1, keepdim=True)
+    return torch.rsqrt(mean + call.attribute("epsilon", _epsilon(call)))
+
+
+@operator("GroupNormalization")
+def group_norm(call: NodeCall, x: Value, scale: Value, bias: Value) -> torch.Tensor:
+    """Normalize groups of channels; before version 21 each group has one scale."""
+    tensor, groups = call.tensor(x), call.attribute("num_groups")
+    weight, shift = call.tensor(scale), call.tensor(bias)
+    if weight.shape[0] != tensor.shape[1]:
+        weight, shift = (t.repeat_interleave(tensor.shape[1] // groups) for t in (weight, shift))
+    return F.group_norm(tensor, groups, weight, shift, call.attribute("epsilon", 1e-5))
+
+
+@operator("InstanceNormalization")
+def instance_norm(call: NodeCall, x: Value, scale: Value, bias: Value) -> torch.Tensor:
+    """Normalize each channel."""
+    tensor = call.tensor(x)
+    weight, shift = call.tensor(scale), call.tensor(bias)
+    return F.group_norm(tensor, tensor.shape[1], weight, shift, call.attribute("epsilon", 1e-5))
+
+
+@operator("BatchNormalization")
+def batch_norm(call: NodeCall, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Any:
+    """Normalize with stored statistics, or in training mode with those of the batch."""
+    tensor, eps = call.tensor(x), call.attribute("epsilon", 1e-5)
+    weight, shift, center, spread = (call.tensor(value) for value in (scale, bias, mean, variance))
+    if not call.attribute("training_mode", 0):
+        return F.batch_norm(tensor, center, spread, weight, shift, training=False, eps=eps)
+    made = F.batch_norm(tensor, None, None, weight, shift, training=True, eps=eps)
+    axes, kept = [axis for axis in range(tensor.ndim) if axis != 1], call.attribute("momentum", 0.9)
+    found = torch.var_mean(tensor, axes, correction=0)
+    return (
+        made,
+        center * kept + found[1] * (1 - kept),
+        spread * kept + found[0] * (1 - kept),
+    )
+
+
+@operator("LpNormalization")
+def lp_norm(call: NodeCall, x: Value) -> torch.Tensor:
+    """Divide by a norm along an axis; what has the norm 0 stays 0."""
+    tensor = call.tensor(x)
+    norm = torch.linalg.vector_norm(tensor, call.attribute("p", 2), call.attribute("axis", -1), keepdim=True)
+    return torch.where(norm == 0, torch.zeros_like(tensor), tensor / norm)
+
+
+@operator("LRN")
+def local_response_norm(call: NodeCall, x: Value) -> torch.Tensor:
+    """Divide by a power of the sum of squares of near channels."""
+    tensor, size = call.tensor(x), call.attribute("size")
+    pads = [0, 0] * (tensor.ndim - 2) + [(size - 1) // 2, size // 2]
+    near = torch.constant_pad_nd(tensor * tensor, pads).unfold(1, size, 1).sum(-1)
+    scaled = near * (call.attribute("alpha", 1e-4) / size) + call.attribute("bias", 1.0)
+    return tensor / torch.pow(scaled, call.attribute("beta", 0.75))
