@@ -29,7 +29,8 @@ def clamp_masks(
 ) -> dict[str, float]:
     """Clamp the masks of a model, in place.
 
-    The new least value is half the format's lowest number, so that scores and a second mask may be added.
+    The new least value is a quarter of the format's lowest number, so that scores and a second mask may be
+    added with headroom.
 
     Returns:
         The lowest value before, by the name of the constant.
@@ -37,7 +38,7 @@ def clamp_masks(
     import onnx_ir as ir
 
     found: dict[str, float] = {}
-    lowest = torch.finfo(dtype).min / 2
+    lowest = torch.finfo(dtype).min / 4
     for value, constant, put in _constants(model):
         values = tensor_of(constant)
         beyond = values.isfinite() & (values < 0) & values.to(dtype).isinf()

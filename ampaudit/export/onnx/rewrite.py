@@ -11,6 +11,7 @@ import torch
 
 from ampaudit.export.onnx.regions import Regions
 from ampaudit.export.onnx.types import bodies_of, is_float32
+from ampaudit.source.onnx.files import torch_dtype_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -58,6 +59,7 @@ class Rewriter:
         self._graph(self.model.graph, None)
         for graph in graphs:
             self._drop_idle_casts(graph)
+            self._detach(graph)
 
     def _graph(self, graph: ir.Graph, parent: ir.Node | None) -> None:
         border = self.low_io if parent is None else self.regions.is_low(parent)
@@ -143,16 +145,21 @@ class Rewriter:
         node.attributes["value"] = ir.AttrTensor("value", tensor)
 
     def _lowered(self, tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+        return self._lazily(tensor, self.low, name)
+
+    def _lazily(self, tensor: ir.TensorProtocol, to: ir.DataType, name: str) -> ir.TensorProtocol:
+        """Return a tensor that is read, and converted, when it is needed."""
         import onnx_ir as ir
 
-        dtype = torch.float16 if self.low is ir.DataType.FLOAT16 else torch.bfloat16
+        dtype = torch_dtype_of(to)
 
         def make() -> ir.TensorProtocol:
-            made = self.tensor_of(tensor).to(dtype)
-            array = made.contiguous().view(torch.int16).numpy().view(self.low.numpy())
-            return ir.Tensor(array, dtype=self.low, name=name)
+            made = self.tensor_of(tensor).to(dtype).contiguous()
+            if made.element_size() == 2 and made.is_floating_point():
+                return ir.Tensor(made.view(torch.int16).numpy().view(to.numpy()), dtype=to, name=name)
+            return ir.Tensor(made.numpy(), dtype=to, name=name)
 
-        return ir.LazyTensor(make, dtype=self.low, shape=ir.Shape(_shape(tensor)), name=name)
+        return ir.LazyTensor(make, dtype=to, shape=ir.Shape(_shape(tensor)), name=name)
 
     def _cast(self, graph: ir.Graph, value: ir.Value, *, to_low: bool) -> ir.Value:
         import onnx_ir as ir
@@ -189,6 +196,15 @@ class Rewriter:
             filled = torch.zeros(1) if given is None else self.tensor_of(given.value).reshape(1)
             made = self._lowered(ir.tensor(filled.numpy()), "value")
             node.attributes["value"] = ir.AttrTensor("value", made)
+
+    def _detach(self, graph: ir.Graph) -> None:
+        """Read what is still in the original's files when the new one is written."""
+        import onnx_ir as ir
+
+        for value in graph.initializers.values():
+            stored = value.const_value
+            if isinstance(stored, ir.ExternalTensor):
+                value.const_value = self._lazily(stored, stored.dtype, str(value.name))
 
     def _drop_idle_casts(self, graph: ir.Graph) -> None:
         """Remove casts of a value to the type that it has."""

@@ -12,7 +12,7 @@ from ampaudit.source.onnx.values import Known, NodeCall, Value
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["resolved", "standard_body", "onnx_type_of"]
+__all__ = ["onnx_type_of", "resolved", "standard_body"]
 
 
 def resolved(call: NodeCall) -> ir.Node:

@@ -103,7 +103,7 @@ class NodeCall:
         if self.real or not isinstance(value, Known) or not value.constant or isinstance(beside, Known):
             return self.tensor(value)
         real, other = value.real, self.tensor(beside)
-        if real.numel() != 1 or real.ndim > other.ndim or real.dtype != other.dtype:
+        if real.numel() != 1 or real.ndim > other.ndim or not _alike(real.dtype, other.dtype):
             return self.tensor(value)
         return value.items()[0]
 
@@ -139,3 +139,8 @@ class NodeCall:
     def fault(self, what: str) -> Unsupported:
         """Return the error for a node that cannot be computed here."""
         return Unsupported(what)
+
+
+def _alike(one: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether two types are one in the file; under a policy, floats differ."""
+    return one == other or (one in FLOATS and other in FLOATS)

@@ -74,7 +74,8 @@ def power(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
     if isinstance(b, Known) and b.constant and b.real.numel() == 1 and b.real.ndim <= base.ndim:
         exponent = call.number(b)
     made = torch.pow(base, exponent)
-    return made if made.dtype == base.dtype else made.to(base.dtype)
+    # of floats it is the type that a policy gives
+    return made if base.dtype in FLOATS else made.to(base.dtype)
 
 
 @operator("Mod")

@@ -37,21 +37,21 @@ def reduce(call: NodeCall, x: Value, axes: Value = None) -> torch.Tensor:
             else tensor.double().mean(chosen, keep).to(tensor.dtype)
         )
     if name == "ReduceSum":
-        return torch.sum(tensor, chosen, keep, dtype=tensor.dtype)
+        return torch.sum(tensor, chosen, keep, dtype=_kept(tensor))
     if name in ("ReduceMax", "ReduceMin"):
         if not tensor.numel():  # of nothing, it is the identity of the operation
             return _empty_extreme(tensor, chosen, keep, name == "ReduceMax")
         return (torch.amax if name == "ReduceMax" else torch.amin)(tensor, chosen, keep)
     if name == "ReduceProd":
         for axis in sorted(a % tensor.ndim for a in chosen)[::-1]:
-            tensor = torch.prod(tensor, axis, keep, dtype=tensor.dtype)
+            tensor = torch.prod(tensor, axis, keep, dtype=_kept(tensor))
         return tensor
     if name == "ReduceSumSquare":
-        return torch.sum(tensor * tensor, chosen, keep, dtype=tensor.dtype)
+        return torch.sum(tensor * tensor, chosen, keep, dtype=_kept(tensor))
     if name == "ReduceL1":
-        return torch.sum(tensor.abs(), chosen, keep, dtype=tensor.dtype)
+        return torch.sum(tensor.abs(), chosen, keep, dtype=_kept(tensor))
     if name == "ReduceL2":
-        return torch.sqrt(torch.sum(tensor * tensor, chosen, keep, dtype=tensor.dtype))
+        return torch.sqrt(torch.sum(tensor * tensor, chosen, keep, dtype=_kept(tensor)))
     if name == "ReduceLogSum":
         return torch.log(torch.sum(tensor, chosen, keep))
     return torch.logsumexp(tensor, chosen, keep)
@@ -65,7 +65,12 @@ def _empty_extreme(tensor: torch.Tensor, axes: list[int], keep: bool, largest: b
     end: Any = info(tensor.dtype).min if largest else info(tensor.dtype).max
     if tensor.is_floating_point():
         end = -math.inf if largest else math.inf
-    return torch.full(sizes, end, dtype=tensor.dtype)
+    return torch.full(sizes, end, dtype=_kept(tensor))
+
+
+def _kept(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the type of a sum: that of integers; of floats it is the type that a policy gives."""
+    return None if tensor.is_floating_point() else tensor.dtype
 
 
 @operator("Softmax", "LogSoftmax")
@@ -113,7 +118,7 @@ def cumulated(call: NodeCall, x: Value, axis: Value) -> torch.Tensor:
     tensor, dim, adds = call.tensor(x), int(call.number(axis)), call.node.op_type == "CumSum"
     back = call.attribute("reverse", 0)
     tensor = tensor.flip(dim) if back else tensor
-    made = (torch.cumsum if adds else torch.cumprod)(tensor, dim, dtype=tensor.dtype)
+    made = (torch.cumsum if adds else torch.cumprod)(tensor, dim, dtype=_kept(tensor))
     if call.attribute("exclusive", 0):
         first = (torch.zeros_like if adds else torch.ones_like)(made.narrow(dim, 0, 1))
         made = torch.cat([first, made.narrow(dim, 0, made.shape[dim] - 1)], dim)
