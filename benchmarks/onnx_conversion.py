@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -91,8 +92,7 @@ def converted(name: str, python: str, model: Path, folder: Path, options: argpar
     command = [python, *(part.format(**places) for part in COMMANDS[name])]
     made: list[Run] = []
     while len(made) < options.repeats:
-        for old in folder.glob("*"):
-            old.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
         if name != "ampaudit":
             folder.mkdir(exist_ok=True)
         made.append(run(command, options.limit))
@@ -128,8 +128,7 @@ def verdict(outputs: dict[str, Any], reference: dict[str, Any], tolerance: float
     floats = {n: a.astype(np.float64) for n, a in reference.items() if a.dtype.kind == "f"}
     ours = {n: outputs[n].astype(np.float64) for n in floats}
     if any(not np.isfinite(a[np.isfinite(floats[n])]).all() for n, a in ours.items()):
-        words = {"nan": any(np.isnan(a).any() for a in ours.values())}
-        return {"verdict": "NaN" if words["nan"] else "Inf", "error": None}
+        return {"verdict": "NaN" if any(np.isnan(a).any() for a in ours.values()) else "Inf", "error": None}
     if any(not a.any() and floats[n].any() for n, a in ours.items()):
         return {"verdict": "zeros", "error": 1.0}
     error = max(float(np.abs(a - floats[n]).max() / np.abs(floats[n]).max()) for n, a in ours.items())
