@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -77,7 +78,7 @@ def run(command: list[str], limit: float) -> Run:
     made = subprocess.run(launcher, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
     *lines, figures = made.stderr.decode(errors="replace").strip().splitlines()
     said = [line for line in lines if line.strip()]
-    return Run(*json.loads(figures), said[-1][:300] if said else "")
+    return Run(*json.loads(figures), without_folders(said[-1]) if said else "")
 
 
 def converted(name: str, python: str, model: Path, folder: Path, options: argparse.Namespace) -> list[Run]:
@@ -170,7 +171,12 @@ def failure(call: Any) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+    return without_folders(f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
+
+
+def without_folders(text: str) -> str:
+    """Shorten absolute paths to file names: results name no machine."""
+    return re.sub(r"(?<!\S)/\S*/", "", text)[:300]
 
 
 def measured(
