@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -76,7 +78,7 @@ def run(command: list[str], limit: float) -> Run:
     made = subprocess.run(launcher, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
     *lines, figures = made.stderr.decode(errors="replace").strip().splitlines()
     said = [line for line in lines if line.strip()]
-    return Run(*json.loads(figures), said[-1][:300] if said else "")
+    return Run(*json.loads(figures), without_folders(said[-1]) if said else "")
 
 
 def converted(name: str, python: str, model: Path, folder: Path, options: argparse.Namespace) -> list[Run]:
@@ -91,8 +93,7 @@ def converted(name: str, python: str, model: Path, folder: Path, options: argpar
     command = [python, *(part.format(**places) for part in COMMANDS[name])]
     made: list[Run] = []
     while len(made) < options.repeats:
-        for old in folder.glob("*"):
-            old.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
         if name != "ampaudit":
             folder.mkdir(exist_ok=True)
         made.append(run(command, options.limit))
@@ -128,8 +129,7 @@ def verdict(outputs: dict[str, Any], reference: dict[str, Any], tolerance: float
     floats = {n: a.astype(np.float64) for n, a in reference.items() if a.dtype.kind == "f"}
     ours = {n: outputs[n].astype(np.float64) for n in floats}
     if any(not np.isfinite(a[np.isfinite(floats[n])]).all() for n, a in ours.items()):
-        words = {"nan": any(np.isnan(a).any() for a in ours.values())}
-        return {"verdict": "NaN" if words["nan"] else "Inf", "error": None}
+        return {"verdict": "NaN" if any(np.isnan(a).any() for a in ours.values()) else "Inf", "error": None}
     if any(not a.any() and floats[n].any() for n, a in ours.items()):
         return {"verdict": "zeros", "error": 1.0}
     error = max(float(np.abs(a - floats[n]).max() / np.abs(floats[n]).max()) for n, a in ours.items())
@@ -171,7 +171,12 @@ def failure(call: Any) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+    return without_folders(f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
+
+
+def without_folders(text: str) -> str:
+    """Shorten absolute paths to file names: results name no machine."""
+    return re.sub(r"(?<!\S)/\S*/", "", text)[:300]
 
 
 def measured(

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from benchmarks.onnx_conversion import counted
+from benchmarks.onnx_conversion import verdict as judge
 from tests.support.onnx_models import GENERATED, build
 from tests.support.onnx_models.case import Arrays, Graph, value
 from tests.support.onnx_models.odd import ODD, REFUSED_BY
@@ -187,6 +189,16 @@ def test_a_conversion_is_broken_at_the_named_node(name: str, tmp_path: Path) -> 
         assert all(worst(bad, exact, node) < 5e-3 for node in nodes[: nodes.index(made.node)])
     else:
         assert next(node for node in nodes if not worst(bad, exact, node) < 0.1) == made.node
+
+
+def test_the_benchmark_counts_and_judges() -> None:
+    good = pair("wrong_constant").good
+    assert counted(good) == ({TensorProto.FLOAT, HALF, TensorProto.INT64}, 7, 4)
+    exact = {"y": np.array([1.0, 2.0], np.float32), "index": np.array([1])}
+    changes = {"ok": [1.0, 2.001], "wrong": [1.0, 2.1], "zeros": [0.0, 0.0]}
+    changes |= {"Inf": [1.0, np.inf], "NaN": [np.nan, np.inf]}
+    for verdict, changed in changes.items():
+        assert judge({"y": np.array(changed, np.float32)}, exact, 1e-2)["verdict"] == verdict
 
 
 def worst(found: Arrays, exact: Arrays, name: str) -> NDArray:
