@@ -7,6 +7,7 @@ from it, by moving, selecting, scaling or adding to scores, ends in a softmax.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ __all__ = ["clamp_masks"]
 _ENDS = {"Softmax", "LogSoftmax"}
 _THROUGH = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
 _MAX_STEPS = 2000
+_Put = Callable[["ir.TensorProtocol"], None]
 
 
 def clamp_masks(
@@ -29,30 +31,35 @@ def clamp_masks(
 ) -> dict[str, float]:
     """Clamp the masks of a model, in place.
 
-    The new least value is a quarter of the format's lowest number, so that scores and a second mask may be
-    added with headroom.
+    The new least value of a mask is half the format's lowest number, so that scores may be added; less by
+    the number of masks that are added to the same scores. A larger magnitude is better: in a row that is
+    masked as a whole, it swallows the scores, as the original does.
 
     Returns:
         The lowest value before, by the name of the constant.
     """
     import onnx_ir as ir
 
-    found: dict[str, float] = {}
-    lowest = torch.finfo(dtype).min / 4
+    masks: list[tuple[ir.Value, torch.Tensor, set[ir.Node], _Put]] = []
     for value, constant, put in _constants(model):
         values = tensor_of(constant)
-        beyond = values.isfinite() & (values < 0) & values.to(dtype).isinf()
-        if not beyond.any() or values.to(dtype).isposinf().any() or not _is_mask(value):
-            continue
+        lowered = values.to(dtype)
+        if (lowered.isneginf() & values.isfinite()).any() and not lowered.isposinf().any():
+            ends = _softmaxes(value)
+            if ends is not None:
+                masks.append((value, values, ends, put))
+    together = Counter(end for _, _, ends, _ in masks for end in ends)
+    found: dict[str, float] = {}
+    for value, values, ends, put in masks:
+        lowest = torch.finfo(dtype).min / 2 / max(together[end] for end in ends)
+        beyond = values.to(dtype).isneginf() & values.isfinite()
         found[str(value.name)] = float(values[beyond].amin())
-        clamped = torch.where(beyond, torch.tensor(lowest), values)
-        put(ir.tensor(clamped.numpy(), name=str(constant.name or value.name)))
+        clamped = torch.where(beyond, torch.tensor(lowest, dtype=values.dtype), values)
+        put(ir.tensor(clamped.numpy(), name=str(value.name)))
     return found
 
 
-def _constants(
-    model: ir.Model,
-) -> Iterator[tuple[ir.Value, ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]:
+def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _Put]]:
     """Return the stored values of float32, each with a function that replaces it."""
     import onnx_ir as ir
 
@@ -74,25 +81,27 @@ def _constants(
             yield node.outputs[0], tensor, put
 
 
-def _is_mask(value: ir.Value) -> bool:
-    """Return whether everything that is computed from a value ends in a softmax."""
+def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
+    """Return the softmax nodes in which all that is computed from a value ends; ``None`` if not all does."""
     pending, seen = [value], {value}
+    ends: set[ir.Node] = set()
     while pending:
         current = pending.pop()
         uses = list(current.uses())
         if not uses or current.is_graph_output() or len(seen) > _MAX_STEPS:
-            return False
+            return None
         for use in uses:
             node = use.node
             if node is None or node.domain not in ("", "ai.onnx"):
-                return False
+                return None
             if node.op_type in _ENDS:
+                ends.add(node)
                 continue
             if node.op_type not in _THROUGH or (node.op_type in ("Sub", "Div") and use.idx == 1):
-                return False
+                return None
             if not is_float32(node.outputs[0]):
-                return False
+                return None
             fresh = set(node.outputs) - seen
             seen |= fresh
             pending.extend(fresh)
-    return True
+    return ends
