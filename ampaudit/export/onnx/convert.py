@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ampaudit.audit.config import ScanConfig
-from ampaudit.audit.scan import audit_policies
+import torch
+
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
 from ampaudit.core.errors import RunFailed, UsageError, first_line
 from ampaudit.core.files import staged_directory
+from ampaudit.core.formats import low_precision_format
 from ampaudit.core.text import format_number, plural
 from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
@@ -30,9 +31,15 @@ from ampaudit.render.json import to_json
 from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, OutputRecord
 from ampaudit.report.model import Report
+from ampaudit.run.config import RunConfig
+from ampaudit.run.device import pick_device
+from ampaudit.run.executors import ExecutorCache
+from ampaudit.run.observer import Observer
+from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel
+from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.values import dtype_name
 
@@ -45,10 +52,19 @@ _OURS = ("FLOAT", "FLOAT16", "BFLOAT16")
 
 
 class _Written(NamedTuple):
-    """A file: its casts, the nodes that stay in float32, and bytes of the weights before and after."""
+    """A file: its casts, the nodes that stay in float32, and its weights.
+
+    Attributes:
+        casts: between float formats.
+        wide: nodes that stay in float32.
+        lowered: names of the values that are stored in 16 bits.
+        stored: stored tensors by dtype.
+        sizes: bytes of the weights before and after.
+    """
 
     casts: int
     wide: tuple[str, ...]
+    lowered: frozenset[str]
     stored: dict[str, int]
     sizes: tuple[int, int]
 
@@ -69,12 +85,20 @@ def convert_onnx(
     report = plan.audited.report
     if report.exit_code:
         return report, None
-    traced = plan.audited.audit.converted.traced
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
-        config.on_progress("writing the graph", 0, 0)
-        written = _write(plan, stage / ONNX, config)
-        config.on_progress("running the file", 0, 0)
-        outputs = _outputs(source, stage / ONNX, config)
+        written, outputs = _written(plan, source, stage / ONNX, config)
+        if plan.clamped and _least(outputs) < config.min_sqnr:
+            # a row that is masked as a whole may need the mask as it is
+            plan = plan_onnx(source, config, clamp=False)
+            report = plan.audited.report
+            if report.exit_code:
+                raise RunFailed("its masks do not fit the format", hint="pass --fail-on never")
+            written, outputs = _written(plan, source, stage / ONNX, config)
+        if _least(outputs) < config.min_sqnr and config.fail_on != "never":
+            what = f"an output of the written file has {_least(outputs):.0f} dB against FP32"
+            hint = f"{config.min_sqnr:g} dB are required: --min-sqnr, or a policy that keeps more in float32"
+            raise RunFailed(what, hint=hint)
+        traced = plan.audited.audit.converted.traced
         (stage / PLAN).write_text(plan_rules(traced, plan.audited.rules, source.location), "utf-8")
         (stage / REPORT).write_text(to_json(report), "utf-8")
         manifest = manifest_of(
@@ -114,6 +138,23 @@ def convert_onnx(
     )
 
 
+def _written(
+    plan: OnnxPlan, source: ModelSource, path: Path, config: ConvertConfig
+) -> tuple[_Written, tuple[OutputRecord, ...]]:
+    """Write the file of a plan, and run it."""
+    config.on_progress("writing the graph", 0, 0)
+    written = _write(plan, path, config)
+    config.on_progress("running the file", 0, 0)
+    return written, _outputs(source, path, config)
+
+
+def _least(outputs: Iterable[OutputRecord]) -> float:
+    """Return the accuracy of the worst output in dB; NaN and inf are worse than all."""
+    floats = [record for record in outputs if "float" in record.dtype]
+    worst = (-math.inf if record.max_error is None else record.sqnr_db for record in floats)
+    return min((found for found in worst if found is not None), default=math.inf)
+
+
 def _refuse(config: ConvertConfig) -> None:
     """Reject options that say something about other kinds of models."""
     others = (("--mode train", config.mode == "train"), ("--no-program", not config.program))
@@ -142,6 +183,9 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     floats = [node for node in model.graph.all_nodes() if any(map(is_float32, (*node.inputs, *node.outputs)))]
     decisions = decisions_of(plan.audited.audit.converted.traced, plan.file)
     regions = choose_types(model.graph, decisions, model.opset_imports, config.dtype, low_io=low_io)
+    for mask in plan.clamped:
+        if all(use.node in regions.wide for use in mask.value.uses()):
+            mask.restore()  # float32 holds it
     rewriter = Rewriter(model, regions, low, plan.file.tensor, low_io)
     rewriter.rewrite()
     write_model(model, path)
@@ -155,7 +199,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     after = _weights(model)
     stored = Counter(dtype for dtype, _ in after)
     sizes = sum(size for _, size in before), sum(size for _, size in after)
-    return _Written(sum(casts_in(model).values()), wide, dict(stored), sizes)
+    return _Written(sum(casts_in(model).values()), wide, frozenset(rewriter.stored), dict(stored), sizes)
 
 
 def _weights(model: ir.Model) -> list[tuple[str, int]]:
@@ -172,22 +216,25 @@ def _outputs(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[Ou
     """Run the written file in lock-step, and compare its 16-bit outputs with the original's.
 
     Raises:
-        RunFailed: it breaks, or is less accurate than was asked for.
+        RunFailed: they are not finite where the original's are, or less accurate than was asked for.
     """
     written = OnnxModel(read_onnx(path)).eval()
-    found: dict[int, Any] = {}
-    batches = tuple(_as_taken(batch, written) for batch in source.batches)
-    made = replace(source, model=written, batches=batches)
-    settings = ScanConfig.of(config).changed(policy="as-is", keep_outputs=found.__setitem__)
-    audit_policies(made, [load_policy("as-is")], settings)
+    where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
+    settings = RunConfig(load_policy("as-is"), load_policy("torch-cuda"), form, where, config.seed)
+    executors = ExecutorCache(written, settings, RunRecord(where.type, "emulated"))
     records: dict[str, OutputRecord] = {}
     for number, batch in enumerate(source.batches):
         expected: dict[str, Any] = call_unchanged(source.model, batch.args, batch.kwargs, seed=config.seed)
-        ours: Sequence[Any] = list(found[number].values())
-        for (name, exact), pair in zip(expected.items(), ours, strict=True):
-            record = _record(name, pair, exact)
+        taken = _as_taken(batch, written)
+        executor = executors.get(taken, number)
+        pairs = executor.run(tensor_leaves(taken.args, taken.kwargs), Observer())
+        for (name, exact), (_, ours) in zip(expected.items(), pairs, strict=True):
+            record = _record(name, ours, exact)
             if name not in records or _worse(record, records[name]):
                 records[name] = record
+            if record.max_error is None and ours.is_floating_point() and exact.isfinite().all():
+                hint = "scan the model with --advise, and pass a policy that keeps more in float32"
+                raise RunFailed(f"the written file computes {name} as inf or NaN", hint=hint)
     return tuple(records.values())
 
 
@@ -200,8 +247,7 @@ def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
     return Batch((), {name: t.to(low[name]) if name in low else t for name, t in given.items()})
 
 
-def _record(name: str, pair: Any, exact: Any) -> OutputRecord:
-    ours = pair[1]
+def _record(name: str, ours: torch.Tensor, exact: torch.Tensor) -> OutputRecord:
     digest = digest_of_tensors([ours])
     return OutputRecord(name, dtype_name(ours.dtype), digest, *compare_output(ours, exact))
 
@@ -214,8 +260,9 @@ def _worse(one: OutputRecord, other: OutputRecord) -> bool:
 
 def _notes(plan: OnnxPlan, written: _Written) -> list[str]:
     notes = [
-        f"{name} is a mask: its {format_number(lowest)} became a number that the format holds"
-        for name, lowest in plan.clamped.items()
+        f"{mask.value.name} is a mask: its {format_number(mask.lowest)} became a number that the format holds"
+        for mask in plan.clamped
+        if str(mask.value.name) in written.lowered
     ]
     if written.wide:
         shown = ", ".join(written.wide[:3]) + (" ..." if len(written.wide) > 3 else "")

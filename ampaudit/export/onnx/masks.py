@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +20,7 @@ from ampaudit.export.onnx.types import MOVING, is_float32
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["clamp_masks"]
+__all__ = ["ClampedMask", "clamp_masks"]
 
 _ENDS = {"Softmax", "LogSoftmax"}
 _THROUGH = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
@@ -26,36 +28,50 @@ _MAX_STEPS = 2000
 _Put = Callable[["ir.TensorProtocol"], None]
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedMask:
+    """A constant that was clamped.
+
+    Attributes:
+        value: in the graph.
+        lowest: its least value before.
+        restore: puts its original back.
+    """
+
+    value: ir.Value
+    lowest: float
+    restore: Callable[[], None]
+
+
 def clamp_masks(
     model: ir.Model, dtype: torch.dtype, tensor_of: Callable[[ir.TensorProtocol], torch.Tensor]
-) -> dict[str, float]:
+) -> list[ClampedMask]:
     """Clamp the masks of a model, in place.
 
     The new least value of a mask is half the format's lowest number, so that scores may be added; less by
     the number of masks that are added to the same scores. A larger magnitude is better: in a row that is
     masked as a whole, it swallows the scores, as the original does.
-
-    Returns:
-        The lowest value before, by the name of the constant.
     """
     import onnx_ir as ir
 
-    masks: list[tuple[ir.Value, torch.Tensor, set[ir.Node], _Put]] = []
+    masks: list[tuple[ir.Value, ir.TensorProtocol, set[ir.Node], _Put]] = []
     for value, constant, put in _constants(model):
+        ends = _softmaxes(value)  # first, as it reads no weights
+        if ends is None:
+            continue
         values = tensor_of(constant)
         lowered = values.to(dtype)
         if (lowered.isneginf() & values.isfinite()).any() and not lowered.isposinf().any():
-            ends = _softmaxes(value)
-            if ends is not None:
-                masks.append((value, values, ends, put))
+            masks.append((value, constant, ends, put))
     together = Counter(end for _, _, ends, _ in masks for end in ends)
-    found: dict[str, float] = {}
-    for value, values, ends, put in masks:
+    found = []
+    for value, constant, ends, put in masks:
         lowest = torch.finfo(dtype).min / 2 / max(together[end] for end in ends)
+        values = tensor_of(constant)
         beyond = values.to(dtype).isneginf() & values.isfinite()
-        found[str(value.name)] = float(values[beyond].amin())
         clamped = torch.where(beyond, torch.tensor(lowest, dtype=values.dtype), values)
         put(ir.tensor(clamped.numpy(), name=str(value.name)))
+        found.append(ClampedMask(value, float(values[beyond].amin()), partial(put, constant)))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.sites import SiteId
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.onnx.masks import clamp_masks
+from ampaudit.export.onnx.masks import ClampedMask, clamp_masks
 from ampaudit.policy import RuleSet
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import Cast, Match, Reason, Rule
@@ -41,13 +40,13 @@ class OnnxPlan:
     Attributes:
         file: a copy of the model, with its masks clamped.
         audited: the audit that decided.
-        clamped: the lowest value of each mask before it was clamped.
+        clamped: the masks that were clamped.
         promoted: sites that were promoted because of findings.
     """
 
     file: OnnxFile
     audited: Audited
-    clamped: Mapping[str, float]
+    clamped: list[ClampedMask]
     promoted: tuple[SiteId, ...]
 
     @property
@@ -56,8 +55,10 @@ class OnnxPlan:
         return NodeNames(self.file.model)
 
 
-def plan_onnx(source: ModelSource, config: ConvertConfig) -> OnnxPlan:
+def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True) -> OnnxPlan:
     """Audit a model until nothing breaks, and keep in float32 what broke.
+
+    With ``clamp``, masks that the format cannot hold are clamped; else what reads them stays in float32.
 
     Raises:
         AuditError: see ``audit_policies``.
@@ -65,7 +66,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig) -> OnnxPlan:
     assert isinstance(source.model, OnnxModel)
     file = source.model.file.reopened()
     _with_types(file.model)
-    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor)
+    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if clamp else []
     prepared = replace(source, model=OnnxModel(file).eval())
     rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
     settings = ScanConfig.of(config)
