@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from onnx import TensorProto, helper, numpy_helper
 
 __all__ = ["OPSET", "external", "initializer", "mlp", "model_of", "node", "tensor", "value", "written"]
