@@ -28,7 +28,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
 
     Args:
         location: ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with
-            config.json, a ``.pt2`` file, or a converted directory.
+            config.json, a ``.pt2`` or ``.onnx`` file, or a converted directory.
         options: batches, seed, weights, inputs.
 
     Raises:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.untrusted import describe_path
 from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import ModelSource, Sized
@@ -24,6 +25,11 @@ from ampaudit.source.onnx.model import OnnxModel
 
 __all__ = ["from_onnx"]
 
+_REFUSED = {
+    "weights": "has its own weights",
+    "stream": "is mapped: its weights stay on disk until an op needs them",
+}
+
 
 def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
     """Open a model, with inputs from --inputs or made from the types of the graph.
@@ -32,8 +38,9 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
         SourceError: see ``read_onnx``.
         InputError: the inputs are not what the graph takes.
     """
-    if options.weights is not None:
-        raise UsageError("--weights: an ONNX file has its own weights", hint="leave the option out")
+    for name, why in _REFUSED.items():
+        if getattr(options, name):
+            raise UsageError(f"--{name}: {describe_path(path)} {why}", hint="leave the option out")
     model = OnnxModel(read_onnx(path))
     taken, functions = inputs_of(model.inputs), functions_of()
     sized: Sized | None = None
