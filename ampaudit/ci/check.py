@@ -34,7 +34,8 @@ def check(
     """Check targets against budgets, each in its own process.
 
     Args:
-        targets: model files, converted directories, ``.pt2`` programs; by default those of ``config``.
+        targets: model files, converted directories, ``.pt2`` and ``.onnx`` files; by default those of
+            ``config``.
         config: the options as one record.
         **options: fields of ``CheckConfig``, which override those of ``config``.
 

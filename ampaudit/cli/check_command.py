@@ -30,7 +30,7 @@ __all__ = ["check_command"]
 @debug_option
 @click.pass_context
 def check_command(context: click.Context, /, targets: tuple[str, ...], **options: Any) -> None:
-    """Check TARGETS against budgets: model files, converted directories, .pt2 programs.
+    """Check TARGETS against budgets: model files, converted directories, .pt2 and .onnx files.
 
     Each runs in its own process. Options come from the command line, then from [tool.ampaudit] in
     pyproject.toml. Exit codes: 0 all pass, 1 a budget is exceeded, 2 bad input, 3 not audited.

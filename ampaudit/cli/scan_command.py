@@ -58,6 +58,7 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       package.module:factory   the same, from an import path
       directory/               a Hugging Face model: config.json and safetensors
       file.pt2                 an exported program
+      file.onnx                an ONNX graph
       directory/               what ``ampaudit convert`` wrote: scanned as it is
     """  # noqa: D301  (click wants the character, not its escape)
     reports, failures = _audit(model, options)

@@ -35,7 +35,8 @@ class SourceConfig(Config):
     inputs: Annotated[
         FilePath | None,
         Option(
-            "Python file with example_inputs() or batches(), and loss(); safetensors; or recorded calls.",
+            "Python file with example_inputs() or batches(), and loss(); safetensors or, for ONNX, .npz; "
+            "or recorded calls.",
             metavar="PATH",
         ),
     ] = None

@@ -17,7 +17,7 @@ class Request:
     """One target and how to check it, sent to a worker process as JSON.
 
     Attributes:
-        target: a model file, a converted directory, a ``.pt2``.
+        target: a model file, a converted directory, a ``.pt2`` or ``.onnx`` file.
         options: options of the audit and of the source by name.
         budgets: fields of ``Budgets``.
         baseline: path of an earlier report.

@@ -68,7 +68,7 @@ class ModelSource:
 
     Attributes:
         location: the location that the user gave.
-        kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``converted`` or ``object``.
+        kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``onnx``, ``converted`` or ``object``.
         sha256: digest of the model's file or configuration.
         loss: the file's loss(output) or loss(output, batch), for audits of gradients.
         dtype: the 16-bit format of a converted directory.
@@ -101,4 +101,4 @@ class ModelSource:
     @property
     def names_files(self) -> bool:
         """Whether its file says which source files its ops come from; these must not be opened."""
-        return self.kind in ("pt2", "converted")
+        return self.kind in ("pt2", "converted", "onnx")

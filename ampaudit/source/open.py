@@ -28,7 +28,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
 
     Args:
         location: ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with
-            config.json, a ``.pt2`` file, or a converted directory.
+            config.json, a ``.pt2`` or ``.onnx`` file, or a converted directory.
         options: batches, seed, weights, inputs.
 
     Raises:
@@ -40,7 +40,8 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     _check_samples(location, options)
     read = [path for path in (model, options.weights, options.inputs, options.text) if path is not None]
     files = states_of(read)
-    saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
+    by_place = options.inputs is not None and options.inputs.suffix == ".safetensors"
+    saved = options.inputs if by_place and model.suffix != ".onnx" else None
     opened = options if saved is None else options.changed(inputs=None, batches=1)
     source = _streamed(location, opened) if options.stream else _open(location, opened)
     if saved is not None:

@@ -20,7 +20,7 @@ _PARTS_SHOWN = 4
 _TAIL = 1 << 20  # bytes at the end of an archive, where the names of its members are
 _SCRIPTED = b"/code/__torch__"
 _ARCHIVES = (".pt", ".pth", ".ts", ".torchscript", ".jit", ".ptc", ".bin", "")
-_FORMATS = "give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 file"
+_FORMATS = "give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 or .onnx file"
 _WEIGHTS = (
     "holds weights, not a model",
     "ampaudit scan model.py --weights {path}, where get_model() in model.py builds the model",

@@ -111,6 +111,8 @@ def model_failure(
     error: BaseException, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SourceError:
     """Describe an error that the model raises by itself, in FP32."""
+    if isinstance(error, SourceError):
+        return error
     if isinstance(model, WithLoss):
         model, (args, kwargs, *_) = model.inner, args  # the user's call
     own, library = failing_lines(error.__traceback__)

@@ -79,8 +79,10 @@ def safetensors(folder: Path) -> str:
 
 
 def onnx(folder: Path) -> str:
+    from tests.support.onnx_graphs import mlp
+
     path = folder / "model.onnx"
-    path.write_bytes(b"\x08\x08")
+    path.write_bytes(mlp().SerializeToString())
     return str(path)
 
 
@@ -189,6 +191,7 @@ CASES = (
     ),
     Case("An import path", import_path, PASS),
     Case("An exported program (`.pt2`)", exported_program, PASS),
+    Case("An ONNX file", onnx, "inputs: random inputs", needs=("onnx", "onnx_ir", "onnxruntime")),
     Case("A Hugging Face directory with its tokenizer", bert_directory, "inputs: built-in samples"),
     Case("A Hugging Face directory without a tokenizer", bert_alone, "inputs: random inputs"),
     Case("CLIP, with its tokenizer and image processor", clip_directory, "inputs: built-in samples"),
@@ -207,7 +210,6 @@ CASES = (
     Case("A state dict alone", state_dict, "ampaudit scan model.py --weights", 2),
     Case("A safetensors file alone", safetensors, "ampaudit scan model.py --weights", 2),
     Case("A GGUF file", gguf, "quantized weights of another runtime", 2),
-    Case("An ONNX file", onnx, "is not a PyTorch model", 2),
     Case("A Keras file", keras, "is not a PyTorch model", 2),
     Case("A notebook", notebook, "call ampaudit.scan(model, inputs) in a cell", 2),
     Case("The name of a model of the Hub", hub_name, "hf download google-bert/bert-base-uncased", 2),

@@ -7,13 +7,14 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampaudit.checkpoint.archive import map_privately
 from ampaudit.core.errors import SourceError
-from ampaudit.core.untrusted import describe, describe_path
+from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
+from ampaudit.source.onnx.checks import BadGraph, check_model, first_in_cycle, node_title
 from ampaudit.source.onnx.wire import OWN_FILE, without_large_values
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ _DTYPES = {
     "FLOAT8E4M3FN": torch.float8_e4m3fn, "FLOAT8E5M2": torch.float8_e5m2,
     "FLOAT8E4M3FNUZ": torch.float8_e4m3fnuz, "FLOAT8E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
+_POINTER = b"version https://git-lfs"
+_HALF_BYTES = ("INT4", "UINT4")
+_MAX_RANK = 64  # of a tensor in torch
 _SAVE_AGAIN = "export or download it again"
+_NO_TYPE = "torch has no such type: store it as float32, or leave the part of the model out that needs it"
 
 
 @dataclass(slots=True)
@@ -44,7 +49,7 @@ class OnnxFile:
     path: Path
     model: ir.Model
     _mappings: dict[Path, mmap.mmap] = field(default_factory=dict)
-    _read: dict[tuple[Path, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _read: dict[tuple[Path, int, int, int], torch.Tensor] = field(default_factory=dict)
 
     def reopened(self) -> OnnxFile:
         """Return the model as it is in the file, with the same tensors in memory."""
@@ -55,39 +60,62 @@ class OnnxFile:
     def tensor(self, value: ir.TensorProtocol) -> torch.Tensor:
         """Return the values of a tensor, mapped where their place in the file is aligned.
 
+        Numbers of four bits become int8.
+
         Raises:
             SourceError: its data is elsewhere, shorter than it says, or of a type that torch lacks.
         """
         import onnx_ir as ir
 
-        dtype = torch_dtype_of(value.dtype)
-        shape = tuple(int(size) for size in value.shape.numpy())
-        if not isinstance(value, ir.ExternalTensor):
-            array = value.numpy()
-            if dtype is None or array.dtype.name in ("bfloat16",) or "float8" in array.dtype.name:
-                return _from_bytes(value.tobytes(), dtype, shape, array)
-            return torch.from_numpy(array.copy()).reshape(shape)
+        name = describe(getattr(value, "name", ""))
+        if not isinstance(getattr(value, "dtype", None), ir.DataType):
+            raise self._fault(f"the constant {name!r} is not a tensor")
+        half = value.dtype.name in _HALF_BYTES
+        dtype = torch.uint8 if half else torch_dtype_of(value.dtype)
         if dtype is None:
-            raise self._fault(f"the tensor {describe(value.name)!r} has the type {value.dtype.name}")
+            raise self._fault(f"the tensor {name!r} has the type {value.dtype.name}", _NO_TYPE)
+        shape = tuple(int(size) for size in value.shape.numpy())
+        elements = math.prod(shape)
+        if min(shape, default=0) < 0 or len(shape) > _MAX_RANK or math.prod(map(_at_least_one, shape)) >> 60:
+            raise self._fault(f"the tensor {name!r} has the shape {describe(list(shape))}")
+        size = -(-elements // 2) if half else elements * dtype.itemsize
+        if isinstance(value, ir.ExternalTensor):
+            flat = self._mapped(value, size, dtype.itemsize)
+        else:
+            try:
+                data = value.tobytes()
+            except (ValueError, TypeError, OverflowError) as error:
+                raise self._fault(f"the tensor {name!r}: {describe(error)}") from error
+            if len(data) != size:
+                raise self._fault(f"the tensor {name!r} of {size:,} bytes has {len(data):,}")
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        if not elements:
+            return torch.empty(shape, dtype=torch.int8 if half else dtype)
+        if half:
+            return _unpacked(flat, elements, signed=value.dtype.name == "INT4").view(shape)
+        if dtype == torch.bool:
+            return (flat != 0).view(shape)
+        return flat.view(dtype).view(shape)
+
+    def _mapped(self, value: ir.ExternalTensor, size: int, alignment: int) -> torch.Tensor:
         mapping = self._mapping(value)
-        start, elements = value.offset or 0, math.prod(shape)
-        size = elements * dtype.itemsize
+        start = value.offset or 0
         length = size if value.length is None else value.length
         if start < 0 or length != size or start + size > len(mapping):
             raise self._fault(
                 f"the tensor {describe(value.name)!r} of {size:,} bytes lies outside its data "
                 f"({length:,} bytes from {start:,} of {len(mapping):,})"
             )
-        if not elements:
-            return torch.empty(shape, dtype=dtype)
-        key = (self._path_of(value), start, dtype)
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        key = (self._path_of(value), start, size, alignment)
         if key not in self._read:
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
-            if start % dtype.itemsize:
+            if start % alignment:
                 flat = flat.clone()  # kernels may want aligned values
                 _forget(mapping, start, size)
-            self._read[key] = flat.view(dtype)
-        return self._read[key][:elements].view(shape)
+            self._read[key] = flat
+        return self._read[key]
 
     def constant(self, node: ir.Node) -> torch.Tensor:
         """Return the value of a Constant node.
@@ -145,19 +173,20 @@ class OnnxFile:
         shown = f"the data of {describe(name)!r}"
         try:
             path = (folder / location).resolve()
+            there = path.is_file()
         except (OSError, ValueError, RuntimeError):
             raise self._fault(f"{shown} is in {describe(location)}, which is no path") from None
         if path == folder or not path.is_relative_to(folder):
             raise self._fault(
-                f"{shown} is outside its directory: {describe(location)}",
-                "move the data beside the model, and save it with a relative location",
+                f"{shown} is outside its directory: {describe(location) or 'no file is named'}",
+                "copy the data beside the model (no link), and name it by a relative location",
             )
-        if not path.is_file():
-            raise self._fault(f"{shown} is missing: {describe(location)}", "copy the data beside the model")
+        if not there:
+            raise self._fault(f"{shown} is missing: {describe(location)}", "copy that file beside the model")
         return path
 
     def _fault(self, what: str, hint: str = _SAVE_AGAIN) -> SourceError:
-        return SourceError(f"{describe_path(self.path)}: {what}", hint=hint)
+        return SourceError(describe(f"{self.path}: {what}", MAX_MESSAGE), hint=hint)
 
 
 def torch_dtype_of(dtype: ir.DataType) -> torch.dtype | None:
@@ -171,39 +200,64 @@ def read_onnx(path: Path) -> OnnxFile:
     Raises:
         SourceError: missing, truncated, or not an ONNX model.
     """
-    import onnx
-    import onnx_ir as ir
-
-    if not path.is_file():
+    onnx, ir = _packages(path)
+    if not path.exists():
         raise SourceError(f"no such file: {describe_path(path)}", hint="check the path of the .onnx file")
     mapping = map_privately(path, SourceError)
+    if mapping[: len(_POINTER)] == _POINTER:
+        raise SourceError(f"{describe_path(path)} is a pointer of Git LFS", hint="git lfs pull")
     try:
         proto = onnx.ModelProto()
         proto.ParseFromString(without_large_values(mapping))
+        check_model(proto)
         model = ir.from_proto(proto)
+        for graph in (model.graph, *model.functions.values()):
+            _sort(graph)
+    except BadGraph as error:
+        raise SourceError(describe(f"{path}: {error}", MAX_MESSAGE), hint=error.hint) from error
     except Exception as error:  # whatever the parser raises
-        what = f"is not an ONNX model, or damaged: {describe(error, 150)}"
+        what = f"is not an ONNX model, or damaged: {describe(_cause(error), 100)}"
         raise SourceError(f"{describe_path(path)} {what}", hint=_SAVE_AGAIN) from error
-    assert isinstance(model, ir.Model)
     found = OnnxFile(path, model)
     found._mappings[path] = mapping
     return found
 
 
-def _from_bytes(
-    data: bytes, dtype: torch.dtype | None, shape: tuple[int, ...], array: object
-) -> torch.Tensor:
-    """Return a tensor of a type that NumPy lacks; numbers of four bits become int8."""
-    import numpy as np
+def _packages(path: Path) -> tuple[Any, Any]:
+    try:
+        import onnx
+        import onnx_ir
+    except ImportError as error:
+        what = f"{describe_path(path)}: reading ONNX needs the package {error.name or 'onnx'}"
+        raise SourceError(what, hint="pip install 'ampaudit[onnx]'") from error
+    return onnx, onnx_ir
 
-    if dtype is None:
-        assert isinstance(array, np.ndarray)
-        return torch.from_numpy(array.astype(np.int8)).reshape(shape)
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-        if data
-        else torch.empty(shape, dtype=dtype)
-    )
+
+def _sort(graph: ir.Graph | ir.Function) -> None:
+    """Bring nodes into an order in which each comes after those whose results it reads."""
+    try:
+        graph.sort()
+    except ValueError:
+        node = first_in_cycle([*graph])
+        name = "a node" if node is None else node_title(node.name or node.outputs[0].name or "", node.op_type)
+        raise BadGraph(f"{name} needs its own result") from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the first of the errors that led to an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _at_least_one(size: int) -> int:
+    return max(size, 1)
+
+
+def _unpacked(flat: torch.Tensor, elements: int, *, signed: bool) -> torch.Tensor:
+    """Return numbers of four bits, the lower ones of each byte first, as int8."""
+    pairs = torch.stack([flat & 15, flat >> 4], -1).view(-1)[:elements].to(torch.int8)
+    return (pairs ^ 8) - 8 if signed else pairs
 
 
 def _forget(mapping: mmap.mmap, start: int, size: int) -> None:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ampaudit.core.errors import AuditError, SourceError
-from ampaudit.core.untrusted import describe
+from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
+from ampaudit.core.untrusted import MAX_MESSAGE, describe
+from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.functions import resolved, standard_body
-from ampaudit.source.onnx.names import NodeNames, owner_path, parameter_place
+from ampaudit.source.onnx.names import NodeNames, parameter_place
 from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
 from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Value
-from ampaudit.trace.internals import without_modes
+from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _FOLDED = 64  # elements of a floating-point value that follows from shapes
 _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
 )
+_MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
 Scope = dict[str, Value]
 
 
@@ -62,12 +64,12 @@ class OnnxModel(nn.Module):
         # names of the graph are names of parameters, so this is the only other attribute
         self._program = program
         for name, tensor in program.tensors():
-            owner, leaf = parameter_place(self, name)
+            owner, path, leaf = parameter_place(self, name)
             if tensor.dtype in FLOATS and tensor.numel() > 1:
                 owner.register_parameter(leaf, nn.Parameter(tensor))
             else:
                 owner.register_buffer(leaf, tensor)
-            program.stored[name] = _Stored(tensor, owner_path(self, owner), leaf)
+            program.stored[name] = _Stored(tensor, path, leaf)
 
     @property
     def file(self) -> OnnxFile:
@@ -90,7 +92,10 @@ class OnnxModel(nn.Module):
         given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         missing = [name for name in names if name not in given]
         if missing or len(given) > len(names):
-            raise ValueError(f"takes {', '.join(names)}; got {', '.join(given)}")
+            what = f"the graph takes {describe(', '.join(names)) or 'no input'}"
+            raise InputError(
+                f"{what}; given: {describe(', '.join(given)) or 'none'}", hint="pass these by name"
+            )
         return _Run(self._program, self).outputs(given)
 
 
@@ -201,6 +206,10 @@ class _Run:
             return known if known is not None else _listed(found(call, *inputs))
         except AuditError as error:
             raise self._located(node, error) from error
+        except _MISFITS as error:
+            if any(isinstance(value, FakeTensor) for value in inputs):
+                raise  # tracing may fail where the model does not
+            raise self._located(node, _misfit(error, inputs)) from error
 
     def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Value]:
         """Run a function's body in place of a node."""
@@ -254,8 +263,23 @@ class _Run:
         return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
 
     def _located(self, node: ir.Node, error: AuditError) -> SourceError:
-        name = f"{describe(self._program.names.of(node))} ({describe(node.op_type)})"
-        return SourceError(f"{self._program.file.shown}: the node {name}: {error.args[0]}", hint=error.hint)
+        title = node_title(self._program.names.of(node), node.op_type)
+        where = f"{self._program.file.shown}: {title}"
+        return SourceError(describe(f"{where}: {error.args[0]}", MAX_MESSAGE), hint=error.hint)
+
+
+def _misfit(error: Exception, inputs: Sequence[Value]) -> SourceError:
+    """Return the error for a node whose function fails on its inputs."""
+    given = ", ".join(map(_in_words, inputs)) or "none"
+    what = f"{describe(first_line(error), 120)} (its inputs: {describe(given)})"
+    return SourceError(what, hint="correct the model, or pass --inputs that fit it")
+
+
+def _in_words(value: Value) -> str:
+    if value is None or isinstance(value, list):
+        return "none" if value is None else "a sequence"
+    tensor = value.real if isinstance(value, Known) else value
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _layer(origin: Mapping[str, Any]) -> str:

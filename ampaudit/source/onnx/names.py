@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+import hashlib
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ampaudit.core.text import escape_control
+from ampaudit.core.untrusted import describe
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["NodeNames", "module_scope", "owner_path", "parameter_place"]
+__all__ = ["NodeNames", "module_scope", "parameter_place"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"
+_NUMBERED = re.compile(r"@-?[0-9]+$")
+_MAX_NAME = 200  # characters
+_MAX_DEPTH = 20  # modules within each other
 
 
 class NodeNames:
     """Names every node of a model, its constants, and the values that are not read after it."""
 
     def __init__(self, model: ir.Model) -> None:
-        self._model = model
         self._last: dict[int, dict[Any, list[str]]] = {}
         self._origins: dict[Any, Mapping[str, Any]] = {}
+        self._graphs: dict[int, int] = {}  # their numbers; that of the model's graph is 0
+        self._names: dict[ir.Node, str] = {}
+        times: Counter[str] = Counter()
+        outers: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+        for outer in outers:
+            for graph in (outer, *outer.subgraphs()):
+                self._graphs[id(graph)] = len(self._graphs)
+                for node in graph:
+                    name = _plain_name(node)
+                    times[name] += 1
+                    self._names[node] = name if times[name] == 1 else f"{name}~{times[name]}"
 
     def of(self, node: ir.Node) -> str:
-        """Return a node's name; that of its first output if it has none."""
-        outputs = [output.name for output in node.outputs if output.name]
-        return node.name or (outputs[0] if outputs else node.op_type) or node.op_type
+        """Return a node's name, or that of its first output if it has none; no two nodes share one."""
+        return self._names.get(node) or _plain_name(node)
 
     def stored(self, graph: Any, name: str) -> str:
-        """Return the name under which an initializer is stored; those of inner graphs get a prefix."""
-        if graph is self._model.graph:
-            return name
-        return f"{name}@{graph.name or id(graph)}"
+        """Return the name under which an initializer is stored; those of inner graphs get a number."""
+        number = self._graphs.get(id(graph), -1)
+        return f"{name}@{number}" if number or _NUMBERED.search(name) else name
 
     def stored_constant(self, node: ir.Node) -> str:
         """Return the name under which the value of a Constant node is stored."""
@@ -76,38 +92,55 @@ class NodeNames:
         return self._last[id(graph)]
 
 
+def _plain_name(node: ir.Node) -> str:
+    outputs = [output.name for output in node.outputs if output.name]
+    return shortened(node.name or (outputs[0] if outputs else node.op_type) or node.op_type)
+
+
 def module_scope(node: ir.Node) -> str:
     """Return the path of the module that a node was exported from; empty if the exporter did not say."""
     try:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return ""
-    paths: list[str] = (
-        [scope for scope in scopes[:-1] if isinstance(scope, str)] if isinstance(scopes, list) else []
-    )
-    return str(paths[-1]) if paths else ""
+    paths = [scope for scope in scopes[:-1] if isinstance(scope, str)] if isinstance(scopes, list) else []
+    return shortened(paths[-1]) if paths else ""
 
 
-def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module and the attribute for a tensor of that name; dots make modules."""
-    module, parts = root, name.split(".") if all(name.split(".")) else [name.replace(".", "_")]
-    for part in parts[:-1]:
+def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
+    """Return the module for a tensor of that name, its path, and the attribute; dots make modules.
+
+    No attribute of a module is hidden by a tensor, and no tensor by another.
+    """
+    parts = name.split(".")
+    if len(parts) > _MAX_DEPTH or not all(parts) or len(name) > _MAX_NAME:
+        parts = [shortened(name).replace(".", "_")]
+    module = root
+    for index, part in enumerate(parts[:-1]):
         if part not in module._modules:
-            if hasattr(module, part):
-                return root, name.replace(".", "_")
+            if _is_taken(module, part):  # by a tensor, such as a beside a.b, or by the module itself
+                parts = [*parts[:index], "_".join(parts[index:])]
+                break
             module.add_module(part, nn.Module())
         child = module._modules[part]
         assert child is not None
         module = child
-    leaf = parts[-1]
-    while hasattr(module, leaf):
+    leaf = f"tensor{parts[-1]}" if parts[-1][:1] in ("", "_") else parts[-1]
+    while _is_taken(module, leaf):
         leaf += "_"
-    return module, leaf
+    return module, ".".join(parts[:-1]), leaf
 
 
-def owner_path(root: nn.Module, owner: nn.Module) -> str:
-    """Return the path of a module in another."""
-    return next(str(path) for path, module in root.named_modules() if module is owner)
+def _is_taken(module: nn.Module, name: str) -> bool:
+    """Return whether a module has that attribute, or others may give it one."""
+    return not name or name.startswith("_") or hasattr(module, name)
+
+
+def shortened(name: str) -> str:
+    """Return a name that can be printed, cut in its middle if it is long; different ones stay different."""
+    if len(name) <= _MAX_NAME:
+        return escape_control(name)
+    return f"{describe(name, _MAX_NAME)}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _captured(node: ir.Node) -> set[str]:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from ampaudit.core.errors import SourceError
+from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.untrusted import describe
-from ampaudit.report.inputs import InputsInfo
+from ampaudit.core.untrusted import describe_path
+from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
-from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
+from ampaudit.source.interface import ModelSource, Sized
+from ampaudit.source.onnx.files import read_onnx
+from ampaudit.source.onnx.inputs import (
+    ARRAY_FILES,
+    arrays_in,
+    check_batch,
+    described,
+    inputs_of,
+    made_batches,
+)
 from ampaudit.source.onnx.model import OnnxModel
 
 __all__ = ["from_onnx"]
+
+_REFUSED = {
+    "weights": "has its own weights",
+    "stream": "is mapped: its weights stay on disk until an op needs them",
+}
 
 
 def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
@@ -24,36 +36,25 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
 
     Raises:
         SourceError: see ``read_onnx``.
+        InputError: the inputs are not what the graph takes.
     """
-    file = read_onnx(path)
-    model = OnnxModel(file)
-    functions, sized = functions_of(), None
-    if options.inputs:
+    for name, why in _REFUSED.items():
+        if getattr(options, name):
+            raise UsageError(f"--{name}: {describe_path(path)} {why}", hint="leave the option out")
+    model = OnnxModel(read_onnx(path))
+    taken, functions = inputs_of(model.inputs), functions_of()
+    sized: Sized | None = None
+    if options.inputs is None:
+        sized = partial(made_batches, taken, options.batches or 1, options.seed)
+        info = InputsInfo("random", f"random values of the graph's types: {described(taken)}")
+        batches = sized(options.input_sizes or {})
+    elif options.inputs.suffix in ARRAY_FILES:
+        batches, info = (arrays_in(options.inputs, taken),), GIVEN
+    else:
         sized, functions, info = inputs_from(options, model, same_model=False)
         batches = sized(options.input_sizes or {})
-    else:
-        batches, info = (
-            _made_inputs(model, options),
-            InputsInfo("random", "random values of the graph's types"),
-        )
+    for number, batch in enumerate(batches if options.inputs is not None else (), 1):
+        check_batch(batch, taken, batch.title(number))
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return ModelSource(location, "onnx", model, batches, digest, inputs=info, sized=sized, **functions)
-
-
-def _made_inputs(model: OnnxModel, options: SourceConfig) -> tuple[Batch, ...]:
-    torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
-    batches = []
-    for _ in range(options.batches or 1):
-        given = {}
-        for value in model.inputs:
-            dtype = torch_dtype_of(value.dtype) if value.dtype is not None else None
-            if dtype is None or value.shape is None:
-                raise SourceError(f"the input {describe(value.name)!r} has no type", hint="pass --inputs")
-            shape = [size if isinstance(size, int) else 1 for size in value.shape]
-            floats = dtype.is_floating_point
-            given[str(value.name)] = (
-                torch.randn(shape).to(dtype) if floats else torch.ones(shape, dtype=dtype)
-            )
-        batches.append(Batch((), given))
-    return tuple(batches)

@@ -9,14 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from mmap import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ampaudit.source.onnx.checks import MAX_NODES, BadGraph
 
 __all__ = ["OWN_FILE", "without_large_values"]
 
 OWN_FILE = "\x00"  # no path: the location of a tensor in the model's own file
 _LARGE = 4096  # bytes
+_MAX_PARSED = 1 << 30  # bytes without large values
+_PARSED_UNCOUNTED = 1 << 23  # bytes that cannot become too many objects
+_MAX_FIELDS = 3_000_000
+_STORE = "export it with its weights as initializers, or a part of the model"
+_NODE = 1
 _GRAPH, _INITIALIZER, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 7, 5, 9, 13, 14
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+_Message = dict[int, Any]  # what the fields of a message hold, by number
+_NODES: _Message = {}
+_BODY: _Message = {1: _NODES, 5: {}, 11: {}, 12: {}, 13: {}}
+_NODES[5] = {5: {}, 6: _BODY, 10: {}, 11: _BODY}
+_MODEL: _Message = {7: _BODY, 25: {7: _NODES, 9: {}}}
 
 
 class _Field(NamedTuple):
@@ -33,6 +46,7 @@ def without_large_values(data: mmap) -> bytes:
     """Return the bytes of a ModelProto in which the values of large initializers are external.
 
     Raises:
+        BadGraph: it has too many nodes, or is too large without these values.
         ValueError: it ends too early, or is not a protocol buffer.
     """
     made = bytearray()
@@ -40,18 +54,43 @@ def without_large_values(data: mmap) -> bytes:
         if field.number == _GRAPH and field.kind == _BYTES:
             made += _message(_GRAPH, _graph(data, field))
         else:
-            made += data[field.begin : field.end]
+            made += _checked(data, field, made)
+    if len(made) > _PARSED_UNCOUNTED:
+        _count(made, 0, len(made), _MODEL, 0)
     return bytes(made)
 
 
 def _graph(data: mmap, graph: _Field) -> bytes:
     made = bytearray()
+    nodes = listed = 0
     for field in _fields(data, graph.start, graph.end):
+        nodes, listed = nodes + (field.number == _NODE), listed + 1
+        if nodes > MAX_NODES or listed > _MAX_FIELDS:
+            raise BadGraph(f"has more than {MAX_NODES:,} nodes", "export a part of the model")
         if field.number == _INITIALIZER and field.kind == _BYTES and field.end - field.start > _LARGE:
             made += _message(_INITIALIZER, _tensor(data, field))
         else:
-            made += data[field.begin : field.end]
+            made += _checked(data, field, made)
     return bytes(made)
+
+
+def _checked(data: mmap, field: _Field, made: bytearray) -> bytes:
+    """Return the bytes of a field, if there is room for them beside others."""
+    if len(made) + field.end - field.begin > _MAX_PARSED:
+        raise BadGraph(f"has more than {_MAX_PARSED:,} bytes beside its initializers", _STORE)
+    return data[field.begin : field.end]
+
+
+def _count(data: bytearray, start: int, end: int, message: _Message, found: int) -> int:
+    """Count the fields of messages within each other; a few bytes of each become hundreds in memory."""
+    for field in _fields(data, start, end):
+        found += 1
+        if found > _MAX_FIELDS:
+            raise BadGraph(f"has more than {_MAX_FIELDS:,} nodes, attributes and names", _STORE)
+        inner = message.get(field.number)
+        if inner is not None and field.kind == _BYTES:
+            found = _count(data, field.start, field.end, inner, found)
+    return found
 
 
 def _tensor(data: mmap, tensor: _Field) -> bytes:
@@ -67,7 +106,7 @@ def _tensor(data: mmap, tensor: _Field) -> bytes:
     return bytes(made)
 
 
-def _fields(data: mmap, start: int, end: int) -> Iterator[_Field]:
+def _fields(data: mmap | bytearray, start: int, end: int) -> Iterator[_Field]:
     place = start
     while place < end:
         begin = place
@@ -88,7 +127,7 @@ def _fields(data: mmap, start: int, end: int) -> Iterator[_Field]:
         place = stop
 
 
-def _read_varint(data: mmap, place: int, end: int) -> tuple[int, int]:
+def _read_varint(data: mmap | bytearray, place: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         if place >= end:

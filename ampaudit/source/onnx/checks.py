@@ -1,0 +1,226 @@
+"""Checks what an ONNX file says of its graph before anything of it is used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ampaudit.core.untrusted import describe
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["MAX_NODES", "BadGraph", "check_model", "first_in_cycle", "node_title"]
+
+MAX_NODES = 200_000  # with those of functions as often as they are called
+_MAX_NAME = 10_000  # characters; those of fused nodes are long
+_MAX_CALLS = 50  # of functions within each other
+_UPGRADE = "pip install --upgrade onnx onnx-ir, or export it for an older operator set"
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_Function = tuple[str, str, str]
+
+
+class BadGraph(Exception):
+    """What is wrong with a graph, and what to do about it."""
+
+    def __init__(self, what: str, hint: str = "export it again") -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+def node_title(name: str, op_type: str) -> str:
+    """Return what messages call a node."""
+    return f"the node {describe(name)} ({describe(op_type)})"
+
+
+def check_model(proto: onnx.ModelProto) -> None:
+    """Check versions, names, and that each node has what its operator takes.
+
+    Raises:
+        BadGraph: the message names the node.
+    """
+    import onnx
+
+    if not proto.graph.output:
+        raise BadGraph("has no graph with outputs")
+    if proto.ir_version > onnx.IR_VERSION:
+        raise BadGraph(
+            f"has version {proto.ir_version} of the format; onnx reads up to {onnx.IR_VERSION}", _UPGRADE
+        )
+    if not proto.opset_import:
+        raise BadGraph("names no operator set")
+    functions = {_identity(function): function for function in proto.functions}
+    if len(functions) < len(proto.functions):
+        raise BadGraph("defines a function twice")
+    _check_graph(proto.graph, _versions(proto), frozenset())
+    for function in proto.functions:
+        initial = (*function.input,)
+        _check_nodes(function.node, _versions(function), frozenset(), initial, function.output)
+    _check_calls(proto.graph.node, functions)
+
+
+def first_in_cycle(nodes: Sequence[Any]) -> Any:
+    """Return a node that needs its own result; ``None`` if there is none."""
+    place = {node: index for index, node in enumerate(nodes)}
+    state: dict[Any, bool] = {}  # whether all of a node's predecessors were visited
+    for start in nodes:
+        stack = [start]
+        while stack:
+            node = stack[-1]
+            if node in state:
+                state[stack.pop()] = True
+                continue
+            state[node] = False
+            for needed in node.predecessors():
+                if state.get(needed) is False:
+                    return needed
+                if needed not in state and needed in place:
+                    stack.append(needed)
+    return None
+
+
+def _versions(proto: Any) -> dict[str, int]:
+    import onnx
+
+    found = {_domain(item.domain): item.version for item in proto.opset_import}
+    newest = onnx.defs.onnx_opset_version()
+    if not 1 <= found.get("", 1) <= newest:
+        raise BadGraph(f"needs operator set {found['']}; onnx knows 1 to {newest}", _UPGRADE)
+    return found
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def _identity(function: Any) -> _Function:
+    return function.domain, function.name, function.overload
+
+
+def _check_graph(graph: onnx.GraphProto, versions: Mapping[str, int], outer: frozenset[str]) -> None:
+    if graph.sparse_initializer:
+        name = describe(graph.sparse_initializer[0].values.name)
+        raise BadGraph(f"the initializer {name!r} is sparse", "store it as a dense tensor")
+    inputs = [value.name for value in graph.input]
+    stored = [tensor.name for tensor in graph.initializer]
+    for kind, names in (("input", inputs), ("initializer", stored), ("output", _names(graph.output))):
+        if len(set(names)) < len(names):
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise BadGraph(f"the {kind} {describe(twice)!r} is there twice")
+    for tensor in graph.initializer:
+        _check_location(tensor)
+    _check_nodes(graph.node, versions, outer, {*inputs, *stored}, _names(graph.output))
+
+
+def _check_location(tensor: onnx.TensorProto) -> None:
+    """Check the numbers that say where a tensor's values are."""
+    for entry in tensor.external_data:
+        if entry.key in ("offset", "length") and not _NUMBER.fullmatch(entry.value):
+            what = f"{entry.key} {describe(entry.value)!r}"
+            raise BadGraph(f"the data of {describe(tensor.name)!r} cannot have the {what}")
+
+
+def _names(values: Any) -> list[str]:
+    return [value.name for value in values]
+
+
+def _check_nodes(
+    nodes: Any, versions: Mapping[str, int], outer: frozenset[str], initial: Any, outputs: Sequence[str]
+) -> None:
+    own = set(initial)
+    for node in nodes:
+        for name in filter(None, node.output):
+            if name in own:
+                raise BadGraph(f"{_title(node)} computes {describe(name)!r}, which is there already")
+            own.add(name)
+    known = outer | own
+    for name in (*own, *(node.name for node in nodes)):
+        if len(name) > _MAX_NAME:
+            raise BadGraph(f"the name {describe(name)} has {len(name):,} characters; {_MAX_NAME:,} may be")
+    for node in nodes:
+        for name in node.input:
+            if name and name not in known:
+                raise BadGraph(f"{_title(node)} reads {describe(name)!r}, which nothing computes")
+        for attribute in node.attribute:
+            _check_location(attribute.t)
+        _check_operator(node, versions)
+        for graph in _bodies(node):
+            _check_graph(graph, versions, known)
+    for name in outputs:
+        if name not in known:
+            raise BadGraph(f"nothing computes the output {describe(name)!r}")
+
+
+def _title(node: onnx.NodeProto) -> str:
+    return node_title(node.name or next(iter(node.output), ""), node.op_type)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
+    """Check a node of the standard against its operator's definition."""
+    if _domain(node.domain):
+        return
+    schema = _schema(node.op_type, versions.get("", 1))
+    if schema is None:
+        return
+    for what, count, least, most in (
+        ("inputs", len(node.input), schema.min_input, schema.max_input),
+        ("outputs", len(node.output), 0, schema.max_output),
+    ):
+        if not least <= count <= most:
+            raise BadGraph(f"{_title(node)} has {count} {what}; its operator has {least} to {most}")
+    given = {attribute.name: attribute for attribute in node.attribute}
+    for name, wanted in schema.attributes.items():
+        if name in given:
+            kind = given[name].type
+            if kind and kind != int(wanted.type):
+                raise BadGraph(f"{_title(node)}: its attribute {name} must be of type {wanted.type.name}")
+        elif wanted.required:
+            raise BadGraph(f"{_title(node)} lacks the attribute {name}")
+
+
+@cache
+def _schema(op_type: str, version: int) -> Any:
+    import onnx
+
+    try:
+        return onnx.defs.get_schema(op_type, version, "")
+    except onnx.defs.SchemaError:
+        return None
+
+
+def _check_calls(nodes: Any, functions: Mapping[_Function, onnx.FunctionProto]) -> None:
+    """Check that functions do not call each other forever, nor run too many nodes."""
+    measured: dict[_Function, tuple[int, int]] = {}  # nodes, and calls within each other
+
+    def measure(nodes: Any, path: tuple[_Function, ...]) -> tuple[int, int]:
+        count, depth = 0, 0
+        for node in nodes:
+            count += 1
+            callee = (node.domain, node.op_type, node.overload)
+            if callee in path:
+                raise BadGraph(f"{_title(node)} calls the function that it is in")
+            inner = [body.node for body in _bodies(node)]
+            if callee in functions and callee not in measured:
+                if len(path) >= _MAX_CALLS:
+                    raise BadGraph(f"{_title(node)}: functions call each other more than {_MAX_CALLS} deep")
+                measured[callee] = measure(functions[callee].node, (*path, callee))
+            parts = [measure(body, path) for body in inner]
+            parts += [measured[callee]] if callee in functions else []
+            count += sum(part[0] for part in parts)
+            depth = max([depth, *(part[1] + 1 for part in parts)])
+            if count > MAX_NODES:
+                raise BadGraph(f"{_title(node)}: more than {MAX_NODES:,} nodes run up to here")
+            if depth > _MAX_CALLS:
+                raise BadGraph(f"{_title(node)}: functions call each other more than {_MAX_CALLS} deep")
+        return count, depth
+
+    measure(nodes, ())

@@ -1,0 +1,236 @@
+"""Makes or reads the inputs of an ONNX graph, and checks that they are what the graph takes."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.core.errors import InputError, first_line
+from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, open_regular
+from ampaudit.source.inputs import unknown_axis
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
+from ampaudit.source.onnx.files import torch_dtype_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["ARRAY_FILES", "GraphInput", "arrays_in", "check_batch", "described", "inputs_of", "made_batches"]
+
+ARRAY_FILES = (".safetensors", ".npz")
+_MAX_ELEMENTS = 1 << 25
+_MAX_BYTES = 1 << 33  # of the arrays in an .npz file, which may be compressed
+_BATCH, _LENGTH, _PIXELS = 1, 16, 224  # sizes of axes that the graph leaves open
+_OWN = "pass --inputs FILE.py with example_inputs(), or arrays by name in FILE.safetensors or FILE.npz"
+# operators whose results are the indices that they were given
+_PASS = frozenset("Cast Identity Reshape Unsqueeze Squeeze Flatten Transpose Slice Expand".split())
+_LENGTHS = ("seq", "len", "token", "time", "past", "position")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """An input of a graph.
+
+    Attributes:
+        name: in the file.
+        dtype: of its tensor; ``None`` if it is something else.
+        sizes: of its axes: numbers, or names of sizes that are open; ``None`` if even their number is.
+        rows: of the table that it indexes; 0 if there is none.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    sizes: tuple[int | str, ...] | None
+    rows: int = 0
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else "no tensor"
+        sizes = "" if self.sizes is None else f"[{', '.join(map(str, self.sizes))}]"
+        return describe(f"{self.name} {dtype}{sizes}")
+
+
+def inputs_of(values: Sequence[ir.Value]) -> list[GraphInput]:
+    """Return what a graph says of its inputs."""
+    return [_input_of(value) for value in values]
+
+
+def _input_of(value: ir.Value) -> GraphInput:
+    import onnx_ir as ir
+
+    is_tensor = isinstance(value.type, ir.TensorType) and value.dtype is not None
+    dtype = torch_dtype_of(value.dtype) if is_tensor and value.dtype is not None else None
+    sizes: tuple[int | str, ...] | None = None
+    if value.shape is not None:
+        sizes = tuple(
+            size if isinstance(size, int) else str(size.value or f"{value.name}[{axis}]")
+            for axis, size in enumerate(value.shape)
+        )
+    return GraphInput(str(value.name), dtype, sizes, _rows(value))
+
+
+def _rows(value: ir.Value) -> int:
+    """Return the number of rows of the smallest table that a value indexes; 0 if there is none."""
+    waiting, seen, found = [value], {value}, []
+    while waiting:
+        for node, index in waiting.pop().uses():
+            if node.domain in ("", "ai.onnx") and node.op_type in ("Gather", "GatherElements") and index == 1:
+                table, axis = node.inputs[0], node.attributes.get("axis")
+                place = 0 if axis is None else axis.as_int()
+                if table is not None and table.shape is not None and -1 <= place < len(table.shape):
+                    found += [size for size in (table.shape[place],) if isinstance(size, int)]
+            elif node.op_type in _PASS and index == 0:
+                new = [output for output in node.outputs if output not in seen]
+                waiting += new
+                seen.update(new)
+    return min(found, default=0)
+
+
+def described(inputs: Sequence[GraphInput]) -> str:
+    """Return the names, types and sizes of inputs for a message."""
+    return describe(", ".join(map(str, inputs)) or "no input", MAX_MESSAGE - 20)
+
+
+def made_batches(
+    inputs: Sequence[GraphInput], count: int, seed: int, sizes: Mapping[str, int]
+) -> tuple[Batch, ...]:
+    """Make inputs of the graph's types: normal numbers, indices within their tables, masks of ones.
+
+    Args:
+        inputs: of the graph.
+        count: the number of batches.
+        seed: of the random numbers.
+        sizes: of axes that are open, by their names.
+
+    Raises:
+        InputError: an input is no tensor, or too large.
+        UsageError: no axis has such a name.
+    """
+    known = dict.fromkeys(size for given in inputs for size in given.sizes or () if isinstance(size, str))
+    for axis in sizes:
+        if axis not in known:
+            raise unknown_axis(axis, list(known), "all sizes of this graph are fixed")
+    chosen = {name: size for given in inputs for name, size in _open_sizes(given)} | dict(sizes)
+    torch.manual_seed(seed + INPUT_SEED_OFFSET)
+    return tuple(_batch(inputs, {given.name: _made(given, chosen) for given in inputs}) for _ in range(count))
+
+
+def _batch(inputs: Sequence[GraphInput], tensors: Mapping[str, torch.Tensor]) -> Batch:
+    if "self" in tensors:  # which a module's call cannot take by name
+        return Batch(tuple(tensors[given.name] for given in inputs))
+    return Batch((), dict(tensors))
+
+
+def _open_sizes(given: GraphInput) -> Iterator[tuple[str, int]]:
+    sizes = given.sizes or ()
+    picture = len(sizes) == 4 and given.dtype is not None and given.dtype.is_floating_point
+    for axis, name in enumerate(sizes):
+        if isinstance(name, str):
+            if axis == 0 or "batch" in name.lower():
+                yield name, _BATCH
+            elif picture and axis >= 2 and not any(word in name.lower() for word in _LENGTHS):
+                yield name, _PIXELS
+            else:
+                yield name, _LENGTH
+
+
+def _size(size: int | str, chosen: Mapping[str, int]) -> int:
+    """Return the size of an axis; exporters write sums of others, such as ``past + 1``."""
+    if isinstance(size, int):
+        return size
+    parts = [part.strip() for part in size.split("+")]
+    if len(parts) > 1 and all(part.isdecimal() or part in chosen for part in parts):
+        return sum(int(part) if part.isdecimal() else chosen[part] for part in parts)
+    return chosen[size]
+
+
+def _made(given: GraphInput, chosen: Mapping[str, int]) -> torch.Tensor:
+    if given.dtype is None or given.sizes is None:
+        what = "is no tensor" if given.dtype is None else "has no sizes"
+        raise InputError(f"the input {describe(given.name)!r} {what}", hint=_OWN)
+    shape, elements = [_size(size, chosen) for size in given.sizes], 1
+    for size in shape:
+        elements *= size
+        if size < 0 or elements > _MAX_ELEMENTS:
+            raise InputError(f"cannot make the input {describe(str(given))}", hint=_OWN)
+    name = given.name.lower()
+    if given.dtype == torch.bool or "mask" in name:
+        return torch.ones(shape, dtype=given.dtype)
+    if given.dtype.is_floating_point or given.dtype.is_complex:
+        wide = given.dtype if given.dtype.itemsize > 2 else torch.float32
+        return torch.randn(shape, dtype=wide).to(given.dtype)
+    if "position" in name and shape:
+        return (
+            (torch.arange(shape[-1]) % (given.rows or shape[-1] or 1)).expand(shape).to(given.dtype).clone()
+        )
+    picture = given.dtype == torch.uint8 and len(shape) > 2
+    return torch.randint(0, given.rows or (256 if picture else 2), shape).to(given.dtype)
+
+
+def arrays_in(path: Path, inputs: Sequence[GraphInput]) -> Batch:
+    """Read a batch from a file of arrays by the names of the graph's inputs.
+
+    Raises:
+        InputError, WeightsError: the file cannot be read.
+    """
+    found = map_checkpoint(path).tensors if path.suffix == ".safetensors" else _npz(path)
+    if set(found) == {f"input[{index}]" for index in range(len(inputs))}:
+        found = {given.name: found[f"input[{index}]"] for index, given in enumerate(inputs)}
+    if set(found) != {given.name for given in inputs}:
+        what = f"{describe_path(path)} holds {describe(', '.join(sorted(found)) or 'nothing')}"
+        raise InputError(what, hint=f"the graph takes {described(inputs)}")
+    return _batch(inputs, found)
+
+
+def _npz(path: Path) -> dict[str, torch.Tensor]:
+    import numpy as np
+
+    try:
+        with os.fdopen(open_regular(path, InputError), "rb") as stream:
+            with zipfile.ZipFile(stream) as archive:
+                size = sum(member.file_size for member in archive.infolist())
+            if size > _MAX_BYTES:
+                raise ValueError(f"it holds {size:,} bytes; {_MAX_BYTES:,} are allowed")
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except InputError:
+        raise
+    except Exception as error:  # whatever the parsers raise
+        what = f"{describe_path(path)}: cannot be read: {describe(first_line(error), 100)}"
+        raise InputError(what, hint="save it with numpy.savez") from error
+
+
+def check_batch(batch: Batch, inputs: Sequence[GraphInput], title: str) -> None:
+    """Check that a batch has the names, types and sizes that a graph takes.
+
+    Raises:
+        InputError: the message says what the graph takes.
+    """
+    hint = f"the graph takes {described(inputs)}"
+    names = [given.name for given in inputs]
+    values = {**dict(zip(names, batch.args, strict=False)), **batch.kwargs}
+    if len(batch.args) + len(batch.kwargs) != len(names) or set(values) != set(names):
+        got = describe(", ".join(map(str, batch.kwargs)) or f"{len(batch.args)} in order")
+        raise InputError(f"{title} has other inputs: {got}", hint=hint)
+    sizes: dict[str, int] = {}
+    for given in inputs:
+        value, name = values[given.name], describe(given.name)
+        if given.dtype is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{title}: {name} is of type {type(value).__name__}", hint=hint)
+        if value.dtype != given.dtype:
+            raise InputError(f"{title}: {name} is {value.dtype}".replace("torch.", ""), hint=hint)
+        shape = list(value.shape)
+        fits = given.sizes is None or len(shape) == len(given.sizes)
+        for wanted, size in zip(given.sizes or (), shape, strict=False):
+            known = sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted
+            fits = fits and known == size
+        if not fits:
+            raise InputError(f"{title}: {name} has the sizes {shape}", hint=hint)
