@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 from ampaudit.source.onnx.ops import (  # noqa: F401
     activations,
+    attention,
     control,
     elementwise,
     indexing,
     norms,
     pooling,
     products,
+    quantized,
+    recurrent,
     reductions,
     resizing,
     sequences,
