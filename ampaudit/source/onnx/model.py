@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -188,14 +187,16 @@ class _Run:
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
         if function is not None:
             return self._called(function, call, _Frame(function.opset_imports, caller=_layer(origin)))
-        found = function_for(node)
+        found, why = function_for(node), f"no operator {describe(node.op_type)}"
         if found is not None:
-            with suppress(Unsupported):
+            try:
                 known = self._known(call, found, origin)
                 return known if known is not None else _listed(found(call, *call.inputs))
+            except Unsupported as error:
+                why = str(error.args[0])
         standard = standard_body(call)
         if standard is None:
-            return opaque_results(call)
+            return opaque_results(call, why)
         versions = {**frame.versions, **standard.opset_imports}
         return self._called(standard, call, _Frame(versions, origin=origin))
 
