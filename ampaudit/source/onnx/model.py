@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ampaudit.core.errors import AuditError, SourceError
+from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.functions import standard_body, with_values
@@ -178,7 +178,7 @@ class _Run:
             return [self._constant(call)]
         try:
             return self._computed(call, frame, origin)
-        except AuditError as error:
+        except Unsupported as error:
             raise self._located(node, error) from error
 
     def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Value]:
@@ -216,7 +216,8 @@ class _Run:
         name = self._program.names.stored_constant(call.node)
         if name in self._program.stored and not _refers(call.node):
             return self._known_tensor(name)
-        real = self._program.file.constant(with_values(call))
+        with without_modes():
+            real = self._program.file.constant(with_values(call))
         return Known(real, partial(_copied, real), constant=True)
 
     def _known(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Value] | None:
@@ -251,7 +252,7 @@ class _Run:
 
         return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
 
-    def _located(self, node: ir.Node, error: AuditError) -> SourceError:
+    def _located(self, node: ir.Node, error: Unsupported) -> SourceError:
         name = f"{describe(self._program.names.of(node))} ({describe(node.op_type)})"
         return SourceError(f"{self._program.file.shown}: the node {name}: {error.args[0]}", hint=error.hint)
 

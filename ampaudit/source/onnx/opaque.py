@@ -14,6 +14,7 @@ from ampaudit.core.untrusted import describe
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.functions import onnx_type_of, with_values
 from ampaudit.source.onnx.values import NodeCall, Unsupported, Value
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["opaque_results"]
 
@@ -37,6 +38,8 @@ def opaque_results(call: NodeCall, why: str) -> list[Value]:
     if any(isinstance(value, list) for value in call.inputs):
         raise call.fault(f"{why}, and ONNX Runtime runs no sequences here")
     tensors = [call.tensor(value) for value in call.inputs if value is not None]
+    low = next((tensor.dtype for tensor in tensors if tensor.dtype in LOW_PRECISION_DTYPES), None)
+    tensors = [tensor.float() if tensor.dtype == low else tensor for tensor in tensors]
     model = base64.b64encode(_model_of(call)).decode()
     try:
         _session(model)
@@ -48,7 +51,8 @@ def opaque_results(call: NodeCall, why: str) -> list[Value]:
     except Exception as error:  # whatever ONNX Runtime raises
         raise call.fault(f"{why}, and ONNX Runtime does not run it: {describe(error, 150)}") from error
     domain = "" if node.domain in ("", "ai.onnx") else f"{node.domain}_"
-    made = iter(_op(re.sub(r"\W", "_", f"{domain}{node.op_type}"))(tensors, model))
+    results = _op(re.sub(r"\W", "_", f"{domain}{node.op_type}"))(tensors, model)
+    made = iter(t.to(low) if low is not None and t.dtype == torch.float32 else t for t in results)
     return [next(made) if output.name else None for output in node.outputs]
 
 
@@ -63,6 +67,8 @@ def _model_of(call: NodeCall) -> bytes:
         if name:
             kind = onnx_type_of(value)
             kind.tensor_type.ClearField("shape")
+            if kind.tensor_type.elem_type in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
+                kind.tensor_type.elem_type = onnx.TensorProto.FLOAT
             inputs.append(onnx.helper.make_value_info(name, kind))
     outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
     graph = onnx.helper.make_graph([node], "node", inputs, outputs)
