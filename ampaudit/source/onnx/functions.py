@@ -12,10 +12,10 @@ from ampaudit.source.onnx.values import Known, NodeCall, Value
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["onnx_type_of", "resolved", "standard_body"]
+__all__ = ["onnx_type_of", "standard_body", "with_values"]
 
 
-def resolved(call: NodeCall) -> ir.Node:
+def with_values(call: NodeCall) -> ir.Node:
     """Return a copy of a node whose attributes have the values that the calling function gives them."""
     import onnx_ir as ir
 
@@ -47,7 +47,7 @@ def standard_body(call: NodeCall) -> ir.Function | None:
         versions = [version for version in schema.function_opset_versions if version <= call.version]
         data = schema.get_function_with_opset_version(max(versions, default=schema.since_version))
     elif schema.has_context_dependent_function:
-        node = ir.serde.serialize_node(resolved(call)).SerializeToString()
+        node = ir.serde.serialize_node(with_values(call)).SerializeToString()
         known = schema.context_dependent_function_opset_versions
         version = max((v for v in known if v <= call.version), default=schema.since_version)
         types = [onnx_type_of(value).SerializeToString() for value in call.inputs]

@@ -14,11 +14,11 @@ from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.untrusted import MAX_MESSAGE, describe
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile
-from ampaudit.source.onnx.functions import resolved, standard_body
+from ampaudit.source.onnx.functions import standard_body, with_values
 from ampaudit.source.onnx.names import NodeNames, parameter_place
 from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
-from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Value
+from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Unsupported, Value
 from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying
 
@@ -192,24 +192,32 @@ class _Run:
         if node.op_type == "Constant" and not domain:
             return [self._constant(call)]
         try:
-            function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
-            if function is not None:
-                return self._called(function, call, _Frame(function.opset_imports, caller=_layer(origin)))
-            found = function_for(node)
-            if found is None:
-                standard = standard_body(call)
-                if standard is None:
-                    return opaque_results(call)
-                versions = {**frame.versions, **standard.opset_imports}
-                return self._called(standard, call, _Frame(versions, origin=origin))
-            known = self._known(call, found, origin)
-            return known if known is not None else _listed(found(call, *inputs))
-        except AuditError as error:
+            return self._computed(call, frame, origin)
+        except Unsupported as error:
             raise self._located(node, error) from error
         except _MISFITS as error:
             if any(isinstance(value, FakeTensor) for value in inputs):
                 raise  # tracing may fail where the model does not
             raise self._located(node, _misfit(error, inputs)) from error
+
+    def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Value]:
+        """Compute a node by the first of: the model's functions, ours, the standard's, ONNX Runtime."""
+        node = call.node
+        function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
+        if function is not None:
+            return self._called(function, call, _Frame(function.opset_imports, caller=_layer(origin)))
+        found, why = function_for(node), f"no operator {describe(node.op_type)}"
+        if found is not None:
+            try:
+                known = self._known(call, found, origin)
+                return known if known is not None else _listed(found(call, *call.inputs))
+            except Unsupported as error:
+                why = str(error.args[0])
+        standard = standard_body(call)
+        if standard is None:
+            return opaque_results(call, why)
+        versions = {**frame.versions, **standard.opset_imports}
+        return self._called(standard, call, _Frame(versions, origin=origin))
 
     def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Value]:
         """Run a function's body in place of a node."""
@@ -227,7 +235,8 @@ class _Run:
         name = self._program.names.stored_constant(call.node)
         if name in self._program.stored and not _refers(call.node):
             return self._known_tensor(name)
-        real = self._program.file.constant(resolved(call))
+        with without_modes():
+            real = self._program.file.constant(with_values(call))
         return Known(real, partial(_copied, real), constant=True)
 
     def _known(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Value] | None:

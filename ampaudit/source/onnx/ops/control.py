@@ -8,16 +8,15 @@ import torch
 
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import Known, NodeCall, Value
+from ampaudit.trace.internals import without_modes
 
 __all__: list[str] = []
 
 
-def _counted(number: int) -> Known:
-    return Known(torch.tensor(number), lambda: torch.tensor(number))
-
-
-def _truth(value: bool) -> Known:
-    return Known(torch.tensor(value), lambda: torch.tensor(value))
+def _known(value: bool | int) -> Known:
+    with without_modes():
+        real = torch.tensor(value)
+    return Known(real, lambda: torch.tensor(value))
 
 
 @operator("If")
@@ -34,8 +33,8 @@ def loop(call: NodeCall, limit: Value = None, condition: Value = None, *carried:
     going = True if condition is None else bool(call.number(condition))
     count = 0
     while going and (limits is None or count < limits):
-        told = _truth(True)
-        ended, *made = call.run_body(body, [_counted(count), told, *values])
+        told = _known(True)
+        ended, *made = call.run_body(body, [_known(count), told, *values])
         values, row = made[: len(values)], made[len(values) :]
         rows.append([call.tensor(value) for value in row])
         count += 1

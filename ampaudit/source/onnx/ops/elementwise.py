@@ -158,10 +158,10 @@ def identity(call: NodeCall, x: Value) -> Any:
 
 @operator("Dropout")
 def dropout(call: NodeCall, x: Value, ratio: Value = None, training: Value = None) -> Any:
-    """Return the input, since models are audited as they are deployed."""
-    if training is not None and call.number(training):
-        raise call.fault("it drops elements at random")
-    tensor = call.tensor(x)
+    """Return the input, or drop elements at random if the graph says that it trains."""
+    tensor, share = call.tensor(x), call.attribute("ratio", 0.5) if ratio is None else call.number(ratio)
+    if training is not None and call.number(training) and share:
+        return torch.native_dropout(tensor, float(share), True)
     return tensor, torch.ones_like(tensor, dtype=torch.bool)
 
 

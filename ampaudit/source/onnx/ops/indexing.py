@@ -64,9 +64,9 @@ def scatter_nd(call: NodeCall, x: Value, indices: Value, updates: Value) -> torc
     strides = [tensor.shape[i + 1 : width].numel() for i in range(width)]
     flat = (index * torch.tensor(strides)).sum(-1).reshape(-1)
     rest = tensor.shape[width:]
-    made = tensor.reshape(-1, *rest).index_reduce(
-        0, flat, new.reshape(-1, *rest), _REDUCTIONS[how], include_self=True
-    )
+    new = new.reshape(-1, *rest)
+    places = flat.reshape(-1, *[1] * len(rest)).expand_as(new)
+    made = tensor.reshape(-1, *rest).scatter_reduce(0, places, new, _REDUCTIONS[how])
     return made.reshape(tensor.shape)
 
 

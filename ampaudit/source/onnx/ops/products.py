@@ -114,3 +114,15 @@ def conv_transpose(call: NodeCall, x: Value, w: Value, b: Value = None) -> Any:
     pairs = list(zip(before, ends, strict=True))[::-1]
     made = torch.constant_pad_nd(made, [w for first, last in pairs for w in (-first, last)])
     return made if bias is None else made + bias.reshape(-1, *[1] * rank)
+
+
+@operator("FusedMatMul", domain="com.microsoft")
+def fused_matmul(call: NodeCall, a: Value, b: Value) -> Any:
+    """Multiply matrices that may be transposed, and a number."""
+    if call.attribute("transBatchA", 0) or call.attribute("transBatchB", 0):
+        raise call.fault("its batches are transposed")
+    left = call.tensor(a).mT if call.attribute("transA", 0) else call.tensor(a)
+    right = call.tensor(b).mT if call.attribute("transB", 0) else call.tensor(b)
+    alpha = call.attribute("alpha", 1.0)
+    product = torch.matmul(left, right)
+    return product if alpha == 1 else product * alpha

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 from ampaudit.source.onnx.ops import (  # noqa: F401
     activations,
+    attention,
     control,
     elementwise,
     indexing,
     norms,
     pooling,
     products,
+    quantized,
+    recurrent,
     reductions,
     resizing,
     sequences,
@@ -22,9 +25,14 @@ from ampaudit.source.onnx.ops.registry import OPERATORS, Operator
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["function_for"]
+__all__ = ["function_for", "function_for_name"]
 
 
 def function_for(node: ir.Node) -> Operator | None:
     """Return the function that computes a node; ``None`` if there is none."""
-    return OPERATORS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
+    return function_for_name("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+
+
+def function_for_name(domain: str, name: str) -> Operator | None:
+    """Return the function that computes an operator; ``None`` if there is none."""
+    return OPERATORS.get((domain, name))
