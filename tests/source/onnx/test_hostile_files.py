@@ -384,4 +384,4 @@ def test_bodies_of_one_name_have_their_own_tensors(tmp_path: Path) -> None:
     stored = [initializer("yes", np.array(True)), initializer("no", np.array(False))]
     made = OnnxModel(read_onnx(written(tmp_path, model_of(nodes, stored))))
     assert sorted(p[0].item() for p in made.parameters()) == [1, 2, 3, 4]
-    assert len({made._onnx.names.of(n) for n in made._onnx.file.nodes()}) == 11
+    assert len({made._program.names.of(n) for n in made._program.file.nodes()}) == 11
