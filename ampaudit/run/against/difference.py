@@ -12,12 +12,12 @@ from torch import fx
 
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, short_op
-from ampaudit.run.against.graph import Graph, Op
+from ampaudit.run.against.graph import ComparedGraph, Op
 from ampaudit.run.against.matching import Matching
 from ampaudit.run.against.weights import MatchedWeight, difference_of
 from ampaudit.trace.graph import Site
 
-__all__ = ["ModelDifference", "differences"]
+__all__ = ["ModelDifference", "model_differences"]
 
 _SMALLEST = {torch.float16: 1.2e-7}  # what converters replace smaller numbers by
 _IDENTITIES = frozenset(
@@ -52,7 +52,7 @@ class ModelDifference:
         return self.site.id
 
 
-def differences(
+def model_differences(
     found: Matching,
     weights: Mapping[fx.Node, MatchedWeight],
     dtype: torch.dtype,
@@ -258,14 +258,14 @@ def _chain(node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
         node = node.all_input_nodes[0]
 
 
-def _is_identity(graph: Graph, op: Op) -> bool:
+def _is_identity(graph: ComparedGraph, op: Op) -> bool:
     """Return whether an op changes nothing, whatever its input is."""
     neutral = _NEUTRAL.get(op.base)
     other = graph.arguments(op).get("exponent" if op.base == "pow" else "other")
     return neutral is not None and _is_number(other) and other == neutral
 
 
-def _call(graph: Graph, op: Op) -> str:
+def _call(graph: ComparedGraph, op: Op) -> str:
     """Return an op with its numbers, as in ``add(1e-08)``."""
     numbers = [format_number(float(v)) for v in graph.arguments(op).values() if isinstance(v, float)]
     return (

@@ -16,7 +16,7 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = ["Graph", "Op"]
+__all__ = ["ComparedGraph", "Op"]
 
 _PASSED_ON = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 # the same op under several names
@@ -50,7 +50,7 @@ class Op:
         return self.site.layer, self.base
 
 
-class Graph:
+class ComparedGraph:
     """The ops of a graph with the values of one FP32 run."""
 
     def __init__(self, executor: LockStep, inputs: list[torch.Tensor], values: Values) -> None:

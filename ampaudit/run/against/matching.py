@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 import torch
 from torch import fx
 
-from ampaudit.run.against.graph import Graph, Op
+from ampaudit.run.against.graph import ComparedGraph, Op
 from ampaudit.run.against.values import agreement
 from ampaudit.run.against.weights import MatchedWeight
 from ampaudit.trace.graph import Slot
@@ -39,8 +39,8 @@ class Matching:
 
     def __init__(
         self,
-        reference: Graph,
-        audited: Graph,
+        reference: ComparedGraph,
+        audited: ComparedGraph,
         inputs: dict[fx.Node, fx.Node],
         weights: dict[fx.Node, MatchedWeight],
         tolerance: float,
@@ -198,7 +198,7 @@ def _line(op: Op, other: Op) -> bool:
 class _Index:
     """Finds nodes of a graph by value."""
 
-    def __init__(self, graph: Graph, tolerance: float) -> None:
+    def __init__(self, graph: ComparedGraph, tolerance: float) -> None:
         self._tolerance = tolerance
         sizes: defaultdict[int, list[tuple[float, int, fx.Node, torch.Tensor]]] = defaultdict(list)
         for number, (node, (size, samples)) in enumerate(graph.values.items()):

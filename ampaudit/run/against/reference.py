@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from ampaudit.core.errors import InputError
-from ampaudit.run.against.difference import ModelDifference, differences
-from ampaudit.run.against.graph import Graph
+from ampaudit.run.against.difference import ModelDifference, model_differences
+from ampaudit.run.against.graph import ComparedGraph
 from ampaudit.run.against.matching import Matching
 from ampaudit.run.against.values import Values
 from ampaudit.run.against.weights import MatchedWeight, match_weights
@@ -68,7 +68,7 @@ def compare_executors(
     outputs = [pair[0] for pair in reference.run(given, Observer())]
     named = _named_outputs(reference, audited, outputs)
     second = _recorded(_in_float32(audited), own, seed)
-    plain = Graph(reference, given, Values(reference, given))
+    plain = ComparedGraph(reference, given, Values(reference, given))
     weights = match_weights(plain, second)
     first = _recorded(_with_rounded_weights(reference, second, weights), given, seed)
     dtype = _low_precision_dtype(audited)
@@ -85,16 +85,16 @@ def compare_executors(
         tuple((op.site, other.site) for op, other in found.partner.items()),
         tuple(op.site for op in found.only_reference),
         tuple(op.site for op in found.only_audited),
-        tuple(differences(found, weights, dtype or torch.float32, wrong)),
+        tuple(model_differences(found, weights, dtype or torch.float32, wrong)),
         named,
     )
 
 
-def _recorded(executor: LockStep, inputs: list[torch.Tensor], seed: int) -> Graph:
+def _recorded(executor: LockStep, inputs: list[torch.Tensor], seed: int) -> ComparedGraph:
     values = Values(executor, inputs)
     torch.manual_seed(seed)
     executor.run(inputs, values)
-    return Graph(executor, inputs, values)
+    return ComparedGraph(executor, inputs, values)
 
 
 def _in_float32(executor: LockStep) -> LockStep:
@@ -102,7 +102,7 @@ def _in_float32(executor: LockStep) -> LockStep:
 
 
 def _with_rounded_weights(
-    executor: LockStep, audited: Graph, weights: Mapping[fx.Node, MatchedWeight]
+    executor: LockStep, audited: ComparedGraph, weights: Mapping[fx.Node, MatchedWeight]
 ) -> LockStep:
     """Return an executor of the reference with the weights that the audited graph stores in 16 bits."""
     masters = dict(executor.converted.masters)

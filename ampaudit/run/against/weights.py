@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ampaudit.core.text import format_number
-from ampaudit.run.against.graph import Graph
+from ampaudit.run.against.graph import ComparedGraph
 from ampaudit.run.against.values import agreement, samples_of
 
 __all__ = ["MatchedWeight", "difference_of", "match_weights"]
@@ -39,7 +39,7 @@ class MatchedWeight:
     what: str = ""
 
 
-def match_weights(reference: Graph, audited: Graph) -> dict[fx.Node, MatchedWeight]:
+def match_weights(reference: ComparedGraph, audited: ComparedGraph) -> dict[fx.Node, MatchedWeight]:
     """Match every weight that has a counterpart: of the same name, or else of the same content."""
     named = {reference.weight_name(node): node for node in reference.weights}
     alike = _Content(reference)
@@ -91,7 +91,7 @@ def difference_of(reference: torch.Tensor, stored: torch.Tensor) -> str:
 class _Content:
     """Finds weights by content."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: ComparedGraph) -> None:
         self._graph = graph
         self._by_size: defaultdict[int, list[fx.Node]] = defaultdict(list)
         for node, tensor in graph.weights.items():
