@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
-from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, short_op
+from ampaudit.run.against.comparison import ModelDifference
 from ampaudit.run.against.graph import ComparedGraph, Op
 from ampaudit.run.against.matching import Matching
 from ampaudit.run.against.weights import MatchedWeight, difference_of
 from ampaudit.trace.graph import Site
 
-__all__ = ["ModelDifference", "model_differences"]
+__all__ = ["model_differences"]
 
 _SMALLEST = {torch.float16: 1.2e-7}  # what converters replace smaller numbers by
 _IDENTITIES = frozenset(
@@ -25,31 +24,6 @@ _IDENTITIES = frozenset(
 )
 _NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0, "pow": 1.0}
 _NUMBERS_ONLY = ("eps", "other", "exponent", "min", "max", "value", "alpha", "beta", "scale", "self")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDifference:
-    """One difference between an audited graph and its reference.
-
-    Attributes:
-        kind: ``value``: the op computes something else from the same inputs; ``constant``, ``weight`` and
-            ``missing``: a number, a weight or an op of the reference is not there.
-        site: of the audited graph.
-        counterpart: the site of the reference, if there is one.
-        what: what differs.
-        outputs: the outputs that are wrong because of it; none if it makes no difference on this input.
-    """
-
-    kind: Literal["value", "constant", "weight", "missing"]
-    site: Site
-    counterpart: Site | None
-    what: str
-    outputs: tuple[str, ...] = ()
-
-    @property
-    def place(self) -> SiteId:
-        """The site's id."""
-        return self.site.id
 
 
 def model_differences(

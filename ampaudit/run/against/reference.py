@@ -3,46 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from ampaudit.core.errors import InputError
-from ampaudit.run.against.difference import ModelDifference, model_differences
+from ampaudit.core.errors import InputError, ReferenceBroken
+from ampaudit.run.against.comparison import ModelComparison
+from ampaudit.run.against.difference import model_differences
 from ampaudit.run.against.graph import ComparedGraph
 from ampaudit.run.against.matching import Matching
 from ampaudit.run.against.values import Values
 from ampaudit.run.against.weights import MatchedWeight, match_weights
 from ampaudit.run.backends import Float32Backend
+from ampaudit.run.config import RunConfig
+from ampaudit.run.executors import ExecutorCache
+from ampaudit.run.fp32_check import is_broken
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer
-from ampaudit.trace.graph import Site
+from ampaudit.run.record import RunRecord
+from ampaudit.source.interface import Batch
+from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["ModelComparison", "compare_executors"]
+__all__ = ["ReferenceModel", "compare_executors"]
 
 _ROUNDED_CONSTANTS = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _EXACT = 2e-4
 
 
-@dataclass(frozen=True, slots=True)
-class ModelComparison:
-    """How an audited graph corresponds to a reference.
+class ReferenceModel:
+    """Runs a model in FP32 on the batches that another one is audited on.
 
-    Attributes:
-        matched: pairs of sites, the audited one first.
-        only_reference: sites of the reference without a partner.
-        only_audited: sites of the audited graph without a partner.
-        differences: what differs, first what makes outputs wrong.
-        outputs: the reference's outputs, by the audited graph's names.
+    Args:
+        model: the reference.
+        batches: its inputs.
+        config: of the audit.
+        places: for each input of the audited model, in order, the place of the reference's.
     """
 
-    matched: tuple[tuple[Site, Site], ...]
-    only_reference: tuple[Site, ...]
-    only_audited: tuple[Site, ...]
-    differences: tuple[ModelDifference, ...]
-    outputs: Mapping[str, torch.Tensor]
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], config: RunConfig, places: Sequence[int]
+    ) -> None:
+        plain = RunConfig(None, config.author_rules, config.number_format, config.device, config.seed)
+        plain = replace(plain, release=config.release)
+        self._executors = ExecutorCache(model, plain, RunRecord(device=config.device.type, backend=""))
+        self._batches = batches
+        self._places = places
+        self._seed = config.seed
+
+    def compare(self, executor: LockStep, own: list[torch.Tensor], number: int) -> ModelComparison:
+        """Run the reference on the batch of that number, and compare the audited model with it.
+
+        Raises:
+            ReferenceBroken: the reference gives NaN or infinity.
+            InputError: the models have different numbers of outputs.
+        """
+        batch = self._batches[number]
+        reference = self._executors.get(batch, number)
+        given = tensor_leaves(batch.args, batch.kwargs)
+        found = compare_executors(reference, executor, given, own, self._places, self._seed + number)
+        broken = next((name for name, output in found.outputs.items() if is_broken(output)), None)
+        if broken is not None:
+            where = batch.title(number)
+            raise ReferenceBroken(f"the reference itself gives NaN or infinity in {where}: {broken}")
+        return found
 
 
 @torch.no_grad()
@@ -51,7 +76,7 @@ def compare_executors(
     audited: LockStep,
     given: list[torch.Tensor],
     own: list[torch.Tensor],
-    inputs: Sequence[tuple[int, int]],
+    places: Sequence[int],
     seed: int,
 ) -> ModelComparison:
     """Compare an audited graph, widened to float32, with a reference.
@@ -61,7 +86,7 @@ def compare_executors(
         audited: runs the audited graph.
         given: the reference's inputs.
         own: the same for the audited graph.
-        inputs: pairs of positions of inputs that correspond, the audited one first.
+        places: for each input of the audited graph, in order, the place of the reference's.
         seed: of random numbers in both.
     """
     torch.manual_seed(seed)
@@ -73,7 +98,7 @@ def compare_executors(
     first = _recorded(_with_rounded_weights(reference, second, weights), given, seed)
     dtype = _low_precision_dtype(audited)
     tolerance = _ROUNDED_CONSTANTS.get(dtype, _EXACT) if dtype is not None else _EXACT
-    pairs = {second.inputs[here]: first.inputs[there] for here, there in inputs}
+    pairs = {node: first.inputs[place] for node, place in zip(second.inputs, places, strict=True)}
     found = Matching(first, second, pairs, weights, tolerance)
     counterpart = dict(zip(named, _output_nodes(reference, named, outputs), strict=True))
     wrong = {
