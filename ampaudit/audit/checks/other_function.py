@@ -12,12 +12,12 @@ from ampaudit.report.against import AgainstReport, Correspondence, ReferenceDiff
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.against.comparison import ModelDifference
 
-__all__ = ["CHECK", "against_report", "findings_with"]
+__all__ = ["CHECK", "against_report", "differences_with"]
 
 _ADVICE = "compare the node with its counterpart, and convert or export it again"
 
 
-def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
+def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
     """Yield the differences that make outputs wrong (AMP611), or those that do not on this input (AMP612)."""
     comparison = context.record.comparison
     for difference in comparison.differences if comparison is not None else ():
@@ -83,4 +83,4 @@ def _reported(found: ModelDifference) -> ReferenceDifference:
     )
 
 
-CHECK = Check("AMP611", partial(findings_with, "AMP611"))
+CHECK = Check("AMP611", partial(differences_with, "AMP611"))

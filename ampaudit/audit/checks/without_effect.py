@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from ampaudit.audit.checks.interface import Check
-from ampaudit.audit.checks.other_function import findings_with
+from ampaudit.audit.checks.other_function import differences_with
 
 __all__ = ["CHECK"]
 
-CHECK = Check("AMP612", partial(findings_with, "AMP612"))
+CHECK = Check("AMP612", partial(differences_with, "AMP612"))
