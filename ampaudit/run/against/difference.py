@@ -19,6 +19,7 @@ from ampaudit.trace.graph import Site
 __all__ = ["model_differences"]
 
 _SMALLEST = {torch.float16: 1.2e-7}  # what converters replace smaller numbers by
+_JUMP = 4
 _IDENTITIES = frozenset(
     "dropout feature_dropout alpha_dropout clone contiguous alias detach lift_fresh".split()
 )
@@ -43,9 +44,12 @@ def model_differences(
     search = _Search(found, weights, dtype)
     structural = {(d.kind, d.place): d for d in search.structural()}
     roots: dict[Op, list[str]] = {}
+    changed = {key[1] for key in structural}
     for name, node in wrong.items():
         for op in search.roots(node):
-            roots.setdefault(op, []).append(name)
+            sources = (found.audited.ops.get(source) for source in op.sources)
+            candidates = (o for o in (op, *sources) if o is not None and o.site.id in changed)
+            roots.setdefault(next(candidates, op), []).append(name)
     result = dict(structural)
     for op, names in roots.items():
         known = [key for key in structural if key[1] == op.site.id]
@@ -109,9 +113,15 @@ class _Search:
             sources = (graph.ops.get(source) for source in op.sources)
             before = [o for o in sources if o is not None and not self._found.agrees(o)]
             pending += before
-            if not before:
+            if not before and self._jumps(op):
                 roots.append(op)
         return sorted({self._suspect(op, seen) for op in roots}, key=lambda op: op.place)
+
+    def _jumps(self, op: Op) -> bool:
+        """Return whether an op adds most of its error itself; otherwise rounding has added up."""
+        sources = (self._found.audited.ops.get(source) for source in op.sources)
+        before = max((self._found.error(o) for o in sources if o is not None), default=0.0)
+        return self._found.error(op) > _JUMP * before
 
     def _suspect(self, op: Op, bad: set[Op]) -> Op:
         """Return the op to name: in a part without counterparts, the one whose weight is another."""

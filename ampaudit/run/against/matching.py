@@ -77,6 +77,17 @@ class Matching:
         other = self.partner.get(op)
         return op.node in self.agreeing if other is None else self.same_value(other.node, op.node)
 
+    def error(self, op: Op) -> float:
+        """Return the relative difference of an op from its partner; 1 without one that computes its value."""
+        other = self.partner.get(op)
+        if other is None:
+            return 0.0 if op.node in self.agreeing else 1.0
+        first, second = (
+            values.get(n)
+            for values, n in ((self.reference.values, other.node), (self.audited.values, op.node))
+        )
+        return 1.0 if first is None or second is None else agreement(first[1], second[1])
+
     def same_value(self, reference: fx.Node, audited: fx.Node) -> bool:
         """Return whether two nodes have the same elements in the same order."""
         first, second = self.reference.values.get(reference), self.audited.values.get(audited)
