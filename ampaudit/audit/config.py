@@ -93,6 +93,18 @@ _EXCLUDES = {
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
     "steps": ("ranges", "static", "assume", "prove", "stress", "backward"),
     "sweep": ("ranges", "static", "stress", "advise", "diff"),
+    "against": (
+        "ranges",
+        "static",
+        "prove",
+        "stress",
+        "advise",
+        "diff",
+        "backward",
+        "steps",
+        "sweep",
+        "contract",
+    ),
 }
 
 
@@ -211,6 +223,9 @@ class ScanConfig(PlanConfig):
         BeforeValidator(sweep_text),
         Option("Scan at several sizes of the inputs.", metavar="AXIS=N,N,..."),
     ] = ""
+    against: Annotated[
+        Any, Option("Audit this model instead, with MODEL as its reference.", metavar="MODEL", file=False)
+    ] = None
     backend: Annotated[Backend | None, python_only("Computes in 16 bits instead of the device's own.")] = None
     keep_outputs: Annotated[
         KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
@@ -262,6 +277,7 @@ class ScanKeywords(_RunOptions, total=False):
     assume: Sequence[str]
     ignore: Sequence[str]
     sweep: str | Mapping[str, Sequence[int]]
+    against: Any
     backend: Backend | None
     keep_outputs: KeepOutputs | None
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, Unpack, overload
 
 from ampaudit.audit.advise import advised
+from ampaudit.audit.against import beside
 from ampaudit.audit.backward import differentiated
 from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.audit.checks.other_function import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, ScanKeywords, policies_of, rules_of
 from ampaudit.audit.context import context_of
@@ -24,6 +26,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import ModelInfo, Report, RunInfo
+from ampaudit.run.against.reference import ReferenceModel
 from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.config import Steps
 from ampaudit.run.contract import ContractBackend, parse_contract
@@ -108,6 +111,10 @@ def scan(
     if chosen.sweep and isinstance(loading, SourceConfig):
         loading = loading.changed(input_sizes=first_sizes(chosen))
     opened = as_source(model, inputs, batches, loading)
+    if chosen.against is not None:
+        opened = beside(
+            opened, chosen.against, loading if isinstance(loading, SourceConfig) else SourceConfig()
+        )
     given = {*options, *(config.model_fields_set if config is not None else ())}
     policies, chosen = as_converted(opened, policies, chosen, given if policy is None else {*given, "policy"})
     reports = scan_policies(opened, policies, chosen)
@@ -118,8 +125,8 @@ def scan(
 def as_converted(
     source: ModelSource, policies: list[RuleSet], config: ScanConfig, given: Collection[str]
 ) -> tuple[list[RuleSet], ScanConfig]:
-    """Scan a converted model as it is, since its casts are in its program, unless options say otherwise."""
-    if source.kind == "converted":
+    """Scan a model that has its casts in its program as it is, unless options say otherwise."""
+    if source.kind == "converted" or source.reference is not None:
         policies = policies if "policy" in given else [load_policy("as-is")]
         dtype = config.dtype if "dtype" in given else source.dtype or config.dtype
         config = config.changed(dtype=dtype)
@@ -166,6 +173,12 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         )
         for rules in subjects
     ]
+    if source.reference is not None:
+        other = source.reference
+        plans = [
+            replace(plan, against=ReferenceModel(other.model, other.batches, plan, source.places))
+            for plan in plans
+        ]
     if config.steps is not None:
         declared = source.next_inputs if config.next_inputs is None else config.next_inputs
         batches, function, fed_back = stepping(source.model, source.batches, declared, config.steps)
@@ -237,4 +250,6 @@ def _report(
     made = build_report(
         context, findings, audit.converted, model, info, config.fail_on, promoted=audit.promoted
     )
-    return replace(made, notes=(*source.notes, *made.notes))
+    reference = source.reference
+    against = None if reference is None else against_report(context, reference.location)
+    return replace(made, notes=(*source.notes, *made.notes), against=against)

@@ -140,5 +140,9 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
         source = load_source(location, loading.changed(input_sizes=first_sizes(config)))
         from ampaudit.audit.scan import as_converted, scan_policies
 
+        if config.against is not None:
+            from ampaudit.audit.against import beside
+
+            source = beside(source, config.against, loading)
         policies, config = as_converted(source, policies, config, asked)
         return _each(lambda chosen: scan_policies(source, chosen, config), policies)

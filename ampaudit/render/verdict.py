@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.sweep import sweep_words
 from ampaudit.report.accuracy import OutputAccuracy
-from ampaudit.report.finding import Severity
+from ampaudit.report.finding import OTHER_FUNCTION, Severity
 from ampaudit.report.gap import GapKind, gaps_in_words
 from ampaudit.report.model import Report
 
@@ -40,6 +40,8 @@ def verdict_words(report: Report) -> tuple[str, str]:
     if report.sweep is not None:
         what += f"; {escape_control(sweep_words(report.sweep))}"
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
+    if report.against is not None:
+        what += f"; {report.against.extent}"
     path = "; along the path that these inputs take" if report.path is not None else ""
     return word, f"{what}{extra}{_ignored(report)}{path}{made_up}"
 
@@ -56,7 +58,12 @@ def _broken(report: Report) -> Iterator[str]:
     if flips:
         decide = "decides" if len(flips) == 1 else "decide"
         yield f"{plural(len(flips), 'line')} {decide} differently after overflow"
-    errors = [f for f in found if f not in flips]
+    others = [f for f in found if f.code == OTHER_FUNCTION]
+    if others and report.against is not None:
+        computes = "computes" if len(others) == 1 else "compute"
+        reference = escape_control(report.against.reference)
+        yield f"{plural(len(others), 'place')} {computes} something else than {reference}"
+    errors = [f for f in found if f not in flips and f not in others]
     places = sum(not f.finite for f in errors)
     if places:
         first = report.steps.first_broken if report.steps is not None else None

@@ -18,6 +18,7 @@ from ampaudit.report.pages.page import Kind
 __all__ = [
     "CRASHED",
     "INSTALLED",
+    "OTHER_FUNCTION",
     "CombinedPolicy",
     "Evidence",
     "FailOn",
@@ -31,6 +32,7 @@ __all__ = [
     "threshold",
 ]
 CRASHED = "AMP990"  # the finding that a check itself failed
+OTHER_FUNCTION = "AMP611"  # the audited model computes something else than its reference
 INSTALLED = "site-packages/"
 
 

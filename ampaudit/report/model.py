@@ -18,6 +18,7 @@ from ampaudit.core.formats import FORMATS
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
+from ampaudit.report.against import AgainstReport
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, CombinedPolicy, FailOnGaps, Finding, Severity
@@ -151,8 +152,8 @@ class Environment:
 class Report(Shown):
     """The report of an audit.
 
-    ``raised`` is schema 1's name for ``promoted``; ``path`` is given where its code depends on values;
-    ``gaps`` leaves out those whose finding is suppressed.
+    ``raised`` is schema 1's name for ``promoted``; ``against`` compares with a reference model; ``path`` is
+    given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed.
     """
 
     schema: Literal[1]
@@ -180,6 +181,7 @@ class Report(Shown):
     gaps: tuple[Gap, ...] = ()
     steps: StepsReport | None = None
     sweep: Sweep | None = None
+    against: AgainstReport | None = None
     kind: Literal["scan"] = "scan"
 
     @property
@@ -285,7 +287,8 @@ class Report(Shown):
         found += f", {gaps_in_words(self.gaps)}" if self.gaps else ""
         how = f"in {self.run.dtype} under {self.run.policy}"
         on = f" on {self.run.made_up}" if self.run.made_up else ""
-        return f"{self.verdict.upper()} {self.model.source} {how}{on}: {found}"
+        beside = f" against {self.against.reference}" if self.against is not None else ""
+        return f"{self.verdict.upper()} {self.model.source} {how}{beside}{on}: {found}"
 
     def card_rows(self) -> CardRows:
         """Return the findings."""

@@ -11,6 +11,7 @@ import torch
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
+from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.backends import Backend
 from ampaudit.run.backward.record import GradientRecord
 from ampaudit.run.lockstep import LockStep
@@ -19,7 +20,7 @@ from ampaudit.run.program import Program
 from ampaudit.trace.converted import Release
 from ampaudit.trace.edits import Edit
 
-__all__ = ["Differentiator", "KeepOutputs", "NextInputs", "RunConfig", "Steps"]
+__all__ = ["Against", "Differentiator", "KeepOutputs", "NextInputs", "RunConfig", "Steps"]
 
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
 NextInputs = Callable[[Any, Any], Any]
@@ -35,6 +36,13 @@ class Differentiator(Protocol):
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int, title: str) -> None:
         """Run the backward pass of the run followed last; the last output is the loss."""
+
+
+class Against(Protocol):
+    """A reference model that runs beside the audited one."""
+
+    def compare(self, executor: LockStep, own: list[torch.Tensor], number: int) -> ModelComparison:
+        """Run the reference on the batch of that number, and compare the audited model with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,7 @@ class RunConfig:
         min_sqnr: accuracy in dB below which it is found out where an output's error enters; ``None`` for
             runs of which only the verdict counts.
         steps: what is done with each batch; calls are then numbered over all steps of all batches.
+        against: the model whose outputs are right, if it is another one.
     """
 
     rules: RuleSet | None
@@ -84,6 +93,7 @@ class RunConfig:
     differentiator: Callable[[RunConfig], Differentiator] | None = None
     min_sqnr: float | None = None
     steps: Steps | None = None
+    against: Against | None = None
 
     def call_name(self, number: int) -> str:
         """Name a call: its batch, or its step and, after the first batch, both."""

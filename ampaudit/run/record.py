@@ -7,6 +7,7 @@ from typing import Literal
 
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.gap import Gap
+from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.backward.record import GradientRecord
 from ampaudit.run.buffers import BufferUpdate
@@ -127,6 +128,7 @@ class RunRecord:
         path: what the model's code reads, where it was traced along the path of its inputs.
         steps: what each step showed; empty without ``--steps``.
         traces: how often the model was traced.
+        comparison: with the reference model of ``--against``.
         fed_back: what makes the inputs of a step, in words.
     """
 
@@ -151,6 +153,7 @@ class RunRecord:
     path: PathRecord = field(default_factory=PathRecord)
     steps: list[StepObservation] = field(default_factory=list)
     traces: int = 0
+    comparison: ModelComparison | None = None
     fed_back: str = ""
 
     def add_seconds(self, phase: str, seconds: float) -> None:

@@ -14,7 +14,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement
 from ampaudit.run.attribution import Attribution, find_culprits
 from ampaudit.run.buffers import buffer_updates
-from ampaudit.run.config import RunConfig
+from ampaudit.run.config import Against, RunConfig
 from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.executors import ExecutorCache
@@ -196,8 +196,11 @@ class Runner:
     def attribute(self) -> None:
         """Find where the errors of inaccurate outputs enter."""
         least = self.config.min_sqnr
+        comparison = self.record.comparison
         if least is None or any(origin.harms for origin in self.record.origins):
             return
+        if comparison is not None and comparison.wrong:
+            return  # no rounding is to blame
         started = time.perf_counter()
         self.record.culprits = find_culprits(self.record.outputs, self._worst, least)
         if self.record.culprits:
@@ -206,8 +209,10 @@ class Runner:
     def fp32_outputs(self, ready: PreparedBatch, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
         """Return the FP32 model's own outputs by name; ``None`` if the reference is that model.
 
-        Outputs that have no counterpart in FP32 are left out.
+        Outputs that have no counterpart in FP32 are left out. With a reference model, those are its outputs.
         """
+        if self.config.against is not None:
+            return self._reference_outputs(self.config.against, ready)
         reads, edited = ready.executor.program.traced.reads, bool(self.config.edits)
         stateful = ready.own is not None and bool(ready.own.buffers)  # which a copy of the model has not
         if ready.executor.program.traced.path is not None and not (reads or edited or stateful):
@@ -223,6 +228,14 @@ class Runner:
         found = check.unedited(model, *call) if edited else check.outputs(model, program, *call, outputs)
         self._add_seconds("fp32", started)
         return found
+
+    def _reference_outputs(self, against: Against, ready: PreparedBatch) -> dict[str, torch.Tensor]:
+        started = time.perf_counter()
+        found, known = against.compare(ready.executor, ready.tensors, ready.number), self.record.comparison
+        if known is None or (found.wrong and not known.wrong):
+            self.record.comparison = found
+        self._add_seconds("comparison", started)
+        return dict(found.outputs)
 
     def _meter(self, *, local: bool = True) -> Meter:
         local = local and not self.config.fp32_only

@@ -80,6 +80,8 @@ class ModelSource:
         notes: what was changed of the model before it is audited.
         next_inputs: the file's next_inputs(outputs, inputs), or its scheduler, for audits of several steps.
         sized: makes batches of other sizes, by axis; ``None`` if the inputs are what they are.
+        reference: the model whose outputs are right, if it is another one.
+        places: for each input, in order, the place of the reference's.
     """
 
     location: str
@@ -97,6 +99,8 @@ class ModelSource:
     notes: tuple[str, ...] = ()
     next_inputs: Any = None
     sized: Sized | None = None
+    reference: ModelSource | None = None
+    places: tuple[int, ...] = ()
 
     @property
     def names_files(self) -> bool:

@@ -60,6 +60,7 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         backward=options.pop("backward", "") == "true",
         sweep=options.pop("sweep", ""),
         loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
+        against=options.pop("against", "").replace("model.py", str(path)) or None,
     )
 
 

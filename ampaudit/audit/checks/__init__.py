@@ -40,6 +40,7 @@ from ampaudit.audit.checks import (
     not_taken,
     opaque,
     origins,
+    other_function,
     output_error,
     output_variation,
     own_backward,
@@ -54,6 +55,7 @@ from ampaudit.audit.checks import (
     unmentioned,
     weights,
     what_if,
+    without_effect,
 )
 from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.audit.checks.running import run_checks
@@ -79,6 +81,7 @@ _MODULES = (
     *(growth, code_differs, code_unknown, flipped_branch, left_torch),
     *(hard_cast, double, probabilities, in_place, no_kernel, mixed_dtypes),
     *(small_weights, tied_weights),
+    *(other_function, without_effect),
     *(alignment, ping_pong, costly_island, float32_spread),
     *(gradient_overflow, gradient_vanishes, no_loss_scale, gradient_error, no_gradient, own_backward),
     *(uncovered, unmentioned, not_taken),

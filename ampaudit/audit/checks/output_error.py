@@ -65,7 +65,10 @@ def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
 
 
 def _by_code(context: CheckContext, name: str) -> bool:
-    """Return whether an output is wrong because the code differs in 16 bits (AMP212)."""
+    """Return whether an output is wrong because of other code: in 16 bits (AMP212), or at all (AMP611)."""
+    comparison = context.record.comparison
+    if comparison is not None and name in comparison.wrong:
+        return True
     differs = context.record.code.outputs.get(name)
     return differs is not None and not differs.agrees
 

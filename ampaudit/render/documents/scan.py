@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ampaudit.core.text import escape_control, format_bytes, format_number
+from ampaudit.render.against import against_sections
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
 from ampaudit.render.finding_blocks import combined_section, finding_sections
 from ampaudit.render.findings import TOP, Suite, alert_of
@@ -59,6 +60,8 @@ class ScanView(View[Report]):
             yield Section((line(more, style="bold"),))
         if suite.combined is not None:
             yield combined_section(suite.combined)
+        if report.against is not None:
+            yield from against_sections(report.against, full=full)
         if report.steps is not None:
             yield step_section(report.steps, full=full)
         yield from level_sections(report, _NEAREST)
@@ -76,7 +79,9 @@ class ScanView(View[Report]):
         """Return policy, format, mode and extent."""
         run = self.document.run
         what = "FP32 ranges" if run.level == "ranges" else f"policy {escape_control(run.policy)}, {run.dtype}"
-        return f"{what}, {run.mode} mode, {run.extent}"
+        beside = self.document.against
+        against = f", against {escape_control(beside.reference)}" if beside is not None else ""
+        return f"{what}{against}, {run.mode} mode, {run.extent}"
 
     def strips(self) -> Iterator[Strip]:
         """Return the strips of values and of gradients."""
@@ -144,6 +149,8 @@ class ScanView(View[Report]):
             for site in report.nearest_sites[:_NEAREST]
             if (seen := site.forward)
         ]
+        if report.against is not None:
+            yield from against_sections(report.against)
         if report.steps is not None:
             yield step_section(report.steps)
         if nearest:

@@ -47,7 +47,7 @@ _FAMILIES = {
     "3": "constants and dtypes",
     "4": "weights",
     "5": "performance",
-    "6": "policy",
+    "6": "policy and conversion",
     "7": "gradients",
     "8": "training loops (ampaudit lint)",
     "9": "coverage and suppressions",

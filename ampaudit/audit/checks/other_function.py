@@ -1,0 +1,86 @@
+"""AMP611, AMP612: the audited model computes something else than its reference (``--against``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, finding_source
+from ampaudit.core.text import plural
+from ampaudit.report.against import AgainstReport, Correspondence, ReferenceDifference
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.run.against.comparison import ModelDifference
+
+__all__ = ["CHECK", "against_report", "differences_with"]
+
+_ADVICE = "compare the node with its counterpart, and convert or export it again"
+
+
+def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
+    """Yield the differences that make outputs wrong (AMP611), or those that do not on this input (AMP612)."""
+    comparison = context.record.comparison
+    for difference in comparison.differences if comparison is not None else ():
+        if code != ("AMP611" if difference.outputs else "AMP612"):
+            continue
+        cause = f"{_described(difference)}; {_effect(context, difference)}"
+        severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
+        yield finding_at(context, difference.site, code, cause, _ADVICE, severity=severity)
+
+
+def _described(difference: ModelDifference) -> str:
+    other, where = difference.counterpart, ""
+    if other is not None:
+        line = f" ({other.source.file}:{other.source.line})" if other.source is not None else ""
+        where = f"{other.id}{line}"
+    if difference.kind == "missing":
+        return f"{difference.what} of the reference is missing before this op: {where}"
+    return f"{difference.what}; its counterpart is {where}" if where else difference.what
+
+
+def _effect(context: CheckContext, difference: ModelDifference) -> str:
+    if not difference.outputs:
+        return "on these inputs it makes no difference"
+    first, *others = difference.outputs
+    more = f" ({plural(len(others), 'more output')} too)" if others else ""
+    accuracy = _accuracy(context, first)
+    if accuracy is None:
+        return f"{first} differs{more}"
+    known = f"{accuracy:.0f} dB" if math.isfinite(accuracy) else "nothing right"
+    return f"{first} has {known} against the reference{more}"
+
+
+def _accuracy(context: CheckContext, output: str) -> float | None:
+    seen = context.record.outputs.get(output)
+    return None if seen is None else seen.accuracy_db
+
+
+def _harmless(context: CheckContext, difference: ModelDifference) -> bool:
+    found = (_accuracy(context, output) for output in difference.outputs)
+    return all(accuracy is None or accuracy >= context.min_sqnr for accuracy in found)
+
+
+def against_report(context: CheckContext, reference: str) -> AgainstReport | None:
+    """Return the comparison for the report, if there was one."""
+    found = context.record.comparison
+    if found is None:
+        return None
+    return AgainstReport(
+        reference,
+        tuple(Correspondence(here.id, there.id) for here, there in found.matched),
+        tuple(site.id for site in found.only_audited),
+        tuple(site.id for site in found.only_reference),
+        tuple(_reported(difference) for difference in found.differences),
+    )
+
+
+def _reported(found: ModelDifference) -> ReferenceDifference:
+    other = found.counterpart
+    source = finding_source(other) if other is not None else None
+    site = None if other is None else other.id
+    return ReferenceDifference(
+        found.kind, found.site.id, found.site.layer, site, source, found.what, found.outputs
+    )
+
+
+CHECK = Check("AMP611", partial(differences_with, "AMP611"))

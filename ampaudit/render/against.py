@@ -1,0 +1,36 @@
+"""Renders the comparison with a reference: what differs, and which ops correspond."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ampaudit.core.text import escape_control
+from ampaudit.render.blocks import Line, Section, line, tabulate
+from ampaudit.report.against import AgainstReport
+
+__all__ = ["against_sections"]
+
+_SHOWN = 5
+
+
+def against_sections(found: AgainstReport, *, full: bool = False) -> Iterator[Section]:
+    """Return the ops that only one model has, and with ``full`` every op and its counterpart."""
+    reference = escape_control(found.reference)
+    rows = [
+        ("only here", _listed(found.only_here, full=full)),
+        (f"only in {reference}", _listed(found.only_reference, full=full)),
+    ]
+    text = [line((f"{label}: ", "bold"), sites) for label, sites in rows if sites]
+    yield Section((line(found.extent), *text), f"Against {reference}")
+    if full and found.matched:
+        pairs: list[list[str | Line]] = [
+            [line((escape_control(pair.site), "code")), line((escape_control(pair.counterpart), "code"))]
+            for pair in found.matched
+        ]
+        yield Section((tabulate(("op", "counterpart"), pairs, left=("op", "counterpart")),))
+
+
+def _listed(sites: Sequence[str], *, full: bool) -> str:
+    shown = sites if full else sites[:_SHOWN]
+    more = f" and {len(sites) - len(shown)} more" if len(sites) > len(shown) else ""
+    return f"{', '.join(map(escape_control, shown))}{more}"
