@@ -100,6 +100,7 @@ def flat_outputs(output: Any) -> list[torch.Tensor]:
 
 def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
     """Return the largest absolute error and the SQNR in dB; ``None`` if not finite or exact."""
+    ours, reference = ours.detach(), reference.detach()
     if not ours.is_floating_point():
         return (0.0, None) if torch.equal(ours, reference) else (None, None)
     error = ours.double() - reference.double()

@@ -30,6 +30,7 @@ __all__ = ["OnnxPlan", "decisions_of", "plan_onnx"]
 
 _POLICY = "strongly-typed"
 _ROUNDS = 4
+_SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"}
 _WIDE = (Cast.FLOAT32, Cast.FORBID)
 
 
@@ -111,12 +112,32 @@ def _keeping(rules: RuleSet, sites: tuple[SiteId, ...]) -> RuleSet:
 
 
 def _with_types(model: ir.Model) -> None:
-    """Expand functions, and infer the type of every value."""
+    """Expand functions, name every node, and infer the type of every value.
+
+    What the file says of a value inside may be wrong; it is kept only where nothing can be inferred.
+    """
+    import onnx_ir as ir
     from onnx_ir.passes.common import InlinePass, ShapeInferencePass
 
     if model.functions:
         InlinePass()(model)
-    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+    names = NodeNames(model)
+    stated = {}
+    for graph in (model.graph, *model.graph.subgraphs()):
+        outputs = set(graph.outputs) if graph is model.graph else set()
+        for node in graph:
+            node.name = names.of(node)
+            for value in node.outputs:
+                if value not in outputs:
+                    stated[value] = value.type, value.shape
+                    value.type = value.shape = None
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    for value, (kind, shape) in stated.items():
+        made = value.producer()
+        if value.type is None:
+            value.type, value.shape = kind, shape
+        elif made is not None and made.op_type in _SEQUENCES and isinstance(value.type, ir.TensorType):
+            value.type = ir.SequenceType(value.type)  # which onnx_ir 1.1 takes for a tensor
 
 
 def decisions_of(traced: TracedModel, file: OnnxFile) -> dict[ir.Node, bool]:

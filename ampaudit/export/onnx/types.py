@@ -47,6 +47,13 @@ def is_float32(value: ir.Value | None) -> bool:
     return value is not None and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
 
 
+def _is_container(value: ir.Value | None) -> bool:
+    """Return whether a value is a sequence or optional, whose elements keep their type."""
+    import onnx_ir as ir
+
+    return value is not None and value.type is not None and not isinstance(value.type, ir.TensorType)
+
+
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
     """Return the graphs inside a node."""
     found: list[ir.Graph] = []
@@ -73,6 +80,8 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
     if schema is None:  # an operator of a runtime: one type for all, as its fused operators have
         return NodeTypes((Slot.CHOSEN,) * sizes[0], (Slot.CHOSEN,) * sizes[1], node.domain == "com.microsoft")
     kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
+    if any(map(_is_container, (*node.inputs, *node.outputs))):
+        return NodeTypes((Slot.FLOAT32,) * sizes[0], (Slot.FLOAT32,) * sizes[1], False)
     special = _special(node, low)
     if special is not None:
         return special
