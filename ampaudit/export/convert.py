@@ -30,8 +30,8 @@ from ampaudit.export.dynamic import DynamicShapes
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
 from ampaudit.export.huggingface import copy_companions, set_dtype
 from ampaudit.export.manifest import manifest_of, write_manifest
-from ampaudit.export.onnx_export import OnnxFile, names_of_inputs, write_onnx
-from ampaudit.export.onnx_metadata import metadata_of
+from ampaudit.export.onnx.metadata import metadata_of
+from ampaudit.export.onnx.torch_export import OnnxFile, names_of_inputs, write_onnx
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import export_program, save_program
 from ampaudit.export.reference import (

@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.untrusted import describe
-from ampaudit.export.onnx_export import names_of_inputs
+from ampaudit.export.onnx.torch_export import names_of_inputs
 from ampaudit.report.conversion import ProgramShapes
 from ampaudit.source import Batch
 from ampaudit.source.inputs import with_tensors

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampaudit.core.errors import RunFailed
-from ampaudit.export import onnx_export
+from ampaudit.export.onnx import torch_export
 from ampaudit.export.convert import convert
 from tests.support.converted import load, tied
 
@@ -55,8 +55,8 @@ def test_onnx_keeps_casts_and_islands_and_means_the_same(tmp_path: Path, policy:
 def test_an_onnx_file_that_means_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = onnx_export.run_onnx
-    monkeypatch.setattr(onnx_export, "run_onnx", lambda *given: tuple(t * 1.2 for t in run(*given)))
+    run = torch_export.run_onnx
+    monkeypatch.setattr(torch_export, "run_onnx", lambda *given: tuple(t * 1.2 for t in run(*given)))
     with pytest.raises(RunFailed, match="computes something else"):
         exported(tmp_path, "torch-cuda")
     assert not (tmp_path / "out").exists()

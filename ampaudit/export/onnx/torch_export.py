@@ -17,13 +17,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import RunFailed, first_line
-from ampaudit.export.onnx_metadata import OnnxMetadata
+from ampaudit.core.errors import AuditError, RunFailed, first_line
+from ampaudit.export.onnx.metadata import OnnxMetadata
+from ampaudit.export.onnx.write import casts_in, run_onnx, write_model
 from ampaudit.export.reference import ReferenceOutputs, compare_output
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["OnnxFile", "max_difference", "names_of_inputs", "run_onnx", "write_onnx"]
+__all__ = ["OnnxFile", "max_difference", "names_of_inputs", "write_onnx"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MIN_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
@@ -118,22 +119,21 @@ def write_onnx(
     Raises:
         RunFailed: torch cannot export it, onnx finds it invalid, or casts are missing.
     """
-    import onnx
-
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in output_names]
     try:
         metadata.mark_nodes(program)
         exported = _export(program, labels, input_names)
         _name_axes(exported, axis_names or ())
         metadata.annotate(exported)
-        exported.save(path, external_data=_bytes_of(program) > 1 << 30)
-        onnx.checker.check_model(str(path))
+        write_model(exported.model, path)
+    except AuditError:
+        raise
     except Exception as error:
         raise RunFailed(
             f"the converted program could not be exported to ONNX: {_reason(error)}",
             hint="leave out --onnx; the other files do not need it",
         ) from error
-    casts = _casts_in(onnx.load(path, load_external_data=False))
+    casts = casts_in(exported.model)
     lost = {to: count for to, count in _planned_casts(program).items() if casts[to] < count}
     if lost:
         raise RunFailed(f"the ONNX file lacks casts of the plan: {lost}", hint="leave out --onnx")
@@ -181,11 +181,6 @@ def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
                 value.shape[axis] = symbols[str(size)]
 
 
-def _bytes_of(program: ExportedProgram) -> int:
-    tensors = [*program.state_dict.values(), *program.constants.values()]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-
-
 def _planned_casts(program: ExportedProgram) -> Counter[str]:
     """Count conversions between float formats by target format."""
     casts: Counter[str] = Counter()
@@ -196,29 +191,3 @@ def _planned_casts(program: ExportedProgram) -> Counter[str]:
             if to in _FLOATS and given in _FLOATS and to != given:
                 casts[dtype_name(to)] += 1
     return casts
-
-
-def _casts_in(model: Any) -> Counter[str]:
-    import onnx
-
-    kinds = {
-        onnx.TensorProto.FLOAT: "float32",
-        onnx.TensorProto.FLOAT16: "float16",
-        onnx.TensorProto.BFLOAT16: "bfloat16",
-    }
-    casts = [node for node in model.graph.node if node.op_type == "Cast"]
-    targets = [attribute.i for node in casts for attribute in node.attribute if attribute.name == "to"]
-    return Counter(kinds[to] for to in targets if to in kinds)
-
-
-def run_onnx(path: Path, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Run a file with ONNX Runtime on the CPU, without its optimizations."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    given = zip(session.get_inputs(), inputs, strict=True)
-    feeds = {place.name: tensor.detach().cpu().numpy() for place, tensor in given}
-    return tuple(torch.from_numpy(found) for found in session.run(None, feeds))
