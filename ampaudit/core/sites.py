@@ -46,4 +46,4 @@ class SiteNumbering:
 
 def pattern_of(name: str) -> str:
     """Replace each number in a site or layer by a star, so that stacked layers share a pattern."""
-    return re.sub(r"(?<=\.)\d+(?=[./]|$)", "*", name)
+    return re.sub(r"(?<=[./])\d+(?=[./]|$)", "*", name)

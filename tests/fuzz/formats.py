@@ -121,6 +121,13 @@ FORMATS = {
             200,
         ),
         Format(
+            "onnx",
+            honest.graphs,
+            folder({"*": as_bytes}),
+            (command("scan", "m.onnx"), command("plan", "m.onnx")),
+            100,
+        ),
+        Format(
             "pt", honest.checkpoints, folder({"*.pt": _PT}), (command("convert", "m.pt", "-o", "out"),), 290
         ),
         Format(
@@ -167,7 +174,7 @@ FORMATS = {
                 command("rules", "show", "rules.yaml"),
                 command("rules", "diff", "rules.yaml", "torch-cuda"),
             ),
-            150,
+            100,
         ),
         Format(
             "report",
@@ -198,7 +205,7 @@ FORMATS = {
                 command("lint", ".", "--diff"),
                 command("lint", ".", "--format", "sarif"),
             ),
-            150,
+            100,
         ),
         Format(
             "notebook",

@@ -30,6 +30,7 @@ __all__ = [
     "configurations",
     "converted",
     "exported",
+    "graphs",
     "huggingface",
     "inputs",
     "notebooks",
@@ -100,6 +101,35 @@ def exported() -> list[Files]:
         torch.export.export(Shaped(), ([torch.tensor([1, 2, 3])],), dynamic_shapes=([{0: size}],)),
     )
     return [{"m.pt2": _saved(torch.export.save, program)} for program in programs]
+
+
+@cache
+def graphs() -> list[Files]:
+    """Return ONNX files: plain, with a body, a constant and a large initializer, and with external data."""
+    from tests.support.onnx_graphs import external, initializer, mlp, model_of, node, value
+
+    large = initializer("w", torch.ones(4, 1100).numpy())
+    branch = _branch()
+    sizes = node("Constant", [], ["k"], value_floats=[1.0, 2.0, 3.0, 4.0])
+    nodes = [sizes, node("Add", ["x", "k"], ["a"]), branch, node("MatMul", ["b", "w"], ["y"], name="last")]
+    bodies = model_of(nodes, [large, initializer("c", torch.tensor(True).numpy())], [value("x", "n", 4)])
+    outside = model_of([node("MatMul", ["x", "w"], ["y"])], [external("w.bin")])
+    data = bytes(torch.ones(4, 4).numpy().data)
+    return [
+        {"m.onnx": mlp().SerializeToString()},
+        {"m.onnx": bodies.SerializeToString()},
+        {"m.onnx": outside.SerializeToString(), "w.bin": data},
+    ]
+
+
+def _branch() -> Any:
+    """Return a node with two bodies."""
+    from onnx import helper
+
+    from tests.support.onnx_graphs import node, value
+
+    bodies = [helper.make_graph([node(op, ["a"], ["o"])], op, [], [value("o")]) for op in ("Relu", "Neg")]
+    return node("If", ["c"], ["b"], name="if", then_branch=bodies[0], else_branch=bodies[1])
 
 
 def _state() -> Pickle:
