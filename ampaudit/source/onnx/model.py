@@ -179,7 +179,12 @@ class _Run:
         try:
             return self._computed(call, frame, origin)
         except Unsupported as error:
-            raise self._located(node, error) from error
+            told = f"{self._program.file.shown}: {self._named(node)}: {error.args[0]}"
+            raise SourceError(told, hint=error.hint) from error
+        except Exception as error:
+            if not getattr(error, "__notes__", ()):  # of a node in a body
+                error.add_note(self._named(node))
+            raise
 
     def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Value]:
         """Compute a node by the first of: the model's functions, ours, the standard's, ONNX Runtime."""
@@ -252,9 +257,8 @@ class _Run:
 
         return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
 
-    def _located(self, node: ir.Node, error: Unsupported) -> SourceError:
-        name = f"{describe(self._program.names.of(node))} ({describe(node.op_type)})"
-        return SourceError(f"{self._program.file.shown}: the node {name}: {error.args[0]}", hint=error.hint)
+    def _named(self, node: ir.Node) -> str:
+        return f"the node {describe(self._program.names.of(node))} ({describe(node.op_type)})"
 
 
 def _layer(origin: Mapping[str, Any]) -> str:
