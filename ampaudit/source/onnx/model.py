@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxModel"]
 
+_DEEPEST = 50  # functions inside each other
 _FOLDED = 64  # elements of a floating-point value that follows from shapes
 _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
@@ -42,12 +43,14 @@ class _Frame:
         attributes: those of the call, for references to them.
         caller: the layer of the node that calls the function.
         origin: metadata for all ops of a function that stands for one operator.
+        depth: number of functions around it.
     """
 
     versions: Mapping[str, int]
     attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
     caller: str = ""
     origin: Mapping[str, Any] | None = None
+    depth: int = 0
 
 
 class OnnxModel(nn.Module):
@@ -181,8 +184,10 @@ class _Run:
         except Unsupported as error:
             told = f"{self._program.file.shown}: {self._named(node)}: {error.args[0]}"
             raise SourceError(told, hint=error.hint) from error
+        except SourceError:  # of a node in a body
+            raise
         except Exception as error:
-            if not getattr(error, "__notes__", ()):  # of a node in a body
+            if not getattr(error, "__notes__", ()):
                 error.add_note(self._named(node))
             raise
 
@@ -191,7 +196,9 @@ class _Run:
         node = call.node
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
         if function is not None:
-            return self._called(function, call, _Frame(function.opset_imports, caller=_layer(origin)))
+            caller = frame.caller if frame.origin is not None else _layer(origin)
+            inner = _Frame(function.opset_imports, {}, caller, frame.origin, frame.depth + 1)
+            return self._called(function, call, inner)
         found, why = function_for(node), f"no operator {describe(node.op_type)}"
         if found is not None:
             try:
@@ -203,10 +210,12 @@ class _Run:
         if standard is None:
             return opaque_results(call, why)
         versions = {**frame.versions, **standard.opset_imports}
-        return self._called(standard, call, _Frame(versions, origin=origin))
+        return self._called(standard, call, _Frame(versions, {}, "", origin, frame.depth + 1))
 
     def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Value]:
         """Run a function's body in place of a node."""
+        if frame.depth > _DEEPEST:
+            raise call.fault("functions call each other in a circle, or too deeply")
         given = {name: a for name, a in function.attributes.items() if a.value is not None}
         for name, attribute in call.node.attributes.items():
             found = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute
