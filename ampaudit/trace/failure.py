@@ -103,7 +103,7 @@ def trace_failure(
         hint = hint if mixed else _hint_for_library(library, own)
     elif attempt.ran and hint is _FALLBACK:
         hint = f"the model runs without torch.export; {hint}"
-    where, code = _located(own, type(model).__name__)
+    where, code = _located(own, _named(error, model))
     return TraceFailed(f"{where}cannot be exported{code}: {reason}", hint=hint)
 
 
@@ -116,7 +116,7 @@ def model_failure(
     if isinstance(model, WithLoss):
         model, (args, kwargs, *_) = model.inner, args  # the user's call
     own, library = failing_lines(error.__traceback__)
-    where, code = _located(own, type(model).__name__)
+    where, code = _located(own, _named(error, model))
     if (lacks := _KERNEL.match(str(error))) and not lacks["op"].startswith("aten::"):
         hint = f"scan on its device, or say what it computes with ampaudit.twin({lacks['op']!r}, function)"
         return SourceError(f"{where}{lacks['op']} has no kernel for {lacks['device']}{code}", hint=hint)
@@ -125,6 +125,11 @@ def model_failure(
         f"{where}the model itself fails in FP32{code}: {_summary(error)}{inside}",
         hint=_misfit(model, args, kwargs) or _hint_for_model(error, args, kwargs),
     )
+
+
+def _named(error: BaseException, model: nn.Module) -> str:
+    """Return what the error's notes say of its place, or else the model's type."""
+    return ": ".join(getattr(error, "__notes__", ())) or type(model).__name__
 
 
 def _hint_for_model(error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

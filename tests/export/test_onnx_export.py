@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ampaudit.core.errors import RunFailed
-from ampaudit.export.onnx import torch_export
 from ampaudit.export.convert import convert
+from ampaudit.export.onnx import torch_export
 from tests.support.converted import load, tied
 
 

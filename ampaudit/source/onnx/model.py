@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
+from ampaudit.core.errors import AuditError, InputError, SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile
@@ -18,7 +18,7 @@ from ampaudit.source.onnx.functions import standard_body, with_values
 from ampaudit.source.onnx.names import NodeNames, parameter_place
 from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
-from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Unsupported, Value
+from ampaudit.source.onnx.values import FLOATS, MISFITS, Known, NodeCall, Unsupported, Value, copied, misfit
 from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxModel"]
 
+_DEEPEST = 50  # functions inside each other
 _FOLDED = 64  # elements of a floating-point value that follows from shapes
 _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
 )
-_MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
 Scope = dict[str, Value]
 
 
@@ -44,12 +44,14 @@ class _Frame:
         attributes: those of the call, for references to them.
         caller: the layer of the node that calls the function.
         origin: metadata for all ops of a function that stands for one operator.
+        depth: number of functions around it.
     """
 
     versions: Mapping[str, int]
     attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
     caller: str = ""
     origin: Mapping[str, Any] | None = None
+    depth: int = 0
 
 
 class OnnxModel(nn.Module):
@@ -195,17 +197,23 @@ class _Run:
             return self._computed(call, frame, origin)
         except Unsupported as error:
             raise self._located(node, error) from error
-        except _MISFITS as error:
-            if any(isinstance(value, FakeTensor) for value in inputs):
-                raise  # tracing may fail where the model does not
-            raise self._located(node, _misfit(error, inputs)) from error
+        except SourceError:  # of a node in a body
+            raise
+        except Exception as error:
+            if isinstance(error, MISFITS) and not any(isinstance(value, FakeTensor) for value in inputs):
+                raise self._located(node, misfit(error, inputs)) from error
+            if not getattr(error, "__notes__", ()):  # tracing may fail where the model does not
+                error.add_note(self._title(node))
+            raise
 
     def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Value]:
         """Compute a node by the first of: the model's functions, ours, the standard's, ONNX Runtime."""
         node = call.node
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
         if function is not None:
-            return self._called(function, call, _Frame(function.opset_imports, caller=_layer(origin)))
+            caller = frame.caller if frame.origin is not None else _layer(origin)
+            inner = _Frame(function.opset_imports, {}, caller, frame.origin, frame.depth + 1)
+            return self._called(function, call, inner)
         found, why = function_for(node), f"no operator {describe(node.op_type)}"
         if found is not None:
             try:
@@ -217,10 +225,12 @@ class _Run:
         if standard is None:
             return opaque_results(call, why)
         versions = {**frame.versions, **standard.opset_imports}
-        return self._called(standard, call, _Frame(versions, origin=origin))
+        return self._called(standard, call, _Frame(versions, {}, "", origin, frame.depth + 1))
 
     def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Value]:
         """Run a function's body in place of a node."""
+        if frame.depth > _DEEPEST:
+            raise call.fault("functions call each other in a circle, or too deeply")
         given = {name: a for name, a in function.attributes.items() if a.value is not None}
         for name, attribute in call.node.attributes.items():
             found = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute
@@ -237,7 +247,7 @@ class _Run:
             return self._known_tensor(name)
         with without_modes():
             real = self._program.file.constant(with_values(call))
-        return Known(real, partial(_copied, real), constant=True)
+        return Known(real, partial(copied, real), constant=True)
 
     def _known(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Value] | None:
         """Compute a node whose inputs are known; ``None`` if it must be traced."""
@@ -249,7 +259,7 @@ class _Run:
         if shapes_only and not plain:
             with without_modes():
                 found = _listed(function(call, *inputs))
-            return [Known(found[0], partial(_copied, found[0]))]
+            return [Known(found[0], partial(copied, found[0]))]
         real = NodeCall(node, call.version, inputs, call.run_body, real=True, attributes=call.attributes)
         with without_modes():
             if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > 1 << 20:
@@ -258,7 +268,7 @@ class _Run:
         if not all(isinstance(t, torch.Tensor) for t in found):
             return None
         if all(not t.is_floating_point() for t in found):
-            return [Known(t, partial(_copied, t)) for t in found]
+            return [Known(t, partial(copied, t)) for t in found]
         if any(t.numel() > _FOLDED for t in found):
             return None
         made: list[torch.Tensor] = []
@@ -272,23 +282,11 @@ class _Run:
         return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
 
     def _located(self, node: ir.Node, error: AuditError) -> SourceError:
-        title = node_title(self._program.names.of(node), node.op_type)
-        where = f"{self._program.file.shown}: {title}"
+        where = f"{self._program.file.shown}: {self._title(node)}"
         return SourceError(describe(f"{where}: {error.args[0]}", MAX_MESSAGE), hint=error.hint)
 
-
-def _misfit(error: Exception, inputs: Sequence[Value]) -> SourceError:
-    """Return the error for a node whose function fails on its inputs."""
-    given = ", ".join(map(_in_words, inputs)) or "none"
-    what = f"{describe(first_line(error), 120)} (its inputs: {describe(given)})"
-    return SourceError(what, hint="correct the model, or pass --inputs that fit it")
-
-
-def _in_words(value: Value) -> str:
-    if value is None or isinstance(value, list):
-        return "none" if value is None else "a sequence"
-    tensor = value.real if isinstance(value, Known) else value
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    def _title(self, node: ir.Node) -> str:
+        return node_title(self._program.names.of(node), node.op_type)
 
 
 def _layer(origin: Mapping[str, Any]) -> str:
@@ -308,10 +306,3 @@ def _tensors(value: Any) -> Any:
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple) else [value]
-
-
-def _copied(value: torch.Tensor) -> torch.Tensor:
-    """Return a known tensor as a constant of the trace."""
-    with without_modes():
-        items = value.tolist()
-    return torch.tensor(items, dtype=value.dtype).reshape(value.shape)

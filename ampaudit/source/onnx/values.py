@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampaudit.core.errors import SourceError
+from ampaudit.core.errors import SourceError, first_line
+from ampaudit.core.untrusted import describe
 from ampaudit.trace.internals import without_modes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["FLOATS", "Known", "NodeCall", "Unsupported", "Value"]
+__all__ = ["FLOATS", "MISFITS", "Known", "NodeCall", "Unsupported", "Value", "copied", "misfit"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# what functions of torch raise for inputs that do not fit
+MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 class Unsupported(SourceError):
@@ -144,3 +147,24 @@ class NodeCall:
 def _alike(one: torch.dtype, other: torch.dtype) -> bool:
     """Return whether two types are one in the file; under a policy, floats differ."""
     return one == other or (one in FLOATS and other in FLOATS)
+
+
+def misfit(error: Exception, inputs: Sequence[Value]) -> SourceError:
+    """Return the error for a node whose function fails on its inputs."""
+    given = ", ".join(map(_in_words, inputs)) or "none"
+    what = f"{describe(first_line(error), 120)} (its inputs: {describe(given)})"
+    return SourceError(what, hint="correct the model, or pass --inputs that fit it")
+
+
+def _in_words(value: Value) -> str:
+    if value is None or isinstance(value, list):
+        return "none" if value is None else "a sequence"
+    tensor = value.real if isinstance(value, Known) else value
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """Return a known tensor as a constant of the trace."""
+    with without_modes():
+        items = value.tolist()
+    return torch.tensor(items, dtype=value.dtype).reshape(value.shape)

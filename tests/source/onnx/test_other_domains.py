@@ -229,6 +229,24 @@ def test_functions_of_the_model_have_attributes_with_defaults() -> None:
     agrees(model, {"x": X})
 
 
+def test_functions_in_a_circle_are_refused() -> None:
+    functions = [
+        helper.make_function(
+            "org.example", name, ["a"], ["b"],
+            [helper.make_node(other, ["a"], ["b"], domain="org.example")],
+            [helper.make_opsetid("org.example", 1)],
+        )
+        for name, other in (("There", "Back"), ("Back", "There"))
+    ]  # fmt: skip
+    node = helper.make_node("There", ["x"], ["y"], domain="org.example")
+    model = model_of([node], {"x": X}, ["y"], {})
+    model.functions.extend(functions)
+    model.opset_import.append(helper.make_opsetid("org.example", 1))
+    with pytest.raises(AuditError, match="in a circle") as raised:
+        ours(model, {"x": X})
+    assert not hasattr(raised.value, "__notes__"), "it names one node"
+
+
 def _referring(node: Any, name: str, to: str) -> Any:
     node.attribute.append(onnx.AttributeProto(name=name, ref_attr_name=to, type=onnx.AttributeProto.FLOAT))
     return node

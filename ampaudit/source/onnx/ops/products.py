@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
@@ -21,7 +22,10 @@ def matmul(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
 
 @operator("Gemm")
 def gemm(call: NodeCall, a: Value, b: Value, c: Value = None) -> torch.Tensor:
-    """Multiply two matrices, and add a third."""
+    """Multiply two matrices, and add a third; a layer's weights are those of torch's linear."""
+    if _is_linear(call, c):
+        bias = None if c is None else call.tensor(c)
+        return F.linear(call.tensor(a), call.tensor(b), bias)
     left = call.tensor(a).T if call.attribute("transA", 0) else call.tensor(a)
     right = call.tensor(b).T if call.attribute("transB", 0) else call.tensor(b)
     alpha, beta = call.attribute("alpha", 1.0), call.attribute("beta", 1.0)
@@ -29,6 +33,12 @@ def gemm(call: NodeCall, a: Value, b: Value, c: Value = None) -> torch.Tensor:
         return torch.addmm(call.tensor(c), left, right, beta=beta, alpha=alpha)
     product = torch.mm(left, right)
     return product if alpha == 1 else product * alpha
+
+
+def _is_linear(call: NodeCall, c: Value) -> bool:
+    plain = call.attribute("alpha", 1.0) == call.attribute("beta", 1.0) == 1
+    straight = not call.attribute("transA", 0) and call.attribute("transB", 0)
+    return bool(plain and straight) and (c is None or call.tensor(c).ndim == 1)
 
 
 @operator("Einsum")
