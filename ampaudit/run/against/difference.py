@@ -20,6 +20,7 @@ __all__ = ["model_differences"]
 
 _SMALLEST = {torch.float16: 1.2e-7}  # what converters replace smaller numbers by
 _JUMP = 4
+_TRANSPOSED = "is transposed"
 _IDENTITIES = frozenset(
     "dropout feature_dropout alpha_dropout clone contiguous alias detach lift_fresh".split()
 )
@@ -80,7 +81,7 @@ class _Search:
         for op in self._found.audited.ops.values():
             for source in op.sources:
                 match = self._weights.get(source)
-                if match is not None and match.what and match.what != "is transposed":
+                if match is not None and match.what and not match.clamped and match.what != _TRANSPOSED:
                     name = self._found.audited.weight_name(source)
                     partner = self._found.partner.get(op)
                     site = None if partner is None else partner.site
@@ -154,7 +155,7 @@ class _Search:
             flipped = op.base == "matmul" and source in op.operands and not match.transposed
             flipped &= len(set(shape)) == 1 < len(shape) and all(r.base == "linear" for r in readers)
             if match.what or flipped:
-                return f"{graph.weight_name(match.other)} {match.what or 'is transposed'}"
+                return f"{graph.weight_name(match.other)} {match.what or _TRANSPOSED}"
         return ""
 
     def explained(self, op: Op, outputs: tuple[str, ...]) -> ModelDifference:
@@ -162,7 +163,9 @@ class _Search:
         other = self._found.partner.get(op)
         site = None if other is None else other.site
         if what := self._weight(op):
-            return ModelDifference("weight", op.site, site, what, outputs)
+            matches = [self._weights[s] for s in op.sources if s in self._weights]
+            clamped = any(match.clamped for match in matches)
+            return ModelDifference("clamped" if clamped else "weight", op.site, site, what, outputs)
         view = self._stray(op) if other is None else self._view(op, other)
         if view is not None:
             return ModelDifference("value", view, site, "it arranges the elements differently", outputs)
