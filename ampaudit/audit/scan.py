@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Unpack, overload
 
+import torch
+
 from ampaudit.audit.advise import advised
 from ampaudit.audit.against import beside
 from ampaudit.audit.backward import differentiated
@@ -128,7 +130,9 @@ def as_converted(
     """Scan a model that has its casts in its program as it is, unless options say otherwise."""
     if source.kind == "converted" or source.reference is not None:
         policies = policies if "policy" in given else [load_policy("as-is")]
-        dtype = config.dtype if "dtype" in given else source.dtype or config.dtype
+        stored = {tensor.dtype for tensor in source.model.state_dict().values()}
+        low = "bfloat16" if {torch.bfloat16, torch.float16} & stored == {torch.bfloat16} else config.dtype
+        dtype = config.dtype if "dtype" in given else source.dtype or low
         config = config.changed(dtype=dtype)
     return policies, config
 

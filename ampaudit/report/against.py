@@ -25,7 +25,8 @@ class ReferenceDifference:
     """A place at which the audited model computes something else than its reference.
 
     Attributes:
-        kind: ``value`` (another function), ``constant``, ``weight``, or ``missing`` (an op of the reference).
+        kind: ``value`` (another function), ``constant``, ``weight``, ``missing`` (an op of the reference), or
+            ``clamped`` (a number that the format lacks is its largest, as in masks).
         site: of the audited model.
         layer: of that site; in an ONNX graph, the name of the node.
         counterpart: the reference's site; ``None`` if it has none.
@@ -34,7 +35,7 @@ class ReferenceDifference:
         outputs: outputs that are wrong because of it; none if it makes no difference on these inputs.
     """
 
-    kind: Literal["value", "constant", "weight", "missing"]
+    kind: Literal["value", "constant", "weight", "missing", "clamped"]
     site: SiteId
     layer: str
     counterpart: SiteId | None

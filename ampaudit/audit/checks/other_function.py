@@ -23,6 +23,8 @@ def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
     for difference in comparison.differences if comparison is not None else ():
         if code != ("AMP611" if difference.outputs else "AMP612"):
             continue
+        if difference.kind == "clamped" and _harmless(context, difference):
+            continue  # as masks are meant to be
         cause = f"{_described(difference)}; {_effect(context, difference)}"
         severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
         yield finding_at(context, difference.site, code, cause, _ADVICE, severity=severity)

@@ -20,14 +20,15 @@ class ModelDifference:
 
     Attributes:
         kind: ``value``: the op computes something else from the same inputs; ``constant``, ``weight`` and
-            ``missing``: a number, a weight or an op of the reference is not there.
+            ``missing``: a number, a weight or an op of the reference is not there;
+            ``clamped``: a number that the format lacks is its largest, as in masks.
         site: of the audited graph.
         counterpart: the site of the reference, if there is one.
         what: what differs.
         outputs: the outputs that are wrong because of it; none if it makes no difference on this input.
     """
 
-    kind: Literal["value", "constant", "weight", "missing"]
+    kind: Literal["value", "constant", "weight", "missing", "clamped"]
     site: Site
     counterpart: Site | None
     what: str

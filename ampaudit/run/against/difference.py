@@ -20,6 +20,7 @@ __all__ = ["model_differences"]
 
 _SMALLEST = {torch.float16: 1.2e-7}  # what converters replace smaller numbers by
 _JUMP = 4
+_TRANSPOSED = "is transposed"
 _IDENTITIES = frozenset(
     "dropout feature_dropout alpha_dropout clone contiguous alias detach lift_fresh".split()
 )
@@ -80,7 +81,7 @@ class _Search:
         for op in self._found.audited.ops.values():
             for source in op.sources:
                 match = self._weights.get(source)
-                if match is not None and match.what and match.what != "is transposed":
+                if match is not None and match.what and not match.clamped and match.what != _TRANSPOSED:
                     name = self._found.audited.weight_name(source)
                     partner = self._found.partner.get(op)
                     site = None if partner is None else partner.site
@@ -115,7 +116,9 @@ class _Search:
             pending += before
             if not before and self._jumps(op):
                 roots.append(op)
-        return sorted({self._suspect(op, seen) for op in roots}, key=lambda op: op.place)
+        graph = self._found.audited
+        varying = [op for op in roots if not graph.is_constant(op)]
+        return sorted({self._suspect(op, seen) for op in varying or roots}, key=lambda op: op.place)
 
     def _jumps(self, op: Op) -> bool:
         """Return whether an op adds most of its error itself; otherwise rounding has added up."""
@@ -125,6 +128,8 @@ class _Search:
 
     def _suspect(self, op: Op, bad: set[Op]) -> Op:
         """Return the op to name: in a part without counterparts, the one whose weight is another."""
+        if self._found.audited.is_constant(op):
+            return op
         region = [op]
         while region[-1] not in self._found.partner:
             following = [r for r in self._found.audited.readers.get(region[-1].node, ()) if r in bad]
@@ -133,37 +138,67 @@ class _Search:
             region.append(following[0])
         for each in region:
             unknown = (s for s in each.sources if s in self._found.audited.weights and s not in self._weights)
-            if any(self._found.audited.weights[s].numel() > 1 for s in unknown):
+            if any(self._found.audited.weights[s].numel() > 1 for s in unknown) or self._weight(each):
                 return each
-            if any(self._weights[s].what for s in each.sources if s in self._weights):
-                return each
-        return op if op in self._found.partner else region[-1] if region[-1] in self._found.partner else op
+        if region[-1] in self._found.partner and self._stray(op) is None:
+            return region[-1]
+        return op
+
+    def _weight(self, op: Op) -> str:
+        """Describe a weight of an op that is another, or stored as only another kind of op takes it."""
+        graph = self._found.reference
+        for source in op.sources:
+            match = self._weights.get(source)
+            if match is None:
+                continue
+            shape, readers = graph.weights[match.other].shape, graph.readers.get(match.other, ())
+            flipped = op.base == "matmul" and source in op.operands and not match.transposed
+            flipped &= len(set(shape)) == 1 < len(shape) and all(r.base == "linear" for r in readers)
+            if match.what or flipped:
+                return f"{graph.weight_name(match.other)} {match.what or _TRANSPOSED}"
+        return ""
 
     def explained(self, op: Op, outputs: tuple[str, ...]) -> ModelDifference:
         """Describe an op that computes something else from inputs that agree."""
-        found, other = self._found, self._found.partner.get(op)
+        other = self._found.partner.get(op)
+        site = None if other is None else other.site
+        if what := self._weight(op):
+            matches = [self._weights[s] for s in op.sources if s in self._weights]
+            clamped = any(match.clamped for match in matches)
+            return ModelDifference("clamped" if clamped else "weight", op.site, site, what, outputs)
+        view = self._stray(op) if other is None else self._view(op, other)
+        if view is not None:
+            return ModelDifference("value", view, site, "it arranges the elements differently", outputs)
         if other is None:
-            return ModelDifference(
-                "value", op.site, None, "no op of the reference computes its value", outputs
-            )
-        for match in (self._weights[s] for s in op.sources if s in self._weights):
-            if match.what:
-                name = found.reference.weight_name(match.other)
-                return ModelDifference("weight", op.site, other.site, f"{name} {match.what}", outputs)
-        if (view := self._view(op, other)) is not None:
-            return ModelDifference("value", view, other.site, "it arranges the elements differently", outputs)
-        what = self._arguments(op, other) or self._operator(op, other)
-        return ModelDifference("value", op.site, other.site, what or "it computes other values", outputs)
+            what = "no op of the reference computes its value"
+        else:
+            what = self._arguments(op, other) or self._operator(op, other) or "it computes other values"
+        return ModelDifference("value", op.site, site, what, outputs)
 
     def _view(self, op: Op, other: Op) -> Site | None:
         """Return the view of an operand that has the elements of the reference's in another order."""
-        sites = self._found.audited.traced.site_of_node
         for here, there in zip(op.operands, other.operands, strict=False):
             source = self._found.audited.source(here)
             moved = source is not here and not self._found.same_value(there, here)
             if moved and self._found.source(source) is self._found.reference.source(there):
-                return next((sites[n.name] for n in _chain(here, source) if n.name in sites), None)
+                return self._first_view(here)
         return None
+
+    def _stray(self, op: Op) -> Site | None:
+        """Return the view of an operand whose elements the reference has nowhere in that order."""
+        for here in op.operands:
+            source = self._found.audited.source(here)
+            if source is not here and source in self._found.audited.ops and here not in self._found.agreeing:
+                return self._first_view(here)
+        return None
+
+    def _first_view(self, node: fx.Node) -> Site | None:
+        """Return the first of the views before a value that arranges elements as the reference never does."""
+        sites = self._found.audited.traced.site_of_node
+        views = list(_chain(node, self._found.audited.source(node)))[::-1]
+        named = [view for view in views if view.name in sites]
+        stray = (sites[view.name] for view in named if view not in self._found.agreeing)
+        return next(stray, sites[named[0].name] if named else None)
 
     def _operator(self, op: Op, other: Op) -> str:
         """Describe another kind of op."""

@@ -95,6 +95,17 @@ class ComparedGraph:
             if node.users and node.name in self.masters and self.masters[node.name].is_floating_point()
         }
 
+    @cached_property
+    def numbers(self) -> frozenset[float]:
+        """The numbers that ops are called with."""
+        given = (value for op in self.ops.values() for value in self.arguments(op).values())
+        return frozenset(value for value in given if isinstance(value, float))
+
+    def is_constant(self, op: Op) -> bool:
+        """Return whether an op computes one number from stored ones."""
+        stored = all(source.name in self.masters for source in op.sources)
+        return stored and self.values[op.node][0] == 1
+
     def weight_name(self, node: fx.Node) -> str:
         """Return the name of the parameter, buffer or constant of a placeholder."""
         return self.places[node.name].name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -106,7 +107,14 @@ class Matching:
     def _matches(self, node: fx.Node) -> bool:
         self._equal[node] = list(self._index.equal(*self.audited.values[node]))
         place = self.audited.places.get(node.name)
-        return bool(self._equal[node]) or (place is not None and place.slot is Slot.INPUT)
+        given = place is not None and place.slot is Slot.INPUT
+        return bool(self._equal[node]) or given or self._is_number(*self.audited.values[node])
+
+    def _is_number(self, size: int, samples: torch.Tensor) -> bool:
+        """Return whether a value is a number in the code of the reference."""
+        if size != 1:
+            return False
+        return any(math.isclose(samples.item(), n, rel_tol=self.tolerance) for n in self.reference.numbers)
 
     def _by_value(self) -> None:
         """Match ops with equal values: by name and kind, by kind, and then those of other kinds."""

@@ -32,11 +32,13 @@ class MatchedWeight:
         other: placeholder of the reference.
         transposed: whether it is stored transposed.
         what: what differs beyond rounding; empty if nothing does.
+        clamped: whether that is numbers that the format lacks and its largest stands for, as in masks.
     """
 
     other: fx.Node
     transposed: bool = False
     what: str = ""
+    clamped: bool = False
 
 
 def match_weights(reference: ComparedGraph, audited: ComparedGraph) -> dict[fx.Node, MatchedWeight]:
@@ -50,7 +52,8 @@ def match_weights(reference: ComparedGraph, audited: ComparedGraph) -> dict[fx.N
             if _rounded_alike(reference.weights[other], tensor):
                 found[node] = MatchedWeight(other)
                 continue
-            found[node] = MatchedWeight(other, what=difference_of(reference.weights[other], tensor))
+            what = difference_of(reference.weights[other], tensor)
+            found[node] = MatchedWeight(other, False, what, _clamped(reference.weights[other], tensor))
         match = alike.find(tensor) if tensor.numel() > 1 else None
         if match is not None and (node not in found or not match.transposed):
             found[node] = match
@@ -69,6 +72,14 @@ def _beyond(reference: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         relative, absolute = max(relative, own[0]), max(absolute, own[1])
     first, second = reference.float(), stored.float()
     return ~((first == second) | ((first - second).abs() <= relative * first.abs() + absolute))
+
+
+def _clamped(reference: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Return whether a weight differs only where the reference is out of range, and it is at the end."""
+    largest = torch.finfo(stored.dtype).max
+    first, second = reference.float(), stored.float()
+    ended = (first.abs() > largest) & (second.abs() >= 0.99 * largest) & (first * second > 0)
+    return not bool((_beyond(reference, stored) & ~ended).any())
 
 
 def difference_of(reference: torch.Tensor, stored: torch.Tensor) -> str:
