@@ -128,7 +128,7 @@ def as_converted(
     source: ModelSource, policies: list[RuleSet], config: ScanConfig, given: Collection[str]
 ) -> tuple[list[RuleSet], ScanConfig]:
     """Scan a model that has its casts in its program as it is, unless options say otherwise."""
-    if source.kind == "converted" or source.reference is not None:
+    if source.kind == "converted" or source.dtype is not None or source.reference is not None:
         policies = policies if "policy" in given else [load_policy("as-is")]
         stored = {tensor.dtype for tensor in source.model.state_dict().values()}
         low = "bfloat16" if {torch.bfloat16, torch.float16} & stored == {torch.bfloat16} else config.dtype

@@ -71,7 +71,7 @@ class ModelSource:
         kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``onnx``, ``converted`` or ``object``.
         sha256: digest of the model's file or configuration.
         loss: the file's loss(output) or loss(output, batch), for audits of gradients.
-        dtype: the 16-bit format of a converted directory.
+        dtype: the 16-bit format of a converted directory, or of a graph that has its casts in it.
         release: frees the memory of a streamed weight until its next use.
         optimizer: the file's optimizer(params), for ``ampaudit train``.
         files: its files as they were before they were read.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
+from ampaudit.checkpoint.layout import MANIFEST, ONNX, PROGRAM
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.core.errors import InputError, SourceError, UsageError
 from ampaudit.core.formats import LOW_PRECISION_NAMES
@@ -104,6 +104,11 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
         from ampaudit.source.exported import from_exported
 
         source = from_exported(path / PROGRAM, options, location)
+        return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
+    if path.is_dir() and (path / MANIFEST).is_file() and (path / ONNX).is_file():
+        from ampaudit.source.onnx.source import from_onnx
+
+        source = from_onnx(path / ONNX, options, location)
         return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
     refuse_other_kinds(path)
     if path.is_dir():

@@ -85,7 +85,7 @@ class Stage:
 
     def _load(self, *_: object) -> SimpleNamespace:
         self.loaded += 1
-        return SimpleNamespace(kind="python")
+        return SimpleNamespace(kind="python", dtype=None, reference=None)
 
     def _work(self, *_: object, **__: object) -> Document | list[Document]:
         self.worked += 1

@@ -6,7 +6,10 @@ import hashlib
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe_path
 from ampaudit.report.inputs import GIVEN, InputsInfo
@@ -57,4 +60,8 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
         check_batch(batch, taken, batch.title(number))
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return ModelSource(location, "onnx", model, batches, digest, inputs=info, sized=sized, **functions)
+    stored = {tensor.dtype for tensor in model.state_dict().values()}
+    dtype = next((name for name in LOW_PRECISION_NAMES if getattr(torch, name) in stored), None)
+    return ModelSource(
+        location, "onnx", model, batches, digest, inputs=info, sized=sized, dtype=dtype, **functions
+    )

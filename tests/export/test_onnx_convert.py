@@ -1,0 +1,215 @@
+"""ONNX files that are converted in place: judged by ONNX Runtime with every 16-bit value rounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from ampaudit.core.errors import RunFailed, UsageError
+from ampaudit.core.source_config import SourceConfig
+from ampaudit.export.convert import convert
+from ampaudit.report.conversion import Conversion
+from ampaudit.source.open import open_source
+from tests.support.onnx_models import GENERATED, build
+from tests.support.onnx_models.case import Arrays
+from tests.support.onnx_models.odd import ODD, REFUSED_BY
+from tests.support.onnx_models.planted import planted
+from tests.support.onnx_strict import run_fp32, run_strict
+
+FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
+SMALL = [name for name in GENERATED if name != "big"]
+# strings have no tensor; its output is what rounding leaves of a sum that is 0
+NOT_CONVERTED = {"strings_and_integers", "empty_outputs"}
+CLOSE = 2e-2  # of the largest value of an output
+
+
+def converted(path: Path, inputs: Arrays, output: Path, **options: Any) -> Conversion:
+    arrays = path.with_name("inputs.npz")
+    np.savez(arrays, **inputs)
+    source = open_source(str(path), SourceConfig(inputs=arrays))
+    report, made = convert(source, None, output, **options)
+    assert made is not None, report.headline
+    return made
+
+
+def close(expected: Arrays, found: Arrays) -> None:
+    assert list(expected) == list(found)
+    for name, exact in expected.items():
+        assert exact.shape == found[name].shape
+        if exact.dtype.kind == "f" and exact.size:
+            scale = max(float(np.abs(exact[np.isfinite(exact)]).max(initial=0)), 1e-30)
+            np.testing.assert_allclose(found[name].astype(np.float32), exact, rtol=0, atol=CLOSE * scale)
+
+
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from graphs(attribute.g)
+
+
+def types(model: onnx.ModelProto) -> dict[str, int]:
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    graph = inferred.graph
+    found = {v.name: v.type.tensor_type.elem_type for v in [*graph.value_info, *graph.input, *graph.output]}
+    return found | {made.name: made.data_type for made in graph.initializer}
+
+
+def check_structure(before: Path, after: Path) -> None:
+    """Same nodes, inputs and outputs; casts once for each value and type, none back, none after another."""
+    old, new = onnx.load(before), onnx.load(after)
+    onnx.checker.check_model(str(after), full_check=True)
+    assert [v.name for v in new.graph.input] == [v.name for v in old.graph.input]
+    assert [v.name for v in new.graph.output] == [v.name for v in old.graph.output]
+    if not old.functions:
+        kept = [node.op_type for node in new.graph.node if node.op_type != "Cast"]
+        assert Counter(kept) == Counter(node.op_type for node in old.graph.node if node.op_type != "Cast")
+        named = {node.name for node in old.graph.node if node.name and node.op_type != "Cast"}
+        assert named <= {node.name for node in new.graph.node}
+    found = types(new)
+    stated = {v.name: v.type.tensor_type.elem_type for v in new.graph.value_info}
+    assert all(found[name] == kind for name, kind in stated.items() if kind)
+    for graph in graphs(new.graph):
+        casts = [node for node in graph.node if node.op_type == "Cast"]
+        moved = [c for c in casts if found.get(c.input[0]) in FLOATS and c.attribute[0].i in FLOATS]
+        assert len({(cast.input[0], cast.attribute[0].i) for cast in moved}) == len(moved)
+        made = {cast.output[0] for cast in moved if cast.name.startswith("Cast_")}
+        assert not [cast.name for cast in moved if cast.input[0] in made]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_generated_model_is_right_when_every_16_bit_value_is_rounded(name: str, tmp_path: Path) -> None:
+    path, inputs = build(name, tmp_path)
+    made = converted(path, inputs, tmp_path / "out")
+    after = tmp_path / "out" / "model.onnx"
+    check_structure(path, after)
+    close(run_fp32(path, inputs), run_strict(after, inputs))
+    for record, exact in zip(made.outputs, run_fp32(path, inputs).values(), strict=True):
+        if record.max_error is not None:  # what we say that it computes is what the oracle finds
+            error = np.abs(run_strict(after, inputs)[record.name].astype(np.float64) - exact).max()
+            assert error == pytest.approx(record.max_error, rel=0.5, abs=CLOSE * np.abs(exact).max() / 4)
+    assert made.bytes_after <= 0.7 * made.bytes_before
+
+
+@pytest.mark.parametrize("name", [name for name in ODD if name not in NOT_CONVERTED])
+def test_an_odd_graph_is_converted(name: str, tmp_path: Path) -> None:
+    model, inputs = ODD[name]()
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    converted(path, inputs, tmp_path / "out")
+    after = tmp_path / "out" / "model.onnx"
+    if name in REFUSED_BY:
+        onnx.checker.check_model(str(after), full_check=True)
+        return
+    check_structure(path, after)
+    close(run_fp32(path, inputs), run_strict(after, inputs))
+
+
+def test_bert_and_gpt2_need_no_float32(tmp_path: Path) -> None:
+    for name in ("bert", "gpt2"):
+        path, inputs = build(name, tmp_path / name)
+        made = converted(path, inputs, tmp_path / f"{name}-out")
+        assert made.onnx_casts is not None
+        assert made.onnx_casts <= 3
+        assert "float" not in made.stored
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    path, inputs = build("bert", tmp_path)
+    converted(path, inputs, tmp_path / "out", dtype="bfloat16")
+    found = types(onnx.load(tmp_path / "out" / "model.onnx"))
+    assert TensorProto.BFLOAT16 in found.values()
+    assert TensorProto.FLOAT16 not in found.values()
+    expected, ours = run_fp32(path, inputs), run_strict(tmp_path / "out" / "model.onnx", inputs)
+    for name, exact in expected.items():
+        assert np.abs(ours[name] - exact).max() < 0.1 * np.abs(exact).max()
+
+
+def test_the_border_takes_16_bits(tmp_path: Path) -> None:
+    path, inputs = build("resnet", tmp_path)
+    made = converted(path, inputs, tmp_path / "out", io="float16")
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    kinds = {v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)}
+    assert kinds == {TensorProto.FLOAT16}
+    assert made.onnx_casts == 0
+    with pytest.raises(UsageError, match="--io bfloat16 is not the format"):
+        converted(path, inputs, tmp_path / "other", io="bfloat16")
+
+
+def test_a_shared_weight_stays_shared(tmp_path: Path) -> None:
+    path, inputs = build("gpt2", tmp_path)
+    before = {i.name for i in onnx.load(path).graph.initializer}
+    converted(path, inputs, tmp_path / "out")
+    after = onnx.load(tmp_path / "out" / "model.onnx").graph.initializer
+    assert {i.name for i in after} <= before
+    assert {i.data_type for i in after} & FLOATS == {TensorProto.FLOAT16}
+
+
+@pytest.mark.parametrize("name", ["matmul", "norm", "reduce_sum"])
+def test_what_overflows_stays_in_float32(name: str, tmp_path: Path) -> None:
+    case = planted(name)
+    path = tmp_path / "model.onnx"
+    onnx.save(case.model, path)
+    converted(path, case.inputs, tmp_path / "out")
+    expected = run_fp32(path, case.inputs)
+    found = run_strict(tmp_path / "out" / "model.onnx", case.inputs)
+    assert all(np.isfinite(value).all() for value in found.values())
+    close(expected, found)
+    half = run_strict(path, case.inputs, assume=TensorProto.FLOAT16)
+    assert not all(np.isfinite(value).all() for value in half.values()) or any(
+        not np.allclose(half[n], expected[n], rtol=0.1) for n in expected
+    )
+
+
+def test_a_policy_that_breaks_writes_nothing(tmp_path: Path) -> None:
+    case = planted("matmul")
+    path = tmp_path / "model.onnx"
+    onnx.save(case.model, path)
+    np.savez(tmp_path / "inputs.npz", **case.inputs)
+    source = open_source(str(path), SourceConfig(inputs=tmp_path / "inputs.npz"))
+    report, made = convert(source, None, tmp_path / "out", policy="half")
+    assert made is None
+    assert report.exit_code == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_file_twice(tmp_path: Path) -> None:
+    path, inputs = build("t5", tmp_path)
+    for name in ("one", "two"):
+        converted(path, inputs, tmp_path / name)
+    one, two = ((tmp_path / name / "model.onnx").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+def test_a_converted_directory_is_scanned_as_it_is(tmp_path: Path) -> None:
+    import ampaudit
+
+    path, inputs = build("bert", tmp_path)
+    converted(path, inputs, tmp_path / "out")
+    report = ampaudit.scan(str(tmp_path / "out"), source=SourceConfig(inputs=tmp_path / "inputs.npz"))
+    assert report.run.policy == "as-is"
+    assert report.exit_code == 0
+    assert ampaudit.verify(tmp_path / "out").exit_code == 0
+
+
+def test_a_file_that_a_runtime_refuses_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_: Path) -> None:
+        raise ValueError("two nodes with same node name")
+
+    monkeypatch.setattr("ampaudit.export.onnx.convert.open_session", refuses)
+    path, inputs = build("bert", tmp_path)
+    with pytest.raises(RunFailed, match="ONNX Runtime refuses model.onnx: two nodes"):
+        converted(path, inputs, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert torch.get_default_dtype() is torch.float32
