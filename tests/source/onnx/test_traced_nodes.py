@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import plain_fp32
+from ampaudit.source.onnx.files import OnnxFile
+from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.path.recorder import PathTracing
@@ -44,3 +52,22 @@ def test_the_trace_computes_the_same(shard: int) -> None:
     chosen = [test for test in node_tests() if plain(test)][shard * EVERY // SHARDS :: EVERY]
     assert len(chosen) > 20
     assert {test.name: said for test in chosen if (said := traced_failure(test)) is not None} == {}
+
+
+def test_known_values_leave_no_trace() -> None:
+    """Sizes and constants are computed aside: what is recorded is one op, and no mode of autograd."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "last"], ["size"]),
+        helper.make_node("Cast", ["size"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("Sqrt", ["wide"], ["root"]),
+        helper.make_node("Reshape", ["x", "flat"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3])
+    stored = [numpy_helper.from_array(np.array(1), "last"), numpy_helper.from_array(np.array([-1]), "flat")]
+    graph = helper.make_graph(nodes, "graph", [x], [onnx.ValueInfoProto(name="y")], stored)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    model = OnnxModel(OnnxFile(Path("model.onnx"), ir.from_proto(proto))).eval()
+    program = torch.export.export(model, (torch.ones(2, 3),), strict=False)
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert called in (["aten.reshape.default"], ["aten.view.default"])
