@@ -94,7 +94,9 @@ def test_a_generated_model_is_right_when_every_16_bit_value_is_rounded(name: str
     check_structure(path, after)
     close(run_fp32(path, inputs), run_strict(after, inputs))
     for record, exact in zip(made.outputs, run_fp32(path, inputs).values(), strict=True):
-        if record.max_error is not None:  # what we say that it computes is what the oracle finds
+        if (
+            exact.dtype.kind == "f" and record.max_error is not None
+        ):  # what we say that it computes is what the oracle finds
             error = np.abs(run_strict(after, inputs)[record.name].astype(np.float64) - exact).max()
             scale = CLOSE * float(np.abs(exact).max()) / 4
             assert float(error) == pytest.approx(record.max_error, rel=0.5, abs=scale)
@@ -208,7 +210,7 @@ def test_a_file_that_a_runtime_refuses_is_not_written(
 
     monkeypatch.setattr("ampaudit.export.onnx.convert.open_session", refuses)
     path, inputs = build("bert", tmp_path)
-    with pytest.raises(RunFailed, match="ONNX Runtime refuses model.onnx: two nodes"):
+    with pytest.raises(RunFailed, match=r"ONNX Runtime refuses model\.onnx: two nodes"):
         converted(path, inputs, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert torch.get_default_dtype() is torch.float32
