@@ -34,6 +34,7 @@ from ampaudit.report.model import Report
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import pick_device
 from ampaudit.run.executors import ExecutorCache
+from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch, ModelSource
@@ -227,7 +228,10 @@ def _outputs(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[Ou
         expected: dict[str, Any] = call_unchanged(source.model, batch.args, batch.kwargs, seed=config.seed)
         taken = _as_taken(batch, written)
         executor = executors.get(taken, number)
-        pairs = executor.run(tensor_leaves(taken.args, taken.kwargs), Observer())
+        alone = LockStep(
+            executor.program, executor.placed, executor.backend, executor.device, converted_only=True
+        )
+        pairs = alone.run(tensor_leaves(taken.args, taken.kwargs), Observer())
         for (name, exact), (_, ours) in zip(expected.items(), pairs, strict=True):
             record = _record(name, ours, exact)
             if name not in records or _worse(record, records[name]):
