@@ -259,8 +259,8 @@ class LockStep:
         master = self._masters[node.name].detach().to(self.device)
         # a weight that the model itself keeps in 16 bits is one for the backend as well
         if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
-            reference = self._reference_weight(node)
-            return reference, reference
+            stored = self._reference_weight(node)
+            return stored, stored
         reference = None if self._converted_only else self._reference_weight(node)
         return reference, self.backend.represent(self.converted.unrounded(node.name, master), place.dtype)
 

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
-from ampaudit.core.errors import RunFailed, UsageError, first_line
+from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.text import format_number, plural
 from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import manifest_of, write_manifest
+from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
 from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
 from ampaudit.export.onnx.types import is_float32
-from ampaudit.export.onnx.write import casts_in, open_session, write_model
+from ampaudit.export.onnx.write import casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.export.weight_files import WeightFiles
@@ -146,7 +147,8 @@ def _written(
     config.on_progress("writing the graph", 0, 0)
     written = _write(plan, path, config)
     config.on_progress("running the file", 0, 0)
-    return written, _outputs(source, path, config)
+    with checking(path, runtime=config.dtype == "float16"):
+        return written, _outputs(source, path, config)
 
 
 def _least(outputs: Iterable[OutputRecord]) -> float:
@@ -171,11 +173,7 @@ def _refuse(config: ConvertConfig) -> None:
 
 
 def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
-    """Rewrite the plan's graph and write it.
-
-    Raises:
-        RunFailed: the file is not valid, or ONNX Runtime refuses it.
-    """
+    """Rewrite the plan's graph and write it."""
     import onnx_ir as ir
 
     model = plan.file.model
@@ -190,12 +188,6 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     rewriter = Rewriter(model, regions, low, plan.file.tensor, low_io)
     rewriter.rewrite()
     write_model(model, path)
-    if config.dtype == "float16":  # ONNX Runtime's CPU provider has no bfloat16 kernels
-        try:
-            open_session(path)
-        except Exception as error:
-            what = f"ONNX Runtime refuses {path.name}: {first_line(error)}"
-            raise RunFailed(what, hint="report it with the model") from error
     wide = tuple(plan.names.of(node) for node in floats if node in regions.wide and node.graph is not None)
     after = _weights(model)
     stored = Counter(dtype for dtype, _ in after)
