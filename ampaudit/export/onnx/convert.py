@@ -19,6 +19,7 @@ from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
+from ampaudit.export.onnx.metadata import annotate_graph
 from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
 from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["convert_onnx"]
 
-_OURS = ("FLOAT", "FLOAT16", "BFLOAT16")
+_OURS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
 class _Written(NamedTuple):
@@ -187,6 +188,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
             mask.restore()  # float32 holds it
     rewriter = Rewriter(model, regions, low, plan.file.tensor, low_io)
     rewriter.rewrite()
+    annotate_graph(model, plan.audited.report, plan.names)
     write_model(model, path)
     wide = tuple(plan.names.of(node) for node in floats if node in regions.wide and node.graph is not None)
     after = _weights(model)
@@ -198,7 +200,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
 def _weights(model: ir.Model) -> list[tuple[str, int]]:
     """Return dtype and bytes of each stored float tensor."""
     return [
-        (value.const_value.dtype.name.lower(), value.const_value.nbytes)
+        (_OURS[value.const_value.dtype.name], value.const_value.nbytes)
         for graph in (model.graph, *model.graph.subgraphs())
         for value in graph.initializers.values()
         if value.const_value is not None and value.const_value.dtype.name in _OURS
