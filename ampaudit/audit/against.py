@@ -34,7 +34,12 @@ def beside(reference: ModelSource, against: Any, options: SourceConfig) -> Model
     """
     own = SourceConfig(seed=options.seed, train=options.train, trust=options.trust)
     if isinstance(against, nn.Module):
-        audited = ModelSource(type(against).__name__, "object", against, reference.batches)
+        stored = {t.dtype for t in against.state_dict().values() if t.is_floating_point()}
+        dtype = stored.pop() if len(stored) == 1 else torch.float32
+        batches = tuple(
+            batch.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t) for batch in reference.batches
+        )
+        audited = ModelSource(type(against).__name__, "object", against, batches)
     else:
         audited = against if isinstance(against, ModelSource) else open_source(str(against), own)
     template = audited.batches[0] if audited.batches else reference.batches[0]

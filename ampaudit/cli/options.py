@@ -50,6 +50,7 @@ _GROUPS = {
         "twins",
         "batches",
         "sweep",
+        "against",
         "train",
         "stream",
         "trust",

@@ -119,6 +119,11 @@ class Conversion(Shown):
     kind: Literal["conversion"] = "conversion"
 
     @property
+    def in_place(self) -> bool:
+        """Whether an ONNX graph was converted, and no program was made."""
+        return self.onnx_casts is not None and self.shapes is None
+
+    @property
     def headline(self) -> str:
         """The verdict, and what it is about."""
         sizes = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"

@@ -32,7 +32,10 @@ class Carried:
 
 
 class LockStep:
-    """Runs one converted model on one device; holds weights, but no activations, between runs."""
+    """Runs one converted model on one device; holds weights, but no activations, between runs.
+
+    With ``converted_only``, the reference is left out where the 16-bit run does not need it.
+    """
 
     def __init__(
         self,
@@ -42,10 +45,13 @@ class LockStep:
         device: torch.device,
         *,
         reference_only: bool = False,
+        converted_only: bool = False,
     ) -> None:
         self.program = program
         self.buffers: dict[fx.Node, Pair] = {}  # those that the last run wrote
         self._reference_only = reference_only
+        # on a path, FP32's choices are needed
+        self._converted_only = converted_only and program.traced.path is None and not program.written
         self.backend = backend
         self.device = device
         self.converted = converted
@@ -114,6 +120,8 @@ class LockStep:
         self, group: tuple[Step, ...], values: dict[fx.Node, Pair], shared: SharedReference | None
     ) -> list[Any]:
         """Compute the reference's results of a run of steps."""
+        if self._converted_only:
+            return [None] * len(group)
         found: dict[fx.Node, Any] = {}
         for step in group:
             sides: dict[fx.Node, Pair] = {}
@@ -154,7 +162,8 @@ class LockStep:
         observer: Observer,
     ) -> Pair:
         shared = self._reference_only or (
-            not self._rounds(step)
+            not self._converted_only
+            and not self._rounds(step)
             and not (step.site is not None and step.site.original_args)
             and step.node not in self.program.written
             and all(first is second for first, second in inputs.values())
@@ -247,10 +256,12 @@ class LockStep:
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Return a weight: masters are used directly, 16-bit copies are made for each use."""
-        reference, master = self._reference_weight(node), self._masters[node.name].detach().to(self.device)
+        master = self._masters[node.name].detach().to(self.device)
         # a weight that the model itself keeps in 16 bits is one for the backend as well
         if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
-            return reference, reference
+            stored = self._reference_weight(node)
+            return stored, stored
+        reference = None if self._converted_only else self._reference_weight(node)
         return reference, self.backend.represent(self.converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:

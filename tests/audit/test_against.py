@@ -233,3 +233,37 @@ def test_inputs_and_outputs_that_do_not_fit_are_refused() -> None:
 
     with pytest.raises(InputError, match="2 outputs, and the reference 1"):
         scan(torch.nn.Linear(2, 2), torch.ones(1, 2), against=Two())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_module_in_16_bits_is_compared_with_itself_in_fp32(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).eval()
+    low = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).eval()
+    low.load_state_dict(model.state_dict())
+    report = scan(model, torch.randn(4, 8), against=low.to(dtype))
+    assert report.run.dtype == str(dtype).removeprefix("torch.")
+    assert report.exit_code == 0
+    assert not report.findings
+    assert report.against is not None
+    assert [(pair.site, pair.counterpart) for pair in report.against.matched] == [
+        (site, site) for site in ("0/linear", "1/gelu", "2/linear")
+    ]
+    for suffix in ("json", "html", "md"):
+        report.save(tmp_path / f"report.{suffix}")
+        assert "against" in (tmp_path / f"report.{suffix}").read_text(encoding="utf-8").lower()
+
+
+def test_a_weight_that_is_clipped_within_the_format_is_named() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self, largest: float) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor([1.0, 2.0, largest]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    report = scan(Scaled(20000.0), torch.full((2, 3), 0.5), against=Scaled(10000.0))
+    (finding,) = report.findings
+    assert (finding.code, finding.severity) == ("AMP611", "error")
+    assert "scale differs in 1 of 3 elements: [2] is 10,000, and 20,000 in the reference" in finding.cause

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.export import ExportedProgram
@@ -15,9 +15,13 @@ from ampaudit.export.fold import FoldedGraph
 from ampaudit.export.program import same_nodes
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
+from ampaudit.source.onnx.names import NodeNames
 from ampaudit.trace.graph import TracedModel
 
-__all__ = ["PREFIX", "OnnxMetadata", "metadata_of"]
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["PREFIX", "OnnxMetadata", "annotate_graph", "metadata_of"]
 
 PREFIX = "ampaudit."
 _KEY = "ampaudit_node"
@@ -49,6 +53,19 @@ class OnnxMetadata:
             if origin is not None and origin in self.nodes:
                 node.metadata_props.update(_prefixed(self.nodes[origin]))
         exported.model.metadata_props.update(_prefixed(self.model))
+
+
+def annotate_graph(model: ir.Model, report: Report, names: NodeNames) -> None:
+    """Write a report's entries into the graph that was audited: of each node, that of its first op."""
+    first: dict[str, SiteReport] = {}
+    for site in report.sites:
+        first.setdefault(site.layer, site)
+    codes = report.codes_by_site
+    for node in model.graph.all_nodes():
+        found = first.get(names.of(node))
+        if found is not None:
+            node.metadata_props.update(_prefixed(_about_site(found, codes[found.site])))
+    model.metadata_props.update(_prefixed(_about_model(report)))
 
 
 def _origins(graph: fx.Graph) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ampaudit.source import ModelSource
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.names import NodeNames
-from ampaudit.trace.graph import Role, TracedModel
+from ampaudit.trace.graph import Site, TracedModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -31,7 +31,6 @@ __all__ = ["OnnxPlan", "decisions_of", "plan_onnx"]
 _POLICY = "strongly-typed"
 _ROUNDS = 4
 _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"}
-_WIDE = (Cast.FLOAT32, Cast.FORBID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,16 @@ def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
     return tuple(site for site in found if site not in known)
 
 
-def _is_low_op(site: object) -> bool:
-    facts, decision = getattr(site, "facts", None), getattr(site, "decision", None)
-    return facts is not None and decision is not None and decision.cast not in _WIDE
+def _is_low_op(site: Site) -> bool:
+    return site.facts is not None and not _is_wide(site)
+
+
+def _is_wide(site: Site) -> bool:
+    """Return whether an op works in float32, because a rule says so or because its inputs are."""
+    if site.decision.cast in (Cast.FLOAT32, Cast.FORBID):
+        return True
+    follows = site.decision.cast is not Cast.LOWER and not site.role.converts
+    return follows and site.dtype is torch.float32
 
 
 def _keeping(rules: RuleSet, sites: tuple[SiteId, ...]) -> RuleSet:
@@ -144,8 +150,8 @@ def decisions_of(traced: TracedModel, file: OnnxFile) -> dict[ir.Node, bool]:
     """Return for each node that was seen whether one of its ops stays in float32."""
     wide: dict[str, bool] = {}
     for site in traced.sites:
-        if site.facts is not None and site.role not in (Role.WEIGHT_CAST, Role.INSERTED_CAST):
-            wide[site.layer] = wide.get(site.layer, False) or site.decision.cast in _WIDE
+        if site.facts is not None and not site.role.inserted:
+            wide[site.layer] = wide.get(site.layer, False) or _is_wide(site)
     names = NodeNames(file.model)
     found = ((node, names.of(node)) for node in file.nodes())
     return {node: wide[name] for node, name in found if name in wide}

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
+from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.metadata import OnnxMetadata
 from ampaudit.export.onnx.write import casts_in, run_onnx, write_model
 from ampaudit.export.reference import ReferenceOutputs, compare_output
@@ -126,6 +127,8 @@ def write_onnx(
         _name_axes(exported, axis_names or ())
         metadata.annotate(exported)
         write_model(exported.model, path)
+        with checking(path, runtime=False):
+            pass
     except AuditError:
         raise
     except Exception as error:

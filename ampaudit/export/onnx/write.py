@@ -3,56 +3,58 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.export.onnx.check import open_session
+from ampaudit.source.onnx.wire import OWN_FILE, write_with_values
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["casts_in", "check_file", "run_onnx", "write_model"]
+__all__ = ["casts_in", "run_onnx", "write_model"]
 
 _ONE_FILE = 1 << 30  # bytes: from there on, weights are in a file of their own
+_LARGE = 4096
 _FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Write a model in topological order; large weights go to a file beside it.
-
-    Raises:
-        RunFailed: it is not a valid model.
-    """
+    """Write a model in topological order, weight by weight; more than a gigabyte goes to a file beside it."""
     import onnx_ir as ir
     from onnx_ir.passes.common import TopologicalSortPass
 
     TopologicalSortPass()(model)
-    size = sum(
-        value.const_value.nbytes
-        for graph in (model.graph, *model.graph.subgraphs())
-        for value in graph.initializers.values()
-        if value.const_value is not None
-    )
-    ir.save(model, path, external_data=f"{path.name}.data" if size > _ONE_FILE else None)
-    check_file(path)
+    large: dict[str, ir.TensorProtocol] = {}
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None and value.const_value.nbytes > _LARGE:
+            large[name] = value.const_value
+    if sum(tensor.nbytes for tensor in large.values()) > _ONE_FILE:
+        ir.save(model, path, external_data=f"{path.name}.data")
+    else:
+        _save(model, path, large)
 
 
-def check_file(path: Path) -> None:
-    """Check a file in full: structure, order of nodes, and inferred types against those it states.
+def _save(model: ir.Model, path: Path, large: Mapping[str, ir.TensorProtocol]) -> None:
+    """Write one file without holding more than one large tensor in memory."""
+    import onnx_ir as ir
 
-    Raises:
-        RunFailed: onnx finds it invalid.
-    """
-    import onnx
-
+    places = model.graph.initializers
     try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:  # several kinds, which share no base
-        what = first_line(error)
-        raise RunFailed(f"{path.name} is not valid: {what}", hint="report it with the model") from error
+        for number, (name, tensor) in enumerate(large.items()):
+            shape = ir.Shape(tensor.shape)  # type: ignore[arg-type]
+            places[name].const_value = ir.ExternalTensor(
+                OWN_FILE, number, tensor.nbytes, tensor.dtype, shape=shape, name=name
+            )
+        stripped = ir.to_proto(model).SerializeToString()
+    finally:
+        for name, tensor in large.items():
+            places[name].const_value = tensor
+    with path.open("wb") as stream:
+        write_with_values(stripped, stream, [tensor.tobytes for tensor in large.values()])
 
 
 def casts_in(model: ir.Model) -> Counter[str]:
@@ -74,13 +76,3 @@ def run_onnx(path: Path, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, 
     given = zip(session.get_inputs(), inputs, strict=True)
     feeds = {place.name: tensor.detach().cpu().numpy() for place, tensor in given}
     return tuple(torch.from_numpy(found) for found in session.run(None, feeds))
-
-
-def open_session(path: Path) -> Any:
-    """Open a file with ONNX Runtime, which checks types, names and operators."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

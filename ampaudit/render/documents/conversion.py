@@ -37,6 +37,7 @@ def _weights(made: Conversion) -> Iterator[tuple[str, str]]:
     stored = sorted(made.stored.items())
     kinds = ", ".join(f"{count} in {TORCH_NAMES.get(dtype, dtype)}" for dtype, count in stored)
     masters = "masters kept" if made.masters else "no masters: FP32 cannot be restored"
+    masters = "the original keeps the FP32 weights" if made.in_place else masters
     yield "weights", f"{sizes} ({share:.0%}); tensors: {kinds}; {masters}"
     for reason, (count, size, largest) in sorted(made.kept.items(), key=lambda item: -item[1][1]):
         name = escape_control(largest)
@@ -56,7 +57,8 @@ def _program(made: Conversion) -> Iterator[tuple[str, str]]:
     if made.onnx_casts is not None:
         error = made.onnx_error
         compared = f"differs from torch by {error:.2g}" if error is not None else "not compared"
-        yield "onnx", f"{plural(made.onnx_casts, 'cast')} between float formats; ONNX Runtime: {compared}"
+        how = "checked and run" if made.in_place else f"ONNX Runtime: {compared}"
+        yield "onnx", f"{plural(made.onnx_casts, 'cast')} between float formats; {how}"
     if made.shapes is not None:
         yield "shapes", escape_control(made.shapes.text)
     for note in made.notes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampaudit.core.text import escape_control, format_scale, plural
+from ampaudit.render.against import against_sections
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
@@ -52,6 +53,7 @@ class ReportView:
         steps: the chart of an audit's steps, and sentences about them; empty without several.
         path: the lines that decide on values, if the audit followed them.
         sweep: the results at each size, if several were run.
+        against: the comparison with a reference, if there was one.
         chart: of the least headroom over the size.
     """
 
@@ -69,6 +71,7 @@ class ReportView:
     steps: tuple[str, tuple[str, ...]] | None
     path: tuple[Section, ...]
     sweep: tuple[Section, ...]
+    against: tuple[Section, ...]
     chart: str
 
 
@@ -98,6 +101,7 @@ def _view(report: Report, suite: Suite, heading: str) -> ReportView:
         else (steps_svg(report.steps), tuple(step_sentences(report.steps))),
         path=tuple(path_sections(report, len(report.path.lines))) if report.path is not None else (),
         sweep=tuple(sweep_sections(report.sweep)) if report.sweep is not None else (),
+        against=tuple(against_sections(report.against)) if report.against is not None else (),
         chart=sweep_chart(report.sweep) if report.sweep is not None else "",
     )
 

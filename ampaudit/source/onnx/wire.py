@@ -1,19 +1,21 @@
-"""Leaves the values of large tensors in the file when an ONNX model is parsed.
+"""Leaves the values of large tensors out when an ONNX model is parsed or serialized.
 
-A protocol buffer is parsed as a whole, which takes its size in memory twice. Here the bytes of large
+A protocol buffer is handled as a whole, which takes its size in memory twice. Here the bytes of large
 initializers are replaced by references to their place in the file, in the form that ONNX has for
 external data. Field numbers are those of onnx.proto3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from mmap import mmap
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from typing_extensions import Buffer
 
 from ampaudit.source.onnx.checks import MAX_NODES, BadGraph
 
-__all__ = ["OWN_FILE", "without_large_values"]
+__all__ = ["OWN_FILE", "without_large_values", "write_with_values"]
 
 OWN_FILE = "\x00"  # no path: the location of a tensor in the model's own file
 _LARGE = 4096  # bytes
@@ -58,6 +60,56 @@ def without_large_values(data: mmap) -> bytes:
     if len(made) > _PARSED_UNCOUNTED:
         _count(made, 0, len(made), _MODEL, 0)
     return bytes(made)
+
+
+def write_with_values(stripped: bytes, stream: IO[bytes], values: Sequence[Callable[[], Buffer]]) -> None:
+    """Write a ModelProto, and put values in the places of references to its own file.
+
+    Args:
+        stripped: its bytes; a reference has the number of its value as offset, and its bytes as length.
+        stream: takes the bytes.
+        values: make the bytes of each when its place is reached.
+    """
+    for field in _fields(stripped, 0, len(stripped)):
+        if field.number != _GRAPH or field.kind != _BYTES:
+            stream.write(stripped[field.begin : field.end])
+            continue
+        parts = [_reference(stripped, part) or part for part in _fields(stripped, field.start, field.end)]
+        size = sum(p.end - p.begin if isinstance(p, _Field) else p.size for p in parts)
+        stream.write(_varint(_GRAPH << 3 | _BYTES) + _varint(size))
+        for part in parts:
+            if isinstance(part, _Field):
+                stream.write(stripped[part.begin : part.end])
+            else:
+                stream.write(part.head)
+                stream.write(values[part.number]())
+
+
+class _Reference(NamedTuple):
+    """A tensor whose value is elsewhere: what to write before it, and the bytes of both."""
+
+    number: int
+    head: bytes
+    size: int
+
+
+def _reference(data: bytes, field: _Field) -> _Reference | None:
+    """Return what to write for an initializer that refers to its own file; ``None`` for another field."""
+    if field.number != _INITIALIZER or field.kind != _BYTES:
+        return None
+    kept, given = bytearray(), {}
+    for part in _fields(data, field.start, field.end):
+        if part.number == _EXTERNAL_DATA:
+            key, value = (data[f.start : f.end].decode() for f in _fields(data, part.start, part.end))
+            given[key] = value
+        elif part.number != _DATA_LOCATION:
+            kept += data[part.begin : part.end]
+    if given.get("location") != OWN_FILE:
+        return None
+    length = int(given["length"])
+    kept += _varint(_RAW_DATA << 3 | _BYTES) + _varint(length)
+    head = _varint(_INITIALIZER << 3 | _BYTES) + _varint(len(kept) + length) + bytes(kept)
+    return _Reference(int(given["offset"]), head, len(head) + length)
 
 
 def _graph(data: mmap, graph: _Field) -> bytes:
@@ -106,7 +158,7 @@ def _tensor(data: mmap, tensor: _Field) -> bytes:
     return bytes(made)
 
 
-def _fields(data: mmap | bytearray, start: int, end: int) -> Iterator[_Field]:
+def _fields(data: mmap | bytearray | bytes, start: int, end: int) -> Iterator[_Field]:
     place = start
     while place < end:
         begin = place
@@ -127,7 +179,7 @@ def _fields(data: mmap | bytearray, start: int, end: int) -> Iterator[_Field]:
         place = stop
 
 
-def _read_varint(data: mmap | bytearray, place: int, end: int) -> tuple[int, int]:
+def _read_varint(data: mmap | bytearray | bytes, place: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         if place >= end:

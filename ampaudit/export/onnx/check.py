@@ -1,0 +1,72 @@
+"""Checks an ONNX file in a process of its own: structure, types, and that a runtime takes it.
+
+Nothing here loads torch, so that the process starts quickly while the file is run elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ampaudit.core.errors import CouldNotAudit, RunFailed, first_line
+from ampaudit.core.sandbox import Sandbox, SandboxLimits
+
+__all__ = ["check_in_sandbox", "checking", "open_session"]
+
+_SECONDS = 3600.0
+_REPORT = "report it with the model"
+
+
+@contextmanager
+def checking(path: Path, *, runtime: bool) -> Iterator[None]:
+    """Check a file while the context is active, and wait for the result at its end.
+
+    Args:
+        path: of the file.
+        runtime: whether ONNX Runtime must take it; its CPU provider has no bfloat16 kernels.
+
+    Raises:
+        RunFailed: the file is not valid, or ONNX Runtime refuses it.
+    """
+    request = {"path": str(path.resolve()), "runtime": runtime}
+    target = "ampaudit.export.onnx.check:check_in_sandbox"
+    with Sandbox(target, request, SandboxLimits(_SECONDS)) as sandbox:
+        yield
+        fault = sandbox.answer("could not be checked", CouldNotAudit, _REPORT)
+    if fault:
+        raise RunFailed(f"{path.name} {fault}", hint=_REPORT)
+
+
+def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
+    """Return a function that returns what is wrong with the file, or nothing."""
+    import onnx
+
+    if request["runtime"]:
+        import onnxruntime  # noqa: F401  (before the confinement)
+
+    def check() -> str:
+        path = Path(request["path"])
+        try:  # in full: structure, order of nodes, and inferred types against those that it states
+            onnx.checker.check_model(str(path), full_check=True)
+        except Exception as error:  # several kinds, which share no base
+            return f"is not valid: {first_line(error)}"
+        try:
+            if request["runtime"]:
+                open_session(path)
+        except Exception as error:
+            return f"is refused by ONNX Runtime: {first_line(error)}"
+        return ""
+
+    return check
+
+
+def open_session(path: Path) -> Any:
+    """Open a file with ONNX Runtime, which checks types, names and operators."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
