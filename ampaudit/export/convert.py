@@ -31,7 +31,7 @@ from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planne
 from ampaudit.export.huggingface import copy_companions, set_dtype
 from ampaudit.export.manifest import manifest_of, write_manifest
 from ampaudit.export.onnx.metadata import metadata_of
-from ampaudit.export.onnx.torch_export import OnnxFile, names_of_inputs, write_onnx
+from ampaudit.export.onnx.torch_export import ExportedOnnx, names_of_inputs, write_onnx
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import export_program, save_program
 from ampaudit.export.reference import (
@@ -164,7 +164,7 @@ class _Written(NamedTuple):
     """A program that was written, as it runs here; empty without one."""
 
     reference: ReferenceOutputs = ReferenceOutputs({}, (), "")
-    onnx: OnnxFile | None = None
+    onnx: ExportedOnnx | None = None
     onnx_error: float | None = None
     shapes: ProgramShapes | None = None
     notes: tuple[str, ...] = ()

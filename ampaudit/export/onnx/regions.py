@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.export.onnx.types import MOVING, NodeTypes, Slot, bodies_of, is_float32, node_types
+from ampaudit.export.onnx.types import MOVING, NodeTypes, SlotType, bodies_of, is_float32, node_types
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -39,11 +39,11 @@ class Regions:
         """Return whether a node works in 16 bits."""
         return node in self.types and node not in self.wide
 
-    def slot_is_low(self, node: ir.Node, slot: Slot) -> bool | None:
+    def slot_is_low(self, node: ir.Node, slot: SlotType) -> bool | None:
         """Return whether an input or output is in 16 bits; ``None`` if it takes either."""
-        if slot is Slot.ANY:
+        if slot is SlotType.ANY:
             return None
-        return slot is Slot.CHOSEN and self.is_low(node)
+        return slot is SlotType.CHOSEN and self.is_low(node)
 
 
 def choose_types(
@@ -133,15 +133,15 @@ class _Planner:
         if producer in (_FLOAT32, _LOW) or node is None or node is not producer:
             return producer
         slot = self._regions.types[node].outputs[value.index() or 0]
-        return _FLOAT32 if slot is Slot.FLOAT32 else producer
+        return _FLOAT32 if slot is SlotType.FLOAT32 else producer
 
     def _users(self, value: ir.Value) -> Iterator[Any]:
         for use in value.uses():
             node = use.node
             assert node is not None
             slot = self._regions.types[node].inputs[use.idx]
-            if slot is not Slot.ANY:
-                yield _FLOAT32 if slot is Slot.FLOAT32 else node
+            if slot is not SlotType.ANY:
+                yield _FLOAT32 if slot is SlotType.FLOAT32 else node
 
     def _add_value(self, value: ir.Value, producer: Any, users: list[Any]) -> None:
         """Make a cast cost the same however many users read it."""

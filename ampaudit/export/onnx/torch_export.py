@@ -25,7 +25,7 @@ from ampaudit.export.reference import ReferenceOutputs, compare_output
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["OnnxFile", "max_difference", "names_of_inputs", "write_onnx"]
+__all__ = ["ExportedOnnx", "max_difference", "names_of_inputs", "write_onnx"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MIN_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
@@ -33,7 +33,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class OnnxFile:
+class ExportedOnnx:
     """The model.onnx that was written.
 
     Attributes:
@@ -101,7 +101,7 @@ def write_onnx(
     output_names: Sequence[str],
     metadata: OnnxMetadata,
     axis_names: Sequence[Mapping[int, str]] | None = None,
-) -> OnnxFile:
+) -> ExportedOnnx:
     """Export, check, count the casts, and run.
 
     The exporter's optimizer is off: it drops ``x + eps`` for small eps, and may move casts. ONNX
@@ -144,7 +144,7 @@ def write_onnx(
         outputs, note = run_onnx(path, inputs), ""
     except Exception as error:
         outputs, note = (), f"ONNX Runtime cannot run it here: {first_line(error)}"
-    return OnnxFile(sum(casts.values()), outputs, note)
+    return ExportedOnnx(sum(casts.values()), outputs, note)
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["MOVING", "NodeTypes", "Slot", "bodies_of", "is_float32", "node_types"]
+__all__ = ["MOVING", "NodeTypes", "SlotType", "bodies_of", "is_float32", "node_types"]
 
 # operators whose results are elements of their inputs, and those that give shapes
 MOVING = frozenset(
@@ -23,7 +23,7 @@ _STANDARD = ("", "ai.onnx")
 _FLOAT = "tensor(float)"
 
 
-class Slot(Enum):
+class SlotType(Enum):
     """The type of an input or output that is float32 in the original."""
 
     FLOAT32 = "float32"  # in every version
@@ -35,8 +35,8 @@ class Slot(Enum):
 class NodeTypes:
     """The types of a node's inputs and outputs, and whether it takes the 16-bit format at all."""
 
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
+    inputs: tuple[SlotType, ...]
+    outputs: tuple[SlotType, ...]
     takes_low: bool
 
 
@@ -75,28 +75,30 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
     """
     sizes = len(node.inputs), len(node.outputs)
     if node.op_type in ("If", "Loop", "Scan") and node.domain in _STANDARD:
-        return NodeTypes((Slot.CHOSEN,) * sizes[0], (Slot.CHOSEN,) * sizes[1], True)
+        return NodeTypes((SlotType.CHOSEN,) * sizes[0], (SlotType.CHOSEN,) * sizes[1], True)
     schema = _schema(node.domain, node.op_type, version)
     if schema is None:  # an operator of a runtime: one type for all, as its fused operators have
-        return NodeTypes((Slot.CHOSEN,) * sizes[0], (Slot.CHOSEN,) * sizes[1], node.domain == "com.microsoft")
+        return NodeTypes(
+            (SlotType.CHOSEN,) * sizes[0], (SlotType.CHOSEN,) * sizes[1], node.domain == "com.microsoft"
+        )
     kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
     if any(map(_is_container, (*node.inputs, *node.outputs))):
-        return NodeTypes((Slot.FLOAT32,) * sizes[0], (Slot.FLOAT32,) * sizes[1], False)
+        return NodeTypes((SlotType.FLOAT32,) * sizes[0], (SlotType.FLOAT32,) * sizes[1], False)
     special = _special(node, low)
     if special is not None:
         return special
 
-    def slot(formal: Any) -> Slot:
+    def slot(formal: Any) -> SlotType:
         allowed = kinds.get(formal.type_str, {formal.type_str})
-        return Slot.CHOSEN if f"tensor({low})" in allowed else Slot.FLOAT32
+        return SlotType.CHOSEN if f"tensor({low})" in allowed else SlotType.FLOAT32
 
     inputs = tuple(slot(_formal(schema.inputs, index)) for index in range(sizes[0]))
     outputs = tuple(slot(_formal(schema.outputs, index)) for index in range(sizes[1]))
     if node.op_type == "LayerNormalization" and node.domain in _STANDARD:
-        outputs = (outputs[0], *(Slot.FLOAT32,) * (sizes[1] - 1))  # its statistics are of stash_type
+        outputs = (outputs[0], *(SlotType.FLOAT32,) * (sizes[1] - 1))  # its statistics are of stash_type
     main = [s for s, value in zip(inputs, node.inputs, strict=True) if is_float32(value)]
     main += [s for s, value in zip(outputs, node.outputs, strict=True) if is_float32(value)]
-    return NodeTypes(inputs, outputs, Slot.CHOSEN in main)
+    return NodeTypes(inputs, outputs, SlotType.CHOSEN in main)
 
 
 def _special(node: ir.Node, low: str) -> NodeTypes | None:
@@ -104,9 +106,9 @@ def _special(node: ir.Node, low: str) -> NodeTypes | None:
     if node.domain not in _STANDARD:
         return None
     if node.op_type in ("Cast", "CastLike"):
-        return NodeTypes((Slot.ANY,) * len(node.inputs), (Slot.CHOSEN,), True)
+        return NodeTypes((SlotType.ANY,) * len(node.inputs), (SlotType.CHOSEN,), True)
     if node.op_type in ("Shape", "Size", "NonZero", "IsNaN", "IsInf"):
-        return NodeTypes((Slot.ANY,), (Slot.CHOSEN,), True)
+        return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
     return None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampaudit.source.onnx.files import torch_dtype_of
-from ampaudit.source.onnx.values import Known, NodeCall, Value
+from ampaudit.source.onnx.values import Known, NodeCall, Operand
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -68,7 +68,7 @@ def standard_body(call: NodeCall) -> ir.Function | None:
     return function
 
 
-def onnx_type_of(value: Value) -> Any:
+def onnx_type_of(value: Operand) -> Any:
     """Return the ONNX type of a value."""
     import onnx
     import onnx_ir as ir

@@ -18,7 +18,7 @@ from ampaudit.source.onnx.functions import standard_body, with_values
 from ampaudit.source.onnx.names import NodeNames, parameter_place
 from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
-from ampaudit.source.onnx.values import FLOATS, MISFITS, Known, NodeCall, Unsupported, Value, copied, misfit
+from ampaudit.source.onnx.values import FLOATS, MISFITS, Known, NodeCall, Operand, Unsupported, copied, unfit
 from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying
 
@@ -32,7 +32,7 @@ _FOLDED = 64  # elements of a floating-point value that follows from shapes
 _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
 )
-Scope = dict[str, Value]
+Scope = dict[str, Operand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +179,10 @@ class _Run:
 
     def _results(
         self, node: ir.Node, scope: Scope, frame: _Frame, origin: Mapping[str, Any]
-    ) -> Sequence[Value]:
+    ) -> Sequence[Operand]:
         inputs = [None if value is None or not value.name else scope[value.name] for value in node.inputs]
 
-        def body(graph: ir.Graph, values: Sequence[Value]) -> list[Value]:
+        def body(graph: ir.Graph, values: Sequence[Operand]) -> list[Operand]:
             inner = scope | {str(place.name): v for place, v in zip(graph.inputs, values, strict=True)}
             self._add_initializers(graph, inner)
             self._run_nodes(graph, inner, frame)
@@ -201,12 +201,12 @@ class _Run:
             raise
         except Exception as error:
             if isinstance(error, MISFITS) and not any(isinstance(value, FakeTensor) for value in inputs):
-                raise self._located(node, misfit(error, inputs)) from error
+                raise self._located(node, unfit(error, inputs)) from error
             if not getattr(error, "__notes__", ()):  # tracing may fail where the model does not
                 error.add_note(self._title(node))
             raise
 
-    def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Value]:
+    def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Operand]:
         """Compute a node by the first of: the model's functions, ours, the standard's, ONNX Runtime."""
         node = call.node
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
@@ -227,7 +227,7 @@ class _Run:
         versions = {**frame.versions, **standard.opset_imports}
         return self._called(standard, call, _Frame(versions, {}, "", origin, frame.depth + 1))
 
-    def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Value]:
+    def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Operand]:
         """Run a function's body in place of a node."""
         if frame.depth > _DEEPEST:
             raise call.fault("functions call each other in a circle, or too deeply")
@@ -249,7 +249,7 @@ class _Run:
             real = self._program.file.constant(with_values(call))
         return Known(real, partial(copied, real), constant=True)
 
-    def _known(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Value] | None:
+    def _known(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Operand] | None:
         """Compute a node whose inputs are known; ``None`` if it must be traced."""
         inputs, node = call.inputs, call.node
         shapes_only = node.op_type in ("Shape", "Size") and not node.domain

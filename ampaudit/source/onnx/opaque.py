@@ -13,7 +13,7 @@ import torch
 from ampaudit.core.untrusted import describe
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.functions import onnx_type_of, with_values
-from ampaudit.source.onnx.values import NodeCall, Unsupported, Value
+from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["opaque_results"]
@@ -24,7 +24,7 @@ _NEWEST_IR = 10
 _BY_VALUES = "no fake impl registered: the sizes of its outputs depend on values"
 
 
-def opaque_results(call: NodeCall, why: str) -> list[Value]:
+def opaque_results(call: NodeCall, why: str) -> list[Operand]:
     """Compute a node by ONNX Runtime, as an op of torch that is named after its operator.
 
     Args:

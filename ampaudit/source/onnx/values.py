@@ -15,7 +15,7 @@ from ampaudit.trace.internals import without_modes
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["FLOATS", "MISFITS", "Known", "NodeCall", "Unsupported", "Value", "copied", "misfit"]
+__all__ = ["FLOATS", "MISFITS", "Known", "NodeCall", "Operand", "Unsupported", "copied", "unfit"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # what functions of torch raise for inputs that do not fit
@@ -56,8 +56,8 @@ class Known:
         return self._made
 
 
-Value = torch.Tensor | Known | list[Any] | None
-RunBody = Callable[["ir.Graph", Sequence[Value]], list[Value]]
+Operand = torch.Tensor | Known | list[Any] | None
+RunBody = Callable[["ir.Graph", Sequence[Operand]], list[Operand]]
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class NodeCall:
 
     node: ir.Node
     version: int
-    inputs: list[Value]
+    inputs: list[Operand]
     run_body: RunBody
     real: bool = False
     attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class NodeCall:
             found = self.attributes.get(found.ref_attr_name)
         return default if found is None else found.value
 
-    def tensor(self, value: Value) -> torch.Tensor:
+    def tensor(self, value: Operand) -> torch.Tensor:
         """Return an input as a tensor."""
         if isinstance(value, Known):
             return value.real if self.real else value.tensor()
@@ -97,7 +97,7 @@ class NodeCall:
             raise self.fault("an input is missing" if value is None else "an input is a sequence")
         return value
 
-    def operand(self, value: Value, beside: Value) -> Any:
+    def operand(self, value: Operand, beside: Operand) -> Any:
         """Return an input of an elementwise op: a stored single number as a Python number.
 
         Ops on numbers are what a model's own code would call; a number that has more axes than the tensor
@@ -110,25 +110,25 @@ class NodeCall:
             return self.tensor(value)
         return value.items()[0]
 
-    def ints(self, value: Value) -> list[int]:
+    def ints(self, value: Operand) -> list[int]:
         """Return the integers of an input; of one that depends on inputs, those of the given inputs."""
         if isinstance(value, Known):
             return [int(item) for item in value.items()]
         return [int(item) for item in self.tensor(value).reshape(-1).tolist()]
 
-    def floats(self, value: Value) -> list[float]:
+    def floats(self, value: Operand) -> list[float]:
         """Return the numbers of an input."""
         items = value.items() if isinstance(value, Known) else self.tensor(value).reshape(-1).tolist()
         return [float(item) for item in items]
 
-    def number(self, value: Value) -> Any:
+    def number(self, value: Operand) -> Any:
         """Return the one number of an input."""
         if isinstance(value, Known):
             (found,) = value.items()
             return found
         return self.tensor(value).reshape(()).item()
 
-    def given(self, index: int) -> Value:
+    def given(self, index: int) -> Operand:
         """Return an input; ``None`` if it is left out."""
         return self.inputs[index] if index < len(self.inputs) else None
 
@@ -149,14 +149,14 @@ def _alike(one: torch.dtype, other: torch.dtype) -> bool:
     return one == other or (one in FLOATS and other in FLOATS)
 
 
-def misfit(error: Exception, inputs: Sequence[Value]) -> SourceError:
+def unfit(error: Exception, inputs: Sequence[Operand]) -> SourceError:
     """Return the error for a node whose function fails on its inputs."""
     given = ", ".join(map(_in_words, inputs)) or "none"
     what = f"{describe(first_line(error), 120)} (its inputs: {describe(given)})"
     return SourceError(what, hint="correct the model, or pass --inputs that fit it")
 
 
-def _in_words(value: Value) -> str:
+def _in_words(value: Operand) -> str:
     if value is None or isinstance(value, list):
         return "none" if value is None else "a sequence"
     tensor = value.real if isinstance(value, Known) else value

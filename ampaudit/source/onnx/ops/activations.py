@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__ = ["attribute_text", "named_dtype"]
 
@@ -19,13 +19,13 @@ _SELU = (1.67326319217681884765625, 1.05070102214813232421875)
 
 @operator("Gelu")
 @operator("Gelu", domain="com.microsoft")
-def gelu(call: NodeCall, x: Value) -> torch.Tensor:
+def gelu(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply the Gaussian error linear unit."""
     return F.gelu(call.tensor(x), approximate=attribute_text(call, "approximate", "none"))
 
 
 @operator("FastGelu", "BiasGelu", domain="com.microsoft")
-def bias_gelu(call: NodeCall, x: Value, bias: Value = None) -> torch.Tensor:
+def bias_gelu(call: NodeCall, x: Operand, bias: Operand = None) -> torch.Tensor:
     """Add, then apply the Gaussian error linear unit."""
     tensor = call.tensor(x) if bias is None else call.tensor(x) + call.tensor(bias)
     return F.gelu(tensor, approximate="tanh" if call.node.op_type == "FastGelu" else "none")
@@ -33,7 +33,7 @@ def bias_gelu(call: NodeCall, x: Value, bias: Value = None) -> torch.Tensor:
 
 @operator("Swish")
 @operator("QuickGelu", domain="com.microsoft")
-def swish(call: NodeCall, x: Value) -> torch.Tensor:
+def swish(call: NodeCall, x: Operand) -> torch.Tensor:
     """Multiply by the sigmoid of a multiple."""
     tensor = call.tensor(x)
     alpha = call.attribute("alpha", 1.0 if call.node.op_type == "Swish" else 1.702)
@@ -41,20 +41,20 @@ def swish(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("LeakyRelu")
-def leaky_relu(call: NodeCall, x: Value) -> torch.Tensor:
+def leaky_relu(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply the leaky rectifier."""
     return F.leaky_relu(call.tensor(x), call.attribute("alpha", 0.01))
 
 
 @operator("Elu", "Celu")
-def elu(call: NodeCall, x: Value) -> torch.Tensor:
+def elu(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply an exponential linear unit."""
     function = F.elu if call.node.op_type == "Elu" else F.celu
     return function(call.tensor(x), call.attribute("alpha", 1.0))
 
 
 @operator("Selu")
-def selu(call: NodeCall, x: Value) -> torch.Tensor:
+def selu(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply the scaled exponential linear unit."""
     alpha, gamma = call.attribute("alpha", _SELU[0]), call.attribute("gamma", _SELU[1])
     if math.isclose(alpha, _SELU[0], rel_tol=1e-4) and math.isclose(gamma, _SELU[1], rel_tol=1e-4):
@@ -64,7 +64,7 @@ def selu(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("PRelu")
-def prelu(call: NodeCall, x: Value, slope: Value) -> torch.Tensor:
+def prelu(call: NodeCall, x: Operand, slope: Operand) -> torch.Tensor:
     """Apply the rectifier with learned slopes."""
     tensor, slopes = call.tensor(x), call.tensor(slope)
     per_channel = tensor.ndim > 1 and list(slopes.shape) == [tensor.shape[1], *[1] * (tensor.ndim - 2)]
@@ -74,13 +74,13 @@ def prelu(call: NodeCall, x: Value, slope: Value) -> torch.Tensor:
 
 
 @operator("ThresholdedRelu")
-def thresholded_relu(call: NodeCall, x: Value) -> torch.Tensor:
+def thresholded_relu(call: NodeCall, x: Operand) -> torch.Tensor:
     """Keep what is above a threshold."""
     return F.threshold(call.tensor(x), call.attribute("alpha", 1.0), 0.0)
 
 
 @operator("Shrink")
-def shrink(call: NodeCall, x: Value) -> torch.Tensor:
+def shrink(call: NodeCall, x: Operand) -> torch.Tensor:
     """Move values towards zero."""
     tensor, width, bias = call.tensor(x), call.attribute("lambd", 0.5), call.attribute("bias", 0.0)
     if bias == 0 and tensor.is_floating_point():
@@ -92,13 +92,13 @@ def shrink(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("Softplus")
-def softplus(call: NodeCall, x: Value) -> torch.Tensor:
+def softplus(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply log(1 + exp(x))."""
     return F.softplus(call.tensor(x))
 
 
 @operator("HardSigmoid")
-def hard_sigmoid(call: NodeCall, x: Value) -> torch.Tensor:
+def hard_sigmoid(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply the piecewise linear sigmoid."""
     alpha, beta = call.attribute("alpha", 0.2), call.attribute("beta", 0.5)
     if math.isclose(alpha, 1 / 6, rel_tol=1e-5) and beta == 0.5:
@@ -107,7 +107,7 @@ def hard_sigmoid(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("Hardmax")
-def hardmax(call: NodeCall, x: Value) -> torch.Tensor:
+def hardmax(call: NodeCall, x: Operand) -> torch.Tensor:
     """Set the first largest element to one, and the others to zero."""
     tensor = call.tensor(x)
     axis = call.attribute("axis", -1 if call.version >= 13 else 1) % tensor.ndim
@@ -119,7 +119,7 @@ def hardmax(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("IsInf")
-def is_inf(call: NodeCall, x: Value) -> torch.Tensor:
+def is_inf(call: NodeCall, x: Operand) -> torch.Tensor:
     """Find infinities of one sign or both."""
     tensor = call.tensor(x)
     above, below = call.attribute("detect_positive", 1), call.attribute("detect_negative", 1)
@@ -131,7 +131,7 @@ def is_inf(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("BitShift")
-def bit_shift(call: NodeCall, x: Value, amount: Value) -> torch.Tensor:
+def bit_shift(call: NodeCall, x: Operand, amount: Operand) -> torch.Tensor:
     """Shift bits, as int64 where torch has no kernel for the type."""
     left = attribute_text(call, "direction", "") == "LEFT"
     function = torch.bitwise_left_shift if left else torch.bitwise_right_shift
@@ -140,14 +140,14 @@ def bit_shift(call: NodeCall, x: Value, amount: Value) -> torch.Tensor:
 
 
 @operator("BitCast")
-def bit_cast(call: NodeCall, x: Value) -> torch.Tensor:
+def bit_cast(call: NodeCall, x: Operand) -> torch.Tensor:
     """Read the bits as another type."""
     dtype = named_dtype(call, "to", torch.float32)
     return call.tensor(x).view(dtype)
 
 
 @operator("RandomNormal", "RandomNormalLike")
-def random_normal(call: NodeCall, like: Value = None) -> torch.Tensor:
+def random_normal(call: NodeCall, like: Operand = None) -> torch.Tensor:
     """Draw from a normal distribution."""
     mean, scale = call.attribute("mean", 0.0), call.attribute("scale", 1.0)
     made = _drawn_like(call, like)
@@ -156,7 +156,7 @@ def random_normal(call: NodeCall, like: Value = None) -> torch.Tensor:
 
 
 @operator("RandomUniform", "RandomUniformLike")
-def random_uniform(call: NodeCall, like: Value = None) -> torch.Tensor:
+def random_uniform(call: NodeCall, like: Operand = None) -> torch.Tensor:
     """Draw from a range."""
     low, high = call.attribute("low", 0.0), call.attribute("high", 1.0)
     made = _drawn_like(call, like)
@@ -165,20 +165,20 @@ def random_uniform(call: NodeCall, like: Value = None) -> torch.Tensor:
 
 
 @operator("Bernoulli")
-def bernoulli(call: NodeCall, x: Value) -> torch.Tensor:
+def bernoulli(call: NodeCall, x: Operand) -> torch.Tensor:
     """Draw zeros and ones."""
     tensor = call.tensor(x)
     return torch.bernoulli(tensor).to(named_dtype(call, "dtype", tensor.dtype))
 
 
 @operator("Multinomial")
-def multinomial(call: NodeCall, x: Value) -> torch.Tensor:
+def multinomial(call: NodeCall, x: Operand) -> torch.Tensor:
     """Draw classes from logarithms of probabilities."""
     drawn = torch.multinomial(torch.softmax(call.tensor(x), -1), call.attribute("sample_size", 1), True)
     return drawn.to(named_dtype(call, "dtype", torch.int32))
 
 
-def _drawn_like(call: NodeCall, like: Value) -> torch.Tensor:
+def _drawn_like(call: NodeCall, like: Operand) -> torch.Tensor:
     if like is None:
         return torch.empty(
             list(call.attribute("shape")), dtype=named_dtype(call, "dtype", torch.float32), device="meta"

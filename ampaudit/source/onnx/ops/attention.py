@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -21,13 +21,13 @@ _UNDERSTOOD = set(
 @operator("Attention")
 def attention(
     call: NodeCall,
-    q: Value,
-    k: Value,
-    v: Value,
-    mask: Value = None,
-    past_key: Value = None,
-    past_value: Value = None,
-    lengths: Value = None,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    mask: Operand = None,
+    past_key: Operand = None,
+    past_value: Operand = None,
+    lengths: Operand = None,
 ) -> Any:
     """Attend; what torch's op has no argument for is left to the function of the standard."""
     others = set(call.node.attributes) - _UNDERSTOOD
@@ -56,7 +56,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).flatten(2)
 
 
-def _after(call: NodeCall, past: Value, tensor: torch.Tensor) -> torch.Tensor:
+def _after(call: NodeCall, past: Operand, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if past is None else torch.cat([call.tensor(past), tensor], 2)
 
 
@@ -87,15 +87,15 @@ def _attend(
 @operator("MultiHeadAttention", domain="com.microsoft")
 def multi_head_attention(
     call: NodeCall,
-    q: Value,
-    k: Value = None,
-    v: Value = None,
-    bias: Value = None,
-    padding: Value = None,
-    attention_bias: Value = None,
-    past_key: Value = None,
-    past_value: Value = None,
-    *others: Value,
+    q: Operand,
+    k: Operand = None,
+    v: Operand = None,
+    bias: Operand = None,
+    padding: Operand = None,
+    attention_bias: Operand = None,
+    past_key: Operand = None,
+    past_value: Operand = None,
+    *others: Operand,
 ) -> Any:
     """Attend with tensors that are not yet split into heads."""
     if k is None or v is None or call.tensor(q).ndim != 3 or any(other is not None for other in others):
@@ -119,13 +119,13 @@ def multi_head_attention(
 @operator("Attention", domain="com.microsoft")
 def packed_attention(
     call: NodeCall,
-    x: Value,
-    weights: Value,
-    bias: Value = None,
-    padding: Value = None,
-    past: Value = None,
-    attention_bias: Value = None,
-    *others: Value,
+    x: Operand,
+    weights: Operand,
+    bias: Operand = None,
+    padding: Operand = None,
+    past: Operand = None,
+    attention_bias: Operand = None,
+    *others: Operand,
 ) -> Any:
     """Compute queries, keys and values by one product, and attend."""
     if past is not None or call.attribute("do_rotary", 0) or any(other is not None for other in others):
@@ -141,7 +141,7 @@ def packed_attention(
     return _flat(made), present
 
 
-def _kept(call: NodeCall, padding: Value, bias: Value, length: int) -> torch.Tensor | None:
+def _kept(call: NodeCall, padding: Operand, bias: Operand, length: int) -> torch.Tensor | None:
     """Return the mask of what is kept, or the bias with the others at -inf."""
     if padding is None:
         return None if bias is None else call.tensor(bias)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Value
+from ampaudit.source.onnx.values import Known, NodeCall, Operand
 from ampaudit.trace.internals import without_modes
 
 __all__: list[str] = []
@@ -20,13 +20,13 @@ def _known(value: bool | int) -> Known:
 
 
 @operator("If")
-def if_(call: NodeCall, condition: Value) -> Any:
+def if_(call: NodeCall, condition: Operand) -> Any:
     """Run one of two graphs."""
     return tuple(call.run_body(call.attribute(f"{'then' if call.number(condition) else 'else'}_branch"), []))
 
 
 @operator("Loop")
-def loop(call: NodeCall, limit: Value = None, condition: Value = None, *carried: Value) -> Any:
+def loop(call: NodeCall, limit: Operand = None, condition: Operand = None, *carried: Operand) -> Any:
     """Run a graph again and again; a condition that is known costs no read."""
     body, values, rows = call.attribute("body"), list(carried), []
     limits = None if limit is None else int(call.number(limit))
@@ -47,7 +47,7 @@ def loop(call: NodeCall, limit: Value = None, condition: Value = None, *carried:
 
 
 @operator("Scan")
-def scan(call: NodeCall, *inputs: Value) -> Any:
+def scan(call: NodeCall, *inputs: Operand) -> Any:
     """Run a graph on each slice of some inputs."""
     if call.version < 9:
         raise call.fault("Scan before version 9 is not supported")

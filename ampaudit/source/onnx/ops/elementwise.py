@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Value
+from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Operand
 
 __all__ = ["cast_tensor"]
 
@@ -34,13 +34,13 @@ _ALWAYS_TENSORS = {"And", "Or", "Xor"}
 
 
 @operator(*_UNARY)
-def unary(call: NodeCall, x: Value) -> torch.Tensor:
+def unary(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply a function of one tensor."""
     return _UNARY[call.node.op_type](call.tensor(x))
 
 
 @operator(*_BINARY)
-def binary(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+def binary(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     """Apply a function of two tensors that are broadcast."""
     function = _BINARY[call.node.op_type]
     if call.node.op_type in _ALWAYS_TENSORS:
@@ -56,7 +56,7 @@ def binary(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
 
 
 @operator("Div")
-def div(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+def div(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     """Divide; integers are truncated."""
     left, right = call.operand(a, b), call.operand(b, a)
     if not isinstance(left, torch.Tensor):
@@ -67,7 +67,7 @@ def div(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
 
 
 @operator("Pow")
-def power(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+def power(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     """Raise to a power; the result has the type of the base."""
     base = call.tensor(a)
     exponent: Any = call.tensor(b)
@@ -79,14 +79,14 @@ def power(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
 
 
 @operator("Mod")
-def mod(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+def mod(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     """Compute a remainder, with the sign of the divisor, or of the dividend for fmod."""
     function = torch.fmod if call.attribute("fmod", 0) else torch.remainder
     return function(call.tensor(a), call.operand(b, a))
 
 
 @operator("Max", "Min")
-def extreme(call: NodeCall, *values: Value) -> torch.Tensor:
+def extreme(call: NodeCall, *values: Operand) -> torch.Tensor:
     """Return the largest or smallest of several tensors."""
     function = torch.maximum if call.node.op_type == "Max" else torch.minimum
     made = call.tensor(values[0])
@@ -96,7 +96,7 @@ def extreme(call: NodeCall, *values: Value) -> torch.Tensor:
 
 
 @operator("Sum", "Mean")
-def total(call: NodeCall, *values: Value) -> torch.Tensor:
+def total(call: NodeCall, *values: Operand) -> torch.Tensor:
     """Add several tensors, or average them."""
     made = call.tensor(values[0])
     for value in values[1:]:
@@ -105,7 +105,7 @@ def total(call: NodeCall, *values: Value) -> torch.Tensor:
 
 
 @operator("Where")
-def where(call: NodeCall, condition: Value, a: Value, b: Value) -> torch.Tensor:
+def where(call: NodeCall, condition: Operand, a: Operand, b: Operand) -> torch.Tensor:
     """Select from two tensors."""
     chosen = call.tensor(condition)
     for number, kept, mask in ((a, b, lambda: chosen), (b, a, lambda: ~chosen)):
@@ -122,7 +122,7 @@ def where(call: NodeCall, condition: Value, a: Value, b: Value) -> torch.Tensor:
 
 
 @operator("Cast")
-def cast(call: NodeCall, x: Value) -> torch.Tensor:
+def cast(call: NodeCall, x: Operand) -> torch.Tensor:
     """Convert to another type."""
     import onnx_ir as ir
 
@@ -145,19 +145,19 @@ def cast_tensor(call: NodeCall, tensor: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 @operator("CastLike")
-def cast_like(call: NodeCall, x: Value, like: Value) -> torch.Tensor:
+def cast_like(call: NodeCall, x: Operand, like: Operand) -> torch.Tensor:
     """Convert to the type of another tensor."""
     return cast_tensor(call, call.tensor(x), call.tensor(like).dtype)
 
 
 @operator("Identity")
-def identity(call: NodeCall, x: Value) -> Any:
+def identity(call: NodeCall, x: Operand) -> Any:
     """Return the input."""
     return x if isinstance(x, list) or x is None else call.tensor(x)
 
 
 @operator("Dropout")
-def dropout(call: NodeCall, x: Value, ratio: Value = None, training: Value = None) -> Any:
+def dropout(call: NodeCall, x: Operand, ratio: Operand = None, training: Operand = None) -> Any:
     """Return the input, or drop elements at random if the graph says that it trains."""
     tensor, share = call.tensor(x), call.attribute("ratio", 0.5) if ratio is None else call.number(ratio)
     if training is not None and call.number(training) and share:
@@ -166,7 +166,7 @@ def dropout(call: NodeCall, x: Value, ratio: Value = None, training: Value = Non
 
 
 @operator("Clip")
-def clip(call: NodeCall, x: Value, low: Value = None, high: Value = None) -> torch.Tensor:
+def clip(call: NodeCall, x: Operand, low: Operand = None, high: Operand = None) -> torch.Tensor:
     """Limit to a range."""
     tensor = call.tensor(x)
     if call.version < 11:

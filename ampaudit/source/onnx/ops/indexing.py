@@ -8,7 +8,7 @@ import torch
 
 from ampaudit.source.onnx.ops.activations import attribute_text, named_dtype
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Value
+from ampaudit.source.onnx.values import Known, NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -16,7 +16,7 @@ _REDUCTIONS = {"mul": "prod", "min": "amin", "max": "amax"}
 
 
 @operator("GatherElements")
-def gather_elements(call: NodeCall, x: Value, indices: Value) -> torch.Tensor:
+def gather_elements(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
     """Take an element for each index along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     index = call.tensor(indices).long()
@@ -24,7 +24,7 @@ def gather_elements(call: NodeCall, x: Value, indices: Value) -> torch.Tensor:
 
 
 @operator("GatherND")
-def gather_nd(call: NodeCall, x: Value, indices: Value) -> torch.Tensor:
+def gather_nd(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
     """Take slices at tuples of indices."""
     tensor, index = call.tensor(x), call.tensor(indices).long()
     batch, width = call.attribute("batch_dims", 0), index.shape[-1]
@@ -38,7 +38,7 @@ def gather_nd(call: NodeCall, x: Value, indices: Value) -> torch.Tensor:
 
 
 @operator("ScatterElements", "Scatter")
-def scatter_elements(call: NodeCall, x: Value, indices: Value, updates: Value) -> torch.Tensor:
+def scatter_elements(call: NodeCall, x: Operand, indices: Operand, updates: Operand) -> torch.Tensor:
     """Write an element for each index along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     index, new = call.tensor(indices).long(), call.tensor(updates)
@@ -52,7 +52,7 @@ def scatter_elements(call: NodeCall, x: Value, indices: Value, updates: Value) -
 
 
 @operator("ScatterND")
-def scatter_nd(call: NodeCall, x: Value, indices: Value, updates: Value) -> torch.Tensor:
+def scatter_nd(call: NodeCall, x: Operand, indices: Operand, updates: Operand) -> torch.Tensor:
     """Write slices at tuples of indices."""
     tensor, index, new = call.tensor(x), call.tensor(indices).long(), call.tensor(updates)
     width = index.shape[-1]
@@ -71,7 +71,7 @@ def scatter_nd(call: NodeCall, x: Value, indices: Value, updates: Value) -> torc
 
 
 @operator("TensorScatter")
-def tensor_scatter(call: NodeCall, x: Value, update: Value, starts: Value = None) -> torch.Tensor:
+def tensor_scatter(call: NodeCall, x: Operand, update: Operand, starts: Operand = None) -> torch.Tensor:
     """Write a part along an axis, from a place for each element of the batch."""
     tensor, new = call.tensor(x), call.tensor(update)
     axis = call.attribute("axis", -2) % tensor.ndim
@@ -84,13 +84,13 @@ def tensor_scatter(call: NodeCall, x: Value, update: Value, starts: Value = None
 
 
 @operator("NonZero")
-def non_zero(call: NodeCall, x: Value) -> torch.Tensor:
+def non_zero(call: NodeCall, x: Operand) -> torch.Tensor:
     """Find the elements that are not zero."""
     return torch.nonzero(call.tensor(x)).T
 
 
 @operator("Compress")
-def compress(call: NodeCall, x: Value, condition: Value) -> torch.Tensor:
+def compress(call: NodeCall, x: Operand, condition: Operand) -> torch.Tensor:
     """Take the slices for which a condition holds."""
     tensor, axis = call.tensor(x), call.attribute("axis")
     if axis is None:
@@ -103,7 +103,7 @@ def compress(call: NodeCall, x: Value, condition: Value) -> torch.Tensor:
 
 
 @operator("Unique")
-def unique(call: NodeCall, x: Value) -> Any:
+def unique(call: NodeCall, x: Operand) -> Any:
     """Find the different elements or slices, where each is first, and how often it is there."""
     tensor, axis = call.tensor(x), call.attribute("axis")
     if axis is None:
@@ -119,7 +119,7 @@ def unique(call: NodeCall, x: Value) -> Any:
 
 
 @operator("OneHot")
-def one_hot(call: NodeCall, indices: Value, depth: Value, values: Value) -> torch.Tensor:
+def one_hot(call: NodeCall, indices: Operand, depth: Operand, values: Operand) -> torch.Tensor:
     """Set one element for each index."""
     index, count, pair = call.tensor(indices), int(call.floats(depth)[0]), call.tensor(values)
     axis = call.attribute("axis", -1) % (index.ndim + 1)
@@ -129,7 +129,7 @@ def one_hot(call: NodeCall, indices: Value, depth: Value, values: Value) -> torc
 
 
 @operator("EyeLike")
-def eye_like(call: NodeCall, x: Value) -> Any:
+def eye_like(call: NodeCall, x: Operand) -> Any:
     """Make a matrix with ones on a diagonal."""
     tensor = call.tensor(x)
     rows, columns = (torch.arange(size) for size in tensor.shape)

@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
 
 @operator("LayerNormalization")
-def layer_norm(call: NodeCall, x: Value, scale: Value, bias: Value = None) -> Any:
+def layer_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand = None) -> Any:
     """Normalize over the last axes; statistics are computed in float32."""
     tensor = call.tensor(x)
     axis = call.attribute("axis", -1) % tensor.ndim
@@ -26,7 +26,7 @@ def layer_norm(call: NodeCall, x: Value, scale: Value, bias: Value = None) -> An
 @operator("RMSNormalization")
 @operator("SimplifiedLayerNormalization")
 @operator("SimplifiedLayerNormalization", domain="com.microsoft")
-def rms_norm(call: NodeCall, x: Value, scale: Value) -> Any:
+def rms_norm(call: NodeCall, x: Operand, scale: Operand) -> Any:
     """Divide by the root of the mean square over the last axes."""
     tensor = call.tensor(x)
     axis = call.attribute("axis", -1) % tensor.ndim
@@ -36,7 +36,7 @@ def rms_norm(call: NodeCall, x: Value, scale: Value) -> Any:
 
 @operator("SkipLayerNormalization", domain="com.microsoft")
 def skip_layer_norm(
-    call: NodeCall, x: Value, skip: Value, scale: Value, bias: Value = None, before: Value = None
+    call: NodeCall, x: Operand, skip: Operand, scale: Operand, bias: Operand = None, before: Operand = None
 ) -> Any:
     """Add, then normalize over the last axis."""
     total = _added(call, x, skip, before)
@@ -46,14 +46,14 @@ def skip_layer_norm(
 
 
 @operator("SkipSimplifiedLayerNormalization", domain="com.microsoft")
-def skip_rms_norm(call: NodeCall, x: Value, skip: Value, scale: Value, before: Value = None) -> Any:
+def skip_rms_norm(call: NodeCall, x: Operand, skip: Operand, scale: Operand, before: Operand = None) -> Any:
     """Add, then divide by the root of the mean square over the last axis."""
     total = _added(call, x, skip, before)
     made = _rms_normed(call, total, call.tensor(scale), total.ndim - 1)
     return made, None, _inverse_root(call, total) if call.wanted(2) else None, total
 
 
-def _added(call: NodeCall, x: Value, skip: Value, bias: Value) -> torch.Tensor:
+def _added(call: NodeCall, x: Operand, skip: Operand, bias: Operand) -> torch.Tensor:
     total = call.tensor(x) + call.tensor(skip)
     return total if bias is None else total + call.tensor(bias)
 
@@ -94,7 +94,7 @@ def _inverse_root(call: NodeCall, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @operator("GroupNormalization")
-def group_norm(call: NodeCall, x: Value, scale: Value, bias: Value) -> torch.Tensor:
+def group_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand) -> torch.Tensor:
     """Normalize groups of channels; before version 21 each group has one scale."""
     tensor, groups = call.tensor(x), call.attribute("num_groups")
     weight, shift = call.tensor(scale), call.tensor(bias)
@@ -104,7 +104,7 @@ def group_norm(call: NodeCall, x: Value, scale: Value, bias: Value) -> torch.Ten
 
 
 @operator("InstanceNormalization")
-def instance_norm(call: NodeCall, x: Value, scale: Value, bias: Value) -> torch.Tensor:
+def instance_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand) -> torch.Tensor:
     """Normalize each channel."""
     tensor = call.tensor(x)
     weight, shift = call.tensor(scale), call.tensor(bias)
@@ -112,7 +112,9 @@ def instance_norm(call: NodeCall, x: Value, scale: Value, bias: Value) -> torch.
 
 
 @operator("BatchNormalization")
-def batch_norm(call: NodeCall, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Any:
+def batch_norm(
+    call: NodeCall, x: Operand, scale: Operand, bias: Operand, mean: Operand, variance: Operand
+) -> Any:
     """Normalize with stored statistics, or in training mode with those of the batch."""
     tensor, eps = call.tensor(x), call.attribute("epsilon", 1e-5)
     weight, shift, center, spread = (call.tensor(value) for value in (scale, bias, mean, variance))
@@ -129,7 +131,7 @@ def batch_norm(call: NodeCall, x: Value, scale: Value, bias: Value, mean: Value,
 
 
 @operator("LpNormalization")
-def lp_norm(call: NodeCall, x: Value) -> torch.Tensor:
+def lp_norm(call: NodeCall, x: Operand) -> torch.Tensor:
     """Divide by a norm along an axis; what has the norm 0 stays 0."""
     tensor = call.tensor(x)
     norm = torch.linalg.vector_norm(tensor, call.attribute("p", 2), call.attribute("axis", -1), keepdim=True)
@@ -137,7 +139,7 @@ def lp_norm(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("LRN")
-def local_response_norm(call: NodeCall, x: Value) -> torch.Tensor:
+def local_response_norm(call: NodeCall, x: Operand) -> torch.Tensor:
     """Divide by a power of the sum of squares of near channels."""
     tensor, size = call.tensor(x), call.attribute("size")
     pads = [0, 0] * (tensor.ndim - 2) + [(size - 1) // 2, size // 2]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.products import pads_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -77,7 +77,7 @@ def _windows(call: NodeCall, tensor: torch.Tensor) -> _Windows:
 
 
 @operator("AveragePool")
-def average_pool(call: NodeCall, x: Value) -> Any:
+def average_pool(call: NodeCall, x: Operand) -> Any:
     """Average windows."""
     tensor = call.tensor(x)
     windows, with_pads = _windows(call, tensor), bool(call.attribute("count_include_pad", 0))
@@ -100,7 +100,7 @@ def average_pool(call: NodeCall, x: Value) -> Any:
 
 
 @operator("MaxPool")
-def max_pool(call: NodeCall, x: Value) -> Any:
+def max_pool(call: NodeCall, x: Operand) -> Any:
     """Take the largest element of each window."""
     tensor = call.tensor(x)
     windows, rank = _windows(call, tensor), tensor.ndim - 2
@@ -137,7 +137,7 @@ def _whole_places(
 
 
 @operator("LpPool")
-def lp_pool(call: NodeCall, x: Value) -> Any:
+def lp_pool(call: NodeCall, x: Operand) -> Any:
     """Take the norm of each window."""
     tensor = call.tensor(x)
     windows = _windows(call, tensor)
@@ -145,7 +145,7 @@ def lp_pool(call: NodeCall, x: Value) -> Any:
 
 
 @operator("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
-def global_pool(call: NodeCall, x: Value) -> Any:
+def global_pool(call: NodeCall, x: Operand) -> Any:
     """Reduce all axes after the channels."""
     tensor, name = call.tensor(x), call.node.op_type
     axes = list(range(2, tensor.ndim))
@@ -157,7 +157,7 @@ def global_pool(call: NodeCall, x: Value) -> Any:
 
 
 @operator("MaxUnpool")
-def max_unpool(call: NodeCall, x: Value, indices: Value, shape: Value = None) -> torch.Tensor:
+def max_unpool(call: NodeCall, x: Operand, indices: Operand, shape: Operand = None) -> torch.Tensor:
     """Put elements back to the places that they were taken from."""
     tensor, places = call.tensor(x), call.tensor(indices)
     kernel = list(call.attribute("kernel_shape"))

@@ -9,19 +9,19 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
 
 @operator("MatMul")
-def matmul(call: NodeCall, a: Value, b: Value) -> torch.Tensor:
+def matmul(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     """Multiply matrices."""
     return torch.matmul(call.tensor(a), call.tensor(b))
 
 
 @operator("Gemm")
-def gemm(call: NodeCall, a: Value, b: Value, c: Value = None) -> torch.Tensor:
+def gemm(call: NodeCall, a: Operand, b: Operand, c: Operand = None) -> torch.Tensor:
     """Multiply two matrices, and add a third; a layer's weights are those of torch's linear."""
     if _is_linear(call, c):
         bias = None if c is None else call.tensor(c)
@@ -35,20 +35,20 @@ def gemm(call: NodeCall, a: Value, b: Value, c: Value = None) -> torch.Tensor:
     return product if alpha == 1 else product * alpha
 
 
-def _is_linear(call: NodeCall, c: Value) -> bool:
+def _is_linear(call: NodeCall, c: Operand) -> bool:
     plain = call.attribute("alpha", 1.0) == call.attribute("beta", 1.0) == 1
     straight = not call.attribute("transA", 0) and call.attribute("transB", 0)
     return bool(plain and straight) and (c is None or call.tensor(c).ndim == 1)
 
 
 @operator("Einsum")
-def einsum(call: NodeCall, *values: Value) -> torch.Tensor:
+def einsum(call: NodeCall, *values: Operand) -> torch.Tensor:
     """Sum products over indices."""
     return torch.einsum(str(call.attribute("equation")), *(call.tensor(value) for value in values))
 
 
 @operator("Conv")
-def conv(call: NodeCall, x: Value, w: Value, b: Value = None) -> torch.Tensor:
+def conv(call: NodeCall, x: Operand, w: Operand, b: Operand = None) -> torch.Tensor:
     """Convolve."""
     tensor, weight = call.tensor(x), call.tensor(w)
     rank = tensor.ndim - 2
@@ -85,7 +85,7 @@ def pads_of(
 
 
 @operator("ConvTranspose")
-def conv_transpose(call: NodeCall, x: Value, w: Value, b: Value = None) -> Any:
+def conv_transpose(call: NodeCall, x: Operand, w: Operand, b: Operand = None) -> Any:
     """Apply the transpose of a convolution."""
     tensor, weight = call.tensor(x), call.tensor(w)
     rank = tensor.ndim - 2
@@ -127,7 +127,7 @@ def conv_transpose(call: NodeCall, x: Value, w: Value, b: Value = None) -> Any:
 
 
 @operator("FusedMatMul", domain="com.microsoft")
-def fused_matmul(call: NodeCall, a: Value, b: Value) -> Any:
+def fused_matmul(call: NodeCall, a: Operand, b: Operand) -> Any:
     """Multiply matrices that may be transposed, and a number."""
     if call.attribute("transBatchA", 0) or call.attribute("transBatchB", 0):
         raise call.fault("its batches are transposed")

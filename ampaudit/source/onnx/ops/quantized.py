@@ -9,7 +9,7 @@ import torch
 from ampaudit.source.onnx.ops.activations import named_dtype
 from ampaudit.source.onnx.ops.elementwise import cast_tensor
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -26,7 +26,7 @@ def _along(call: NodeCall, part: torch.Tensor, tensor: torch.Tensor) -> torch.Te
 
 
 @operator("QuantizeLinear")
-def quantize(call: NodeCall, x: Value, scale: Value, zero: Value = None) -> Any:
+def quantize(call: NodeCall, x: Operand, scale: Operand, zero: Operand = None) -> Any:
     """Divide, round and clamp."""
     tensor, factor = call.tensor(x), call.tensor(scale)
     offset = None if zero is None else call.tensor(zero)
@@ -42,7 +42,7 @@ def quantize(call: NodeCall, x: Value, scale: Value, zero: Value = None) -> Any:
 
 
 @operator("DequantizeLinear")
-def dequantize(call: NodeCall, x: Value, scale: Value, zero: Value = None) -> Any:
+def dequantize(call: NodeCall, x: Operand, scale: Operand, zero: Operand = None) -> Any:
     """Subtract the zero point and multiply."""
     tensor, factor = call.tensor(x), call.tensor(scale)
     dtype = named_dtype(call, "output_dtype", factor.dtype)
@@ -53,7 +53,9 @@ def dequantize(call: NodeCall, x: Value, scale: Value, zero: Value = None) -> An
 
 
 @operator("MatMulInteger")
-def matmul_integer(call: NodeCall, a: Value, b: Value, a_zero: Value = None, b_zero: Value = None) -> Any:
+def matmul_integer(
+    call: NodeCall, a: Operand, b: Operand, a_zero: Operand = None, b_zero: Operand = None
+) -> Any:
     """Multiply matrices of integers."""
     left, right = call.tensor(a).int(), call.tensor(b).int()
     if a_zero is not None:
@@ -65,7 +67,7 @@ def matmul_integer(call: NodeCall, a: Value, b: Value, a_zero: Value = None, b_z
 
 
 @operator("QLinearMatMul")
-def quantized_matmul(call: NodeCall, *values: Value) -> Any:
+def quantized_matmul(call: NodeCall, *values: Operand) -> Any:
     """Multiply matrices of quantized numbers, and quantize the result."""
     a, a_scale, a_zero, b, b_scale, b_zero, scale, zero = (call.tensor(value) for value in values)
     left, right = a.float() - _rows(a_zero), b.float() - b_zero.float()
@@ -82,12 +84,12 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 @operator("MatMulNBits", domain="com.microsoft")
 def matmul_n_bits(
     call: NodeCall,
-    a: Value,
-    b: Value,
-    scales: Value,
-    zeros: Value = None,
-    groups: Value = None,
-    bias: Value = None,
+    a: Operand,
+    b: Operand,
+    scales: Operand,
+    zeros: Operand = None,
+    groups: Operand = None,
+    bias: Operand = None,
 ) -> Any:
     """Multiply by a matrix of numbers with few bits, which is converted first."""
     rows, columns, size = call.attribute("N"), call.attribute("K"), call.attribute("block_size")

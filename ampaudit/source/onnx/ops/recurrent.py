@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Value
+from ampaudit.source.onnx.values import Known, NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -30,14 +30,14 @@ _WITH_ALPHA: dict[str, tuple[Callable[..., Any], float]] = {
 @operator("LSTM", "GRU", "RNN")
 def recurrent(
     call: NodeCall,
-    x: Value,
-    w: Value,
-    r: Value,
-    b: Value = None,
-    lengths: Value = None,
-    h: Value = None,
-    c: Value = None,
-    peepholes: Value = None,
+    x: Operand,
+    w: Operand,
+    r: Operand,
+    b: Operand = None,
+    lengths: Operand = None,
+    h: Operand = None,
+    c: Operand = None,
+    peepholes: Operand = None,
 ) -> Any:
     """Run a recurrent layer over a sequence; outputs are the sequence and the last states."""
     tensor, weights, recurrence = call.tensor(x), call.tensor(w), call.tensor(r)
@@ -63,7 +63,7 @@ def recurrent(
 
 
 def _start(
-    call: NodeCall, state: Value, shape: list[int], like: torch.Tensor, by_batch: bool
+    call: NodeCall, state: Operand, shape: list[int], like: torch.Tensor, by_batch: bool
 ) -> torch.Tensor:
     if state is None:
         return torch.zeros(shape, dtype=like.dtype)
@@ -116,8 +116,8 @@ def _stepped(
     recurrence: torch.Tensor,
     bias: torch.Tensor | None,
     states: list[torch.Tensor],
-    lengths: Value,
-    peepholes: Value,
+    lengths: Operand,
+    peepholes: Operand,
 ) -> list[torch.Tensor]:
     """Compute each step by the equations of the standard."""
     name, directions, steps = call.node.op_type, weights.shape[0], tensor.shape[0]

@@ -9,7 +9,7 @@ import torch
 
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.ops.shapes import axes_of
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -24,7 +24,7 @@ def _axes(call: NodeCall, tensor: torch.Tensor, since: int) -> list[int] | None:
 
 @operator("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1")
 @operator("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
-def reduce(call: NodeCall, x: Value, axes: Value = None) -> torch.Tensor:
+def reduce(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     """Reduce over axes."""
     tensor, name, keep = call.tensor(x), call.node.op_type, bool(call.attribute("keepdims", 1))
     chosen = _axes(call, tensor, 13 if name == "ReduceSum" else 18)
@@ -74,7 +74,7 @@ def _kept(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 @operator("Softmax", "LogSoftmax")
-def softmax(call: NodeCall, x: Value) -> torch.Tensor:
+def softmax(call: NodeCall, x: Operand) -> torch.Tensor:
     """Apply softmax along an axis; before version 13, over all axes from that one on."""
     tensor = call.tensor(x)
     function = torch.softmax if call.node.op_type == "Softmax" else torch.log_softmax
@@ -88,7 +88,7 @@ def softmax(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("ArgMax", "ArgMin")
-def arg(call: NodeCall, x: Value) -> torch.Tensor:
+def arg(call: NodeCall, x: Operand) -> torch.Tensor:
     """Find the place of an extreme along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     function = torch.argmax if call.node.op_type == "ArgMax" else torch.argmin
@@ -100,7 +100,7 @@ def arg(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("TopK")
-def topk(call: NodeCall, x: Value, k: Value = None) -> Any:
+def topk(call: NodeCall, x: Operand, k: Operand = None) -> Any:
     """Return the largest or smallest elements."""
     count = call.attribute("k") if call.version < 10 else call.ints(k)[0]
     return torch.topk(
@@ -113,7 +113,7 @@ def topk(call: NodeCall, x: Value, k: Value = None) -> Any:
 
 
 @operator("CumSum", "CumProd")
-def cumulated(call: NodeCall, x: Value, axis: Value) -> torch.Tensor:
+def cumulated(call: NodeCall, x: Operand, axis: Operand) -> torch.Tensor:
     """Add up or multiply along an axis."""
     tensor, dim, adds = call.tensor(x), int(call.number(axis)), call.node.op_type == "CumSum"
     back = call.attribute("reverse", 0)
@@ -126,13 +126,13 @@ def cumulated(call: NodeCall, x: Value, axis: Value) -> torch.Tensor:
 
 
 @operator("Det")
-def det(call: NodeCall, x: Value) -> Any:
+def det(call: NodeCall, x: Operand) -> Any:
     """Compute determinants."""
     return torch.det(call.tensor(x))
 
 
 @operator("DFT")
-def dft(call: NodeCall, x: Value, length: Value = None, axis: Value = None) -> Any:
+def dft(call: NodeCall, x: Operand, length: Operand = None, axis: Operand = None) -> Any:
     """Transform a real or complex signal."""
     tensor, one_sided = call.tensor(x), bool(call.attribute("onesided", 0))
     dim = call.attribute("axis", 1) if call.version < 20 else -2 if axis is None else int(call.number(axis))
@@ -148,7 +148,9 @@ def dft(call: NodeCall, x: Value, length: Value = None, axis: Value = None) -> A
 
 
 @operator("STFT")
-def stft(call: NodeCall, x: Value, step: Value, window: Value = None, length: Value = None) -> torch.Tensor:
+def stft(
+    call: NodeCall, x: Operand, step: Operand, window: Operand = None, length: Operand = None
+) -> torch.Tensor:
     """Transform windows of a signal."""
     tensor = call.tensor(x)
     size = int(call.number(length)) if length is not None else call.tensor(window).shape[0]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -20,7 +20,7 @@ _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
 @operator("Resize", "Upsample")
-def resize(call: NodeCall, x: Value, *rest: Value) -> torch.Tensor:
+def resize(call: NodeCall, x: Operand, *rest: Operand) -> torch.Tensor:
     """Interpolate along axes: as one op where torch has the same coordinates, else axis by axis."""
     tensor = call.tensor(x)
     axes, sizes, scales, crop = _target(call, tensor, rest)
@@ -51,7 +51,7 @@ def resize(call: NodeCall, x: Value, *rest: Value) -> torch.Tensor:
 
 
 def _target(
-    call: NodeCall, tensor: torch.Tensor, rest: tuple[Value, ...]
+    call: NodeCall, tensor: torch.Tensor, rest: tuple[Operand, ...]
 ) -> tuple[list[int], list[int], list[float], dict[int, tuple[float, float]]]:
     """Return the axes, their new sizes and scales, and the cropped range of each axis."""
     axes = [axis % tensor.ndim for axis in call.attribute("axes") or range(tensor.ndim)]
@@ -184,7 +184,7 @@ def _cubic(a: float) -> Any:
 
 
 @operator("GridSample")
-def grid_sample(call: NodeCall, x: Value, grid: Value) -> torch.Tensor:
+def grid_sample(call: NodeCall, x: Operand, grid: Operand) -> torch.Tensor:
     """Take values at computed places."""
     mode = attribute_text(call, "mode", "bilinear")
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
@@ -197,7 +197,7 @@ def grid_sample(call: NodeCall, x: Value, grid: Value) -> torch.Tensor:
 
 
 @operator("Col2Im")
-def col2im(call: NodeCall, x: Value, image: Value, block: Value) -> torch.Tensor:
+def col2im(call: NodeCall, x: Operand, image: Operand, block: Operand) -> torch.Tensor:
     """Add up blocks."""
     sizes, kernel = call.ints(image), call.ints(block)
     if len(sizes) != 2:

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Value
+from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
 
 
-def _list(call: NodeCall, value: Value) -> list[Any]:
+def _list(call: NodeCall, value: Operand) -> list[Any]:
     if not isinstance(value, list):
         raise call.fault("an input is no sequence")
     return value
 
 
 @operator("SequenceConstruct")
-def construct(call: NodeCall, *values: Value) -> list[Any]:
+def construct(call: NodeCall, *values: Operand) -> list[Any]:
     """Make a sequence."""
     return list(values)
 
@@ -31,13 +31,13 @@ def empty(call: NodeCall) -> list[Any]:
 
 
 @operator("SequenceAt")
-def at(call: NodeCall, sequence: Value, position: Value) -> Any:
+def at(call: NodeCall, sequence: Operand, position: Operand) -> Any:
     """Return an element."""
     return _list(call, sequence)[int(call.number(position))]
 
 
 @operator("SequenceInsert")
-def insert(call: NodeCall, sequence: Value, value: Value, position: Value = None) -> list[Any]:
+def insert(call: NodeCall, sequence: Operand, value: Operand, position: Operand = None) -> list[Any]:
     """Return a sequence with one more element."""
     made = list(_list(call, sequence))
     made.insert(len(made) if position is None else int(call.number(position)), value)
@@ -45,7 +45,7 @@ def insert(call: NodeCall, sequence: Value, value: Value, position: Value = None
 
 
 @operator("SequenceErase")
-def erase(call: NodeCall, sequence: Value, position: Value = None) -> list[Any]:
+def erase(call: NodeCall, sequence: Operand, position: Operand = None) -> list[Any]:
     """Return a sequence without an element."""
     made = list(_list(call, sequence))
     del made[-1 if position is None else int(call.number(position))]
@@ -53,20 +53,20 @@ def erase(call: NodeCall, sequence: Value, position: Value = None) -> list[Any]:
 
 
 @operator("SequenceLength")
-def length(call: NodeCall, sequence: Value) -> torch.Tensor:
+def length(call: NodeCall, sequence: Operand) -> torch.Tensor:
     """Count."""
     return torch.tensor(len(_list(call, sequence)))
 
 
 @operator("ConcatFromSequence")
-def concat(call: NodeCall, sequence: Value) -> torch.Tensor:
+def concat(call: NodeCall, sequence: Operand) -> torch.Tensor:
     """Join the elements along an axis, which may be new."""
     tensors = [call.tensor(value) for value in _list(call, sequence)]
     return (torch.stack if call.attribute("new_axis", 0) else torch.cat)(tensors, call.attribute("axis"))
 
 
 @operator("SplitToSequence")
-def split(call: NodeCall, x: Value, sizes: Value = None) -> list[Any]:
+def split(call: NodeCall, x: Operand, sizes: Operand = None) -> list[Any]:
     """Cut along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     if sizes is None:
@@ -77,7 +77,7 @@ def split(call: NodeCall, x: Value, sizes: Value = None) -> list[Any]:
 
 
 @operator("SequenceMap")
-def map_(call: NodeCall, sequence: Value, *others: Value) -> Any:
+def map_(call: NodeCall, sequence: Operand, *others: Operand) -> Any:
     """Run a graph on each element."""
     count, results = len(_list(call, sequence)), []
     for i in range(count):
@@ -87,19 +87,19 @@ def map_(call: NodeCall, sequence: Value, *others: Value) -> Any:
 
 
 @operator("Optional", "OptionalGetElement")
-def optional(call: NodeCall, value: Value = None) -> Any:
+def optional(call: NodeCall, value: Operand = None) -> Any:
     """Return the value."""
     return value
 
 
 @operator("OptionalHasElement")
-def has_element(call: NodeCall, value: Value = None) -> torch.Tensor:
+def has_element(call: NodeCall, value: Operand = None) -> torch.Tensor:
     """Say whether there is a value."""
     return torch.tensor(value is not None)
 
 
 @operator("ReverseSequence")
-def reverse_sequence(call: NodeCall, x: Value, lengths: Value) -> torch.Tensor:
+def reverse_sequence(call: NodeCall, x: Operand, lengths: Operand) -> torch.Tensor:
     """Reverse the beginning of each sequence of a batch."""
     tensor, time, batch = call.tensor(x), call.attribute("time_axis", 0), call.attribute("batch_axis", 1)
     steps = torch.arange(tensor.shape[time])

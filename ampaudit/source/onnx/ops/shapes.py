@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Value
+from ampaudit.source.onnx.values import Known, NodeCall, Operand
 
 __all__: list[str] = []
 
@@ -22,20 +22,20 @@ def axes_of(call: NodeCall, index: int = 1, since: int = 13) -> list[int] | None
 
 
 @operator("Shape")
-def shape(call: NodeCall, x: Value) -> torch.Tensor:
+def shape(call: NodeCall, x: Operand) -> torch.Tensor:
     """Return sizes as a tensor."""
     sizes = list(call.tensor(x).shape)
     return torch.tensor(sizes[call.attribute("start", 0) : call.attribute("end")], dtype=torch.int64)
 
 
 @operator("Size")
-def size(call: NodeCall, x: Value) -> torch.Tensor:
+def size(call: NodeCall, x: Operand) -> torch.Tensor:
     """Return the number of elements as a tensor."""
     return torch.tensor(call.tensor(x).numel(), dtype=torch.int64)
 
 
 @operator("Reshape")
-def reshape(call: NodeCall, x: Value, sizes: Value = None) -> torch.Tensor:
+def reshape(call: NodeCall, x: Operand, sizes: Operand = None) -> torch.Tensor:
     """Change the shape; 0 keeps a size."""
     tensor = call.tensor(x)
     wanted = list(call.attribute("shape")) if sizes is None else call.ints(sizes)
@@ -45,7 +45,7 @@ def reshape(call: NodeCall, x: Value, sizes: Value = None) -> torch.Tensor:
 
 
 @operator("Flatten")
-def flatten(call: NodeCall, x: Value) -> torch.Tensor:
+def flatten(call: NodeCall, x: Operand) -> torch.Tensor:
     """Make a matrix."""
     tensor, axis = call.tensor(x), call.attribute("axis", 1)
     axis = axis + tensor.ndim if axis < 0 else axis
@@ -53,7 +53,7 @@ def flatten(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("Transpose")
-def transpose(call: NodeCall, x: Value) -> torch.Tensor:
+def transpose(call: NodeCall, x: Operand) -> torch.Tensor:
     """Permute axes."""
     tensor = call.tensor(x)
     order = call.attribute("perm")
@@ -61,14 +61,14 @@ def transpose(call: NodeCall, x: Value) -> torch.Tensor:
 
 
 @operator("Squeeze")
-def squeeze(call: NodeCall, x: Value, axes: Value = None) -> torch.Tensor:
+def squeeze(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     """Remove axes of size one."""
     tensor, chosen = call.tensor(x), axes_of(call)
     return tensor.squeeze() if chosen is None else tensor.squeeze(tuple(chosen)) if chosen else tensor
 
 
 @operator("Unsqueeze")
-def unsqueeze(call: NodeCall, x: Value, axes: Value = None) -> torch.Tensor:
+def unsqueeze(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     """Add axes of size one."""
     tensor, chosen = call.tensor(x), axes_of(call) or []
     rank = tensor.ndim + len(chosen)
@@ -78,26 +78,26 @@ def unsqueeze(call: NodeCall, x: Value, axes: Value = None) -> torch.Tensor:
 
 
 @operator("Expand")
-def expand(call: NodeCall, x: Value, sizes: Value) -> torch.Tensor:
+def expand(call: NodeCall, x: Operand, sizes: Operand) -> torch.Tensor:
     """Broadcast in both directions."""
     tensor = call.tensor(x)
     return tensor.expand(torch.broadcast_shapes(tensor.shape, tuple(call.ints(sizes))))
 
 
 @operator("Tile")
-def tile(call: NodeCall, x: Value, repeats: Value) -> torch.Tensor:
+def tile(call: NodeCall, x: Operand, repeats: Operand) -> torch.Tensor:
     """Repeat along axes."""
     return call.tensor(x).repeat(call.ints(repeats))
 
 
 @operator("Concat")
-def concat(call: NodeCall, *values: Value) -> torch.Tensor:
+def concat(call: NodeCall, *values: Operand) -> torch.Tensor:
     """Join along an axis."""
     return torch.cat([call.tensor(value) for value in values], dim=call.attribute("axis"))
 
 
 @operator("Split")
-def split(call: NodeCall, x: Value, sizes: Value = None) -> Any:
+def split(call: NodeCall, x: Operand, sizes: Operand = None) -> Any:
     """Cut along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     given = call.ints(sizes) if sizes is not None else call.attribute("split")
@@ -111,11 +111,11 @@ def split(call: NodeCall, x: Value, sizes: Value = None) -> Any:
 @operator("Slice")
 def slice_(
     call: NodeCall,
-    x: Value,
-    starts: Value = None,
-    ends: Value = None,
-    axes: Value = None,
-    steps: Value = None,
+    x: Operand,
+    starts: Operand = None,
+    ends: Operand = None,
+    axes: Operand = None,
+    steps: Operand = None,
 ) -> torch.Tensor:
     """Take ranges along axes."""
     tensor = call.tensor(x)
@@ -145,7 +145,7 @@ def _range_of(tensor: torch.Tensor, begin: int, end: int, axis: int, step: int) 
 
 
 @operator("Gather")
-def gather(call: NodeCall, x: Value, indices: Value) -> torch.Tensor:
+def gather(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
     """Take slices at indices along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     axis = axis + tensor.ndim if axis < 0 else axis
@@ -165,7 +165,7 @@ def gather(call: NodeCall, x: Value, indices: Value) -> torch.Tensor:
 
 
 @operator("ConstantOfShape")
-def constant_of_shape(call: NodeCall, sizes: Value) -> torch.Tensor:
+def constant_of_shape(call: NodeCall, sizes: Operand) -> torch.Tensor:
     """Fill a new tensor."""
     value = call.attribute("value")
     filled = torch.zeros(1) if value is None else torch.from_numpy(value.numpy().copy()).reshape(1)
@@ -173,14 +173,14 @@ def constant_of_shape(call: NodeCall, sizes: Value) -> torch.Tensor:
 
 
 @operator("Range")
-def range_(call: NodeCall, start: Value, limit: Value, delta: Value) -> torch.Tensor:
+def range_(call: NodeCall, start: Operand, limit: Operand, delta: Operand) -> torch.Tensor:
     """Count."""
     first, last, step = (call.number(value) for value in (start, limit, delta))
     return torch.arange(first, last, step, dtype=call.tensor(start).dtype)
 
 
 @operator("Trilu")
-def trilu(call: NodeCall, x: Value, k: Value = None) -> torch.Tensor:
+def trilu(call: NodeCall, x: Operand, k: Operand = None) -> torch.Tensor:
     """Keep a triangle."""
     function = torch.triu if call.attribute("upper", 1) else torch.tril
     return function(call.tensor(x), 0 if k is None else int(call.number(k)))
@@ -188,7 +188,7 @@ def trilu(call: NodeCall, x: Value, k: Value = None) -> torch.Tensor:
 
 @operator("Pad")
 def pad(
-    call: NodeCall, x: Value, pads: Value = None, value: Value = None, axes: Value = None
+    call: NodeCall, x: Operand, pads: Operand = None, value: Operand = None, axes: Operand = None
 ) -> torch.Tensor:
     """Add values at the borders."""
     tensor, mode = call.tensor(x), str(call.attribute("mode", "constant"))
