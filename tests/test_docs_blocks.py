@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 from torch import nn
 
 import ampaudit
@@ -93,6 +96,12 @@ def loss(output):
 
 def next_inputs(outputs, inputs):
     return torch.cat([outputs, outputs], -1)
+"""
+
+ONNX_LOSS = """
+
+def loss(outputs):
+    return outputs["y"].float().square().mean()
 """
 
 BERT = """
@@ -195,6 +204,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         exec(MODEL, small)
         program = torch.export.export(small["build"]().eval(), (small["example_inputs"](),))
         torch.export.save(program, "program.pt2")
+        export_onnx(small["build"]().eval(), small["example_inputs"]())
         for name, *words in (
             ("report.json", "model.py"),
             ("before.json", "examples/t5_feed_forward.py", "--policy", "torch-cuda"),
@@ -203,6 +213,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             invoke("scan", *words, "--format", "json", "-o", name)
         invoke("convert", "model.py", "-o", "out")
     return place
+
+
+def export_onnx(model: nn.Module, inputs: torch.Tensor) -> None:
+    """Write model.onnx, and the files of inputs for it that the docs name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter
+        names = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": {"x": {0: "batch"}}}
+        torch.onnx.export(model, (inputs,), "model.onnx", dynamo=False, **names)
+    np.savez("data.npz", x=inputs.numpy())
+    save_file({"x": inputs}, "data.safetensors")
+    Path("inputs.py").write_text(MODEL + ONNX_LOSS)
 
 
 def is_installed(package: str) -> bool:

@@ -63,6 +63,11 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
       report.json            the audit
       reference.safetensors  inputs, and what the program computes from them
       manifest.json          SHA-256 of every file
+
+    \b
+    An .onnx file is converted in place, by default under the policy strongly-typed; DIR then holds
+      model.onnx             the converted graph (and model.onnx.data, above a gigabyte)
+      plan.yaml, report.json, manifest.json
     """  # noqa: D301  (click wants the character, not its escape)
     if options["target"] is not None:
         _refuse("--to float32 restores what was stored", given(options).keys() - {"target", "force", "debug"})
