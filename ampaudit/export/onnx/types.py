@@ -103,8 +103,10 @@ def _special(node: ir.Node, low: str) -> NodeTypes | None:
     """Return the types of operators that convert, or that name a type in an attribute."""
     if node.domain not in _STANDARD:
         return None
-    if node.op_type in ("Cast", "CastLike"):
-        return NodeTypes((Slot.ANY,) * len(node.inputs), (Slot.CHOSEN,), True)
+    if node.op_type == "Cast":
+        return NodeTypes((Slot.ANY,), (Slot.CHOSEN,), True)
+    if node.op_type == "CastLike":  # its result has the type of its second input
+        return NodeTypes((Slot.ANY, Slot.CHOSEN), (Slot.CHOSEN,), True)
     if node.op_type in ("Shape", "Size", "NonZero", "IsNaN", "IsInf"):
         return NodeTypes((Slot.ANY,), (Slot.CHOSEN,), True)
     return None
