@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import Known, NodeCall, Operand
 
@@ -168,7 +169,12 @@ def gather(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
 def constant_of_shape(call: NodeCall, sizes: Operand) -> torch.Tensor:
     """Fill a new tensor."""
     value = call.attribute("value")
-    filled = torch.zeros(1) if value is None else torch.from_numpy(value.numpy().copy()).reshape(1)
+    if value is None:
+        filled = torch.zeros(1)
+    else:  # numpy has no bfloat16
+        dtype = torch_dtype_of(value.dtype)
+        assert dtype is not None
+        filled = torch.frombuffer(bytearray(value.tobytes()), dtype=dtype)
     return torch.full(call.ints(sizes), filled.item(), dtype=filled.dtype)
 
 
