@@ -23,10 +23,10 @@ class Mixed(nn.Module):
         super().__init__()
         self.table = nn.Embedding(20, 16)
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.half = nn.Parameter(torch.randn(16, dtype=torch.float16), requires_grad=False)
+        self.scale = nn.Parameter(torch.randn(16, dtype=torch.float16), requires_grad=False)
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = self.layer(self.table(ids) + x * self.half)
+        hidden = self.layer(self.table(ids) + x * self.scale)
         return hidden, ids + 1, hidden.softmax(-1).argmax(-1)
 
 
