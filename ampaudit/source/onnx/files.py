@@ -57,17 +57,17 @@ class OnnxFile:
         again._mappings, again._read = self._mappings, self._read
         return again
 
-    def tensor(self, value: ir.TensorProtocol) -> torch.Tensor:
+    def tensor(self, value: ir.TensorProtocol, place: str = "") -> torch.Tensor:
         """Return the values of a tensor, mapped where their place in the file is aligned.
 
-        Numbers of four bits become int8.
+        Numbers of four bits become int8. A tensor without a name is called by its ``place``.
 
         Raises:
             SourceError: its data is elsewhere, shorter than it says, or of a type that torch lacks.
         """
         import onnx_ir as ir
 
-        name = describe(getattr(value, "name", ""))
+        name = describe(getattr(value, "name", "") or place)
         if not isinstance(getattr(value, "dtype", None), ir.DataType):
             raise self._fault(f"the constant {name!r} is not a tensor")
         half = value.dtype.name in _HALF_BYTES
@@ -125,7 +125,7 @@ class OnnxFile:
         """
         for name, attribute in node.attributes.items():
             if name == "value":
-                return self.tensor(attribute.value)
+                return self.tensor(attribute.value, str(node.outputs[0].name))
             if name in ("value_float", "value_floats"):
                 return torch.tensor(attribute.value, dtype=torch.float32)
             if name in ("value_int", "value_ints"):

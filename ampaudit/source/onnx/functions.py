@@ -12,7 +12,12 @@ from ampaudit.source.onnx.values import Known, NodeCall, Operand
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["onnx_type_of", "standard_body", "with_values"]
+__all__ = ["onnx_type_of", "refers", "standard_body", "with_values"]
+
+
+def refers(node: ir.Node) -> bool:
+    """Return whether a constant's value is an attribute of the function that it is in."""
+    return any(attribute.is_ref() for attribute in node.attributes.values())
 
 
 def with_values(call: NodeCall) -> ir.Node:

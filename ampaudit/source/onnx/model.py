@@ -14,11 +14,24 @@ from ampaudit.core.errors import AuditError, InputError, SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile
-from ampaudit.source.onnx.functions import standard_body, with_values
-from ampaudit.source.onnx.names import NodeNames, parameter_place
+from ampaudit.source.onnx.functions import refers, standard_body, with_values
+from ampaudit.source.onnx.names import NodeNames, layer_name, parameter_place
 from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
-from ampaudit.source.onnx.values import FLOATS, MISFITS, Known, NodeCall, Operand, Unsupported, copied, unfit
+from ampaudit.source.onnx.values import (
+    FLOATS,
+    MISFITS,
+    Known,
+    NodeCall,
+    Operand,
+    RefusedNode,
+    Unsupported,
+    as_list,
+    check_size,
+    copied,
+    operand_tensors,
+    unfit,
+)
 from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying
 
@@ -28,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["OnnxModel"]
 
 _DEEPEST = 50  # functions inside each other
+_MAX_INSIDE = 20_000  # nodes that run in bodies: a trace has all of them
+_MAX_KNOWN = 1 << 20  # elements of values that are computed at once
 _FOLDED = 64  # elements of a floating-point value that follows from shapes
 _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
@@ -132,7 +147,7 @@ class _Program:
                 assert value.const_value is not None
                 yield self.names.stored(graph, name), self.file.tensor(value.const_value)
         for node in self.file.nodes():
-            if node.op_type == "Constant" and not node.domain and not _refers(node):
+            if node.op_type == "Constant" and not node.domain and not refers(node):
                 yield self.names.stored_constant(node), self.file.constant(node)
 
 
@@ -142,6 +157,7 @@ class _Run:
     def __init__(self, program: _Program, module: nn.Module) -> None:
         self._program = program
         self._module = module
+        self._inside = 0  # nodes that ran in bodies
 
     def outputs(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the outputs."""
@@ -150,7 +166,7 @@ class _Run:
         self._add_initializers(graph, scope)
         self._run_nodes(graph, scope, _Frame(self._program.file.model.opset_imports))
         found = {str(value.name): scope[str(value.name)] for value in graph.outputs}
-        outputs: dict[str, Any] = {name: _tensors(value) for name, value in found.items()}
+        outputs: dict[str, Any] = {name: operand_tensors(value) for name, value in found.items()}
         return outputs
 
     def _known_tensor(self, name: str) -> Known:
@@ -183,6 +199,9 @@ class _Run:
         inputs = [None if value is None or not value.name else scope[value.name] for value in node.inputs]
 
         def body(graph: ir.Graph, values: Sequence[Operand]) -> list[Operand]:
+            self._inside += 1 + len(graph)
+            if self._inside > _MAX_INSIDE:
+                raise RefusedNode(f"more than {_MAX_INSIDE:,} nodes run in bodies of loops up to here")
             inner = scope | {str(place.name): v for place, v in zip(graph.inputs, values, strict=True)}
             self._add_initializers(graph, inner)
             self._run_nodes(graph, inner, frame)
@@ -194,8 +213,10 @@ class _Run:
         if node.op_type == "Constant" and not domain:
             return [self._constant(call)]
         try:
-            return self._computed(call, frame, origin)
-        except Unsupported as error:
+            found = self._computed(call, frame, origin)
+            check_size(*(value.shape for value in found if isinstance(value, torch.Tensor)))
+            return found
+        except (Unsupported, RefusedNode) as error:
             raise self._located(node, error) from error
         except SourceError:  # of a node in a body
             raise
@@ -211,14 +232,14 @@ class _Run:
         node = call.node
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
         if function is not None:
-            caller = frame.caller if frame.origin is not None else _layer(origin)
+            caller = frame.caller if frame.origin is not None else layer_name(origin)
             inner = _Frame(function.opset_imports, {}, caller, frame.origin, frame.depth + 1)
             return self._called(function, call, inner)
         found, why = function_for(node), f"no operator {describe(node.op_type)}"
         if found is not None:
             try:
                 known = self._known(call, found, origin)
-                return known if known is not None else _listed(found(call, *call.inputs))
+                return known if known is not None else as_list(found(call, *call.inputs))
             except Unsupported as error:
                 why = str(error.args[0])
         standard = standard_body(call)
@@ -243,7 +264,7 @@ class _Run:
 
     def _constant(self, call: NodeCall) -> Known:
         name = self._program.names.stored_constant(call.node)
-        if name in self._program.stored and not _refers(call.node):
+        if name in self._program.stored and not refers(call.node):
             return self._known_tensor(name)
         with without_modes():
             real = self._program.file.constant(with_values(call))
@@ -258,14 +279,14 @@ class _Run:
             return None
         if shapes_only and not plain:
             with without_modes():
-                found = _listed(function(call, *inputs))
+                found = as_list(function(call, *inputs))
             return [Known(found[0], partial(copied, found[0]))]
         real = NodeCall(node, call.version, inputs, call.run_body, real=True, attributes=call.attributes)
         with without_modes():  # and not no_grad, which a trace records
-            if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > 1 << 20:
+            if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > _MAX_KNOWN:
                 return None
-            found = _listed(function(real, *inputs))
-        if not all(isinstance(t, torch.Tensor) for t in found):
+            found = as_list(function(real, *inputs))
+        if not all(isinstance(t, torch.Tensor) and t.numel() <= _MAX_KNOWN for t in found):
             return None
         if all(not t.is_floating_point() for t in found):
             return [Known(t, partial(copied, t)) for t in found]
@@ -276,7 +297,7 @@ class _Run:
         def traced(index: int) -> torch.Tensor:
             if not made:
                 with replaying(origin):
-                    made.extend(_listed(function(call, *inputs)))
+                    made.extend(as_list(function(call, *inputs)))
             return made[index]
 
         return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
@@ -287,22 +308,3 @@ class _Run:
 
     def _title(self, node: ir.Node) -> str:
         return node_title(self._program.names.of(node), node.op_type)
-
-
-def _layer(origin: Mapping[str, Any]) -> str:
-    return str(next(iter(origin["nn_module_stack"])))
-
-
-def _refers(node: ir.Node) -> bool:
-    """Return whether a constant's value is an attribute of the function that it is in."""
-    return any(attribute.is_ref() for attribute in node.attributes.values())
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_tensors(item) for item in value]
-    return value.tensor() if isinstance(value, Known) else value
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple) else [value]

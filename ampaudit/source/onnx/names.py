@@ -17,7 +17,7 @@ from ampaudit.core.untrusted import describe
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["NodeNames", "module_scope", "parameter_place"]
+__all__ = ["NodeNames", "layer_name", "module_scope", "parameter_place"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"
@@ -90,6 +90,11 @@ class NodeNames:
                     uses[node].append(name)
             self._last[id(graph)] = uses
         return self._last[id(graph)]
+
+
+def layer_name(origin: Mapping[str, Any]) -> str:
+    """Return the layer in the metadata of a node's ops."""
+    return str(next(iter(origin["nn_module_stack"])))
 
 
 def _plain_name(node: ir.Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,28 @@ import torch
 
 from ampaudit.core.errors import SourceError, first_line
 from ampaudit.core.untrusted import describe
+from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.trace.internals import without_modes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["FLOATS", "MISFITS", "Known", "NodeCall", "Operand", "Unsupported", "copied", "unfit"]
+__all__ = [
+    "FLOATS",
+    "MISFITS",
+    "Known",
+    "NodeCall",
+    "Operand",
+    "RefusedNode",
+    "Unsupported",
+    "as_list",
+    "check_size",
+    "copied",
+    "operand_tensors",
+    "unfit",
+]
 
+MAX_ELEMENTS = 1 << 33  # of a result; 32 GiB in float32
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # what functions of torch raise for inputs that do not fit
 MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
@@ -25,7 +41,15 @@ MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, Ass
 class Unsupported(SourceError):
     """A node that no function here computes."""
 
-    default_hint = "run `ampaudit` on a model without it, or report the operator"
+    default_hint = (
+        "docs/onnx-operators.md lists what runs: export other operators, or scan a part of the model"
+    )
+
+
+class RefusedNode(SourceError):
+    """A node that is not computed by any other means either."""
+
+    default_hint = "correct the node, or cut it out of the model"
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +145,23 @@ class NodeCall:
         items = value.items() if isinstance(value, Known) else self.tensor(value).reshape(-1).tolist()
         return [float(item) for item in items]
 
+    def torch_dtype(self, kind: ir.DataType) -> torch.dtype:
+        """Return the dtype of torch for a type of the node; others do not have those of few bits either."""
+        found = torch_dtype_of(kind)
+        if found is None:
+            raise RefusedNode(f"torch has no type {kind.name}", hint="use a type of eight bits or more")
+        return found
+
+    def refuse_few_bits(self, index: int) -> None:
+        """Refuse an input of a type of fewer than eight bits where a result would have that type."""
+        value = self.node.inputs[index] if index < len(self.node.inputs) else None
+        made = None if value is None else value.producer()
+        stored = None if value is None else value.const_value
+        if made is not None and "value" in made.attributes:
+            stored = made.attributes["value"].value
+        if stored is not None:
+            self.torch_dtype(stored.dtype)
+
     def number(self, value: Operand) -> Any:
         """Return the one number of an input."""
         if isinstance(value, Known):
@@ -142,6 +183,25 @@ class NodeCall:
     def fault(self, what: str) -> Unsupported:
         """Return the error for a node that cannot be computed here."""
         return Unsupported(what)
+
+
+def check_size(*shapes: Sequence[int]) -> None:
+    """Refuse tensors that no memory holds."""
+    elements = max((math.prod(max(size, 0) for size in shape) for shape in shapes), default=0)
+    if elements > MAX_ELEMENTS:
+        raise RefusedNode(f"its result has {elements:,} elements; {MAX_ELEMENTS:,} may be")
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the results of a function, which may be one."""
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def operand_tensors(value: Any) -> Any:
+    """Return a value of a graph with tensors in place of known ones."""
+    if isinstance(value, list):
+        return [operand_tensors(item) for item in value]
+    return value.tensor() if isinstance(value, Known) else value
 
 
 def _alike(one: torch.dtype, other: torch.dtype) -> bool:

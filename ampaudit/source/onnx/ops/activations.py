@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand
+from ampaudit.source.onnx.values import NodeCall, Operand, check_size
 
 __all__ = ["attribute_text", "named_dtype"]
 
@@ -180,6 +179,7 @@ def multinomial(call: NodeCall, x: Operand) -> torch.Tensor:
 
 def _drawn_like(call: NodeCall, like: Operand) -> torch.Tensor:
     if like is None:
+        check_size(call.attribute("shape"))
         return torch.empty(
             list(call.attribute("shape")), dtype=named_dtype(call, "dtype", torch.float32), device="meta"
         )
@@ -194,10 +194,7 @@ def named_dtype(call: NodeCall, name: str, default: torch.dtype) -> torch.dtype:
     given: Any = call.attribute(name)
     if given is None:
         return default
-    found = torch_dtype_of(ir.DataType(given))
-    if found is None:
-        raise call.fault(f"no type {ir.DataType(given).name}")
-    return found
+    return call.torch_dtype(ir.DataType(given))
 
 
 def attribute_text(call: NodeCall, name: str, default: str) -> str:

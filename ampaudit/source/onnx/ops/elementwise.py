@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Operand
 
@@ -126,12 +125,8 @@ def cast(call: NodeCall, x: Operand) -> torch.Tensor:
     """Convert to another type."""
     import onnx_ir as ir
 
-    to = ir.DataType(call.attribute("to"))
-    dtype = torch_dtype_of(to)
-    if dtype is None:
-        raise call.fault(f"no type {to.name}")
-    tensor = call.tensor(x)
-    return cast_tensor(call, tensor, dtype)
+    dtype = call.torch_dtype(ir.DataType(call.attribute("to")))
+    return cast_tensor(call, call.tensor(x), dtype)
 
 
 def cast_tensor(call: NodeCall, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -147,6 +142,7 @@ def cast_tensor(call: NodeCall, tensor: torch.Tensor, dtype: torch.dtype) -> tor
 @operator("CastLike")
 def cast_like(call: NodeCall, x: Operand, like: Operand) -> torch.Tensor:
     """Convert to the type of another tensor."""
+    call.refuse_few_bits(1)
     return cast_tensor(call, call.tensor(x), call.tensor(like).dtype)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ampaudit.source.onnx.ops.activations import attribute_text, named_dtype
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Operand
+from ampaudit.source.onnx.values import Known, NodeCall, Operand, check_size
 
 __all__: list[str] = []
 
@@ -123,6 +123,7 @@ def one_hot(call: NodeCall, indices: Operand, depth: Operand, values: Operand) -
     """Set one element for each index."""
     index, count, pair = call.tensor(indices), int(call.floats(depth)[0]), call.tensor(values)
     axis = call.attribute("axis", -1) % (index.ndim + 1)
+    check_size([*index.shape, count])
     steps = torch.arange(count).reshape([-1 if a == axis else 1 for a in range(index.ndim + 1)])
     index = torch.where(index < 0, index + count, index).unsqueeze(axis)
     return torch.where(index == steps, pair[1], pair[0])

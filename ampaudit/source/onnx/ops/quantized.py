@@ -29,6 +29,7 @@ def _along(call: NodeCall, part: torch.Tensor, tensor: torch.Tensor) -> torch.Te
 def quantize(call: NodeCall, x: Operand, scale: Operand, zero: Operand = None) -> Any:
     """Divide, round and clamp."""
     tensor, factor = call.tensor(x), call.tensor(scale)
+    call.refuse_few_bits(2)
     offset = None if zero is None else call.tensor(zero)
     dtype = offset.dtype if offset is not None else named_dtype(call, "output_dtype", torch.uint8)
     made = tensor / _along(call, factor, tensor).to(tensor.dtype)

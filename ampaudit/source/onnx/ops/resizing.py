@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand
+from ampaudit.source.onnx.values import NodeCall, Operand, check_size
 
 __all__: list[str] = []
 
@@ -24,6 +24,7 @@ def resize(call: NodeCall, x: Operand, *rest: Operand) -> torch.Tensor:
     """Interpolate along axes: as one op where torch has the same coordinates, else axis by axis."""
     tensor = call.tensor(x)
     axes, sizes, scales, crop = _target(call, tensor, rest)
+    check_size(sizes)
     mode = attribute_text(call, "mode", "nearest")
     places = {
         axis: _coordinates(call, tensor.shape[axis], size, scale, crop.get(axis))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Operand
+from ampaudit.source.onnx.values import Known, NodeCall, Operand, check_size
 
 __all__: list[str] = []
 
@@ -82,13 +82,17 @@ def unsqueeze(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
 def expand(call: NodeCall, x: Operand, sizes: Operand) -> torch.Tensor:
     """Broadcast in both directions."""
     tensor = call.tensor(x)
-    return tensor.expand(torch.broadcast_shapes(tensor.shape, tuple(call.ints(sizes))))
+    wanted = torch.broadcast_shapes(tensor.shape, tuple(call.ints(sizes)))
+    check_size(wanted)
+    return tensor.expand(wanted)
 
 
 @operator("Tile")
 def tile(call: NodeCall, x: Operand, repeats: Operand) -> torch.Tensor:
     """Repeat along axes."""
-    return call.tensor(x).repeat(call.ints(repeats))
+    tensor, times = call.tensor(x), call.ints(repeats)
+    check_size([size * count for size, count in zip(tensor.shape, times, strict=False)])
+    return tensor.repeat(times)
 
 
 @operator("Concat")
@@ -168,20 +172,19 @@ def gather(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
 @operator("ConstantOfShape")
 def constant_of_shape(call: NodeCall, sizes: Operand) -> torch.Tensor:
     """Fill a new tensor."""
-    value = call.attribute("value")
-    if value is None:
-        filled = torch.zeros(1)
-    else:  # numpy has no bfloat16
-        dtype = torch_dtype_of(value.dtype)
-        assert dtype is not None
-        filled = torch.frombuffer(bytearray(value.tobytes()), dtype=dtype)
-    return torch.full(call.ints(sizes), filled.item(), dtype=filled.dtype)
+    value, wanted = call.attribute("value"), call.ints(sizes)
+    dtype = torch.float32 if value is None else call.torch_dtype(value.dtype)
+    check_size(wanted)
+    # through bytes: NumPy has no bfloat16
+    fill = 0 if value is None else torch.frombuffer(bytearray(value.tobytes()), dtype=dtype).item()
+    return torch.full(wanted, fill, dtype=dtype)
 
 
 @operator("Range")
 def range_(call: NodeCall, start: Operand, limit: Operand, delta: Operand) -> torch.Tensor:
     """Count."""
     first, last, step = (call.number(value) for value in (start, limit, delta))
+    check_size([math.ceil(abs(last - first) / (abs(step) or 1))])
     return torch.arange(first, last, step, dtype=call.tensor(start).dtype)
 
 
@@ -204,6 +207,7 @@ def pad(
     for i, axis in enumerate(chosen):
         last_first = tensor.ndim - 1 - (axis % tensor.ndim)
         widths[2 * last_first], widths[2 * last_first + 1] = given[i], given[half + i]
+    check_size([s + sum(widths[2 * i : 2 * i + 2]) for i, s in enumerate(reversed(tensor.shape))])
     if mode != "constant":
         names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
         while widths[-2:] == [0, 0]:
