@@ -170,12 +170,9 @@ def constant_of_shape(call: NodeCall, sizes: Value) -> torch.Tensor:
     """Fill a new tensor."""
     value = call.attribute("value")
     if value is None:
-        filled = torch.zeros(1)
-    else:  # numpy has no bfloat16
-        dtype = torch_dtype_of(value.dtype)
-        assert dtype is not None
-        filled = torch.frombuffer(bytearray(value.tobytes()), dtype=dtype)
-    return torch.full(call.ints(sizes), filled.item(), dtype=filled.dtype)
+        return torch.full(call.ints(sizes), 0.0)
+    number = value.numpy().reshape(-1)[0].item()  # without torch: a policy would cast a tensor
+    return torch.full(call.ints(sizes), number, dtype=torch_dtype_of(value.dtype))
 
 
 @operator("Range")
