@@ -102,3 +102,36 @@ def test_filled_tensors_in_bfloat16(tmp_path: Path) -> None:
     graph.add("Max", "h filled", "y")
     model = check(graph, "y", tmp_path, dtype="bfloat16")
     assert types(model)["filled"] == TensorProto.BFLOAT16
+
+
+@pytest.mark.parametrize("number", [1e6, 1e-9])
+def test_a_filled_tensor_that_the_format_lacks_stays_in_float32(number: float, tmp_path: Path) -> None:
+    graph = linear()
+    graph.keep("zero", 0.0)
+    graph.add("Shape", "h", "shape")
+    value = helper.make_tensor("value", TensorProto.FLOAT, [1], [number])
+    graph.add("ConstantOfShape", "shape", "filled", value=value)
+    graph.add("Mul", "h zero", "nothing")
+    graph.add("Add", "nothing filled", "some")
+    graph.add("Div", "some filled", "y")
+    check(graph, "y", tmp_path)
+
+
+@pytest.mark.parametrize("opset", [11, 12, 13, 15])
+def test_bfloat16_where_operators_of_old_sets_lack_it(opset: int, tmp_path: Path) -> None:
+    """Neither Cast before version 13 nor If before version 16 takes it."""
+    graph = linear(condition=np.array(True))
+    graph.opset = opset
+    then, otherwise = (
+        helper.make_graph(
+            [helper.make_node(operator, ["h"], [name], name=name)],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 4))],
+        )
+        for operator, name in (("Neg", "then"), ("Abs", "else"))
+    )
+    graph.add("If", "condition", "picked", then_branch=then, else_branch=otherwise)
+    graph.add("Relu", "picked", "positive")
+    graph.add("Add", "positive h", "y")
+    check(graph, "y", tmp_path, dtype="bfloat16")

@@ -74,19 +74,18 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
         low: the 16-bit format, ``float16`` or ``bfloat16``.
     """
     sizes = len(node.inputs), len(node.outputs)
-    if node.op_type in ("If", "Loop", "Scan") and node.domain in _STANDARD:
-        return NodeTypes((SlotType.CHOSEN,) * sizes[0], (SlotType.CHOSEN,) * sizes[1], True)
     schema = _schema(node.domain, node.op_type, version)
     if schema is None:  # an operator of a runtime: one type for all, as its fused operators have
         return NodeTypes(
             (SlotType.CHOSEN,) * sizes[0], (SlotType.CHOSEN,) * sizes[1], node.domain == "com.microsoft"
         )
     kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
+    wide = NodeTypes((SlotType.FLOAT32,) * sizes[0], (SlotType.FLOAT32,) * sizes[1], False)
+    special = _special(node)
+    if special is not None:  # in an old operator set, not even Cast may know the format
+        return special if any(f"tensor({low})" in allowed for allowed in kinds.values()) else wide
     if any(map(_is_container, (*node.inputs, *node.outputs))):
-        return NodeTypes((SlotType.FLOAT32,) * sizes[0], (SlotType.FLOAT32,) * sizes[1], False)
-    special = _special(node, low)
-    if special is not None:
-        return special
+        return wide
 
     def slot(formal: Any) -> SlotType:
         allowed = kinds.get(formal.type_str, {formal.type_str})
@@ -101,10 +100,12 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
     return NodeTypes(inputs, outputs, SlotType.CHOSEN in main)
 
 
-def _special(node: ir.Node, low: str) -> NodeTypes | None:
-    """Return the types of operators that convert, or that name a type in an attribute."""
+def _special(node: ir.Node) -> NodeTypes | None:
+    """Return the types of operators with bodies, of those that convert, and of those that give no float."""
     if node.domain not in _STANDARD:
         return None
+    if node.op_type in ("If", "Loop", "Scan"):
+        return NodeTypes((SlotType.CHOSEN,) * len(node.inputs), (SlotType.CHOSEN,) * len(node.outputs), True)
     if node.op_type == "Cast":
         return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
     if node.op_type == "CastLike":  # its result has the type of its second input

@@ -173,11 +173,11 @@ def gather(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
 def constant_of_shape(call: NodeCall, sizes: Operand) -> torch.Tensor:
     """Fill a new tensor."""
     value, wanted = call.attribute("value"), call.ints(sizes)
-    dtype = torch.float32 if value is None else call.torch_dtype(value.dtype)
     check_size(wanted)
-    # through bytes: NumPy has no bfloat16
-    fill = 0 if value is None else torch.frombuffer(bytearray(value.tobytes()), dtype=dtype).item()
-    return torch.full(wanted, fill, dtype=dtype)
+    if value is None:
+        return torch.full(wanted, 0.0)
+    number = value.numpy().reshape(-1)[0].item()  # without torch: a policy would cast a tensor
+    return torch.full(wanted, number, dtype=call.torch_dtype(value.dtype))
 
 
 @operator("Range")
