@@ -92,7 +92,9 @@ def convert(
     if chosen.onnx and opened.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if opened.kind == "converted":
-        raise SourceError(f"{opened.location} is converted already", hint="--to float32 undoes it")
+        is_program = (Path(opened.location) / PROGRAM).is_file()
+        hint = "--to float32 undoes it" if is_program else "convert the original again"
+        raise SourceError(f"{opened.location} is converted already", hint=hint)
     if opened.kind == "onnx":
         from ampaudit.export.onnx.convert import convert_onnx
 

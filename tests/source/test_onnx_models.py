@@ -102,7 +102,7 @@ def test_generated_models_run_and_are_deterministic(name: str, generated: Genera
         assert np.isfinite(array).all()
         np.testing.assert_allclose(strict[output], array, rtol=1e-4, atol=1e-5)
     if name not in EXPORTED - {"resnet"}:  # one stands for those of the exporter
-        other, again = build(name, tmp_path)
+        other, again = build(name, tmp_path, fresh=True)
         for file in path.parent.iterdir():
             assert (other.parent / file.name).read_bytes() == file.read_bytes()
         assert all(np.array_equal(again[key], array) for key, array in inputs.items())
@@ -167,7 +167,7 @@ def test_one_node_overflows_where_it_was_planted(name: str, tmp_path: Path) -> N
     assert twin.node is None
     healthy = values_of(twin.model, twin.inputs, tmp_path, assume=HALF)
     exact = values_of(twin.model, twin.inputs, tmp_path)
-    np.testing.assert_allclose(healthy["y"], exact["y"], rtol=1e-2)
+    np.testing.assert_allclose(healthy["y"], exact["y"], rtol=0, atol=1e-2 * np.abs(exact["y"]).max())
     assert all(np.isfinite(a).all() for a in healthy.values())
 
 

@@ -226,7 +226,16 @@ def _outputs(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[Ou
             executor.program, executor.placed, executor.backend, executor.device, converted_only=True
         )
         pairs = alone.run(tensor_leaves(taken.args, taken.kwargs), Observer())
-        for (name, exact), (_, ours) in zip(expected.items(), pairs, strict=True):
+        found = {
+            name.removeprefix("output."): ours
+            for name, (_, ours) in zip(executor.program.traced.outputs, pairs, strict=True)
+        }
+        if len(found) < len(expected):  # a tensor that is several outputs is listed once
+            again = call_unchanged(written, taken.args, taken.kwargs, seed=config.seed)
+            listed = {id(again[name]): ours for name, ours in found.items()}
+            found = {name: listed[id(tensor)] for name, tensor in again.items()}
+        for name, exact in expected.items():
+            ours = found[name]
             record = _record(name, ours, exact)
             if name not in records or _worse(record, records[name]):
                 records[name] = record

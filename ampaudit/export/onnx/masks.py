@@ -90,8 +90,8 @@ def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _
             numbers = kind in ("value_float", "value_floats")
             tensor = ir.tensor(attribute.value, dtype=ir.DataType.FLOAT) if numbers else attribute.value
 
-            def put(tensor: ir.TensorProtocol, node: ir.Node = node, kind: str = kind) -> None:
-                del node.attributes[kind]
+            def put(tensor: ir.TensorProtocol, node: ir.Node = node) -> None:
+                node.attributes.clear()
                 node.attributes["value"] = ir.AttrTensor("value", tensor)
 
             yield node.outputs[0], tensor, put

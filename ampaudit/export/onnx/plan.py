@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import fx
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import Audited, audit_policies
+from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.masks import ClampedMask, clamp_masks
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["OnnxPlan", "decisions_of", "plan_onnx"]
 
 _POLICY = "strongly-typed"
-_ROUNDS = 4
+_ROUNDS = 6
+_MARGIN = 1.4  # as the policy leaves below the format's limit
 _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"}
 
 
@@ -82,16 +85,37 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
 
 
 def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
-    """Return the ops at which errors were found, and those that they read, where they are 16-bit."""
-    traced = audited.audit.converted.traced
-    at = {f.site for f in audited.report.findings if f.severity == Severity.ERROR and f.site}
+    """Return the 16-bit ops at which errors were found, and those that must change with them.
+
+    These are the ops that make or read values beyond the format, as far as they hang together with the
+    error; and where an error stays at an op that is in float32 already, the ops that it reads.
+    """
+    traced, report = audited.audit.converted.traced, audited.report
+    limit = low_precision_format(report.run.dtype).max / _MARGIN
+    large = {s.site for s in report.sites if s.forward is not None and s.forward.peak > limit}
+    at = {f.site for f in report.findings if f.severity == Severity.ERROR and f.site}
     layers = {site.layer for site in traced.sites if site.id in at}
-    found = [site.id for site in traced.sites if site.layer in layers and _is_low_op(site)]
+    low = {s.node: s.id for s in traced.sites if s.facts is not None and not _is_wide(s)}
+    sites = traced.site_of_node
+    pending = [n for n in traced.graph.nodes if n.name in sites and sites[n.name].layer in layers]
+    changing = {sites[n.name].layer for n in pending if n.name in low}
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        site = sites.get(node.name)
+        beside: list[fx.Node] = []
+        if site is not None and site.id in large:
+            beside += node.users
+            beside += [n for n in node.all_input_nodes if n.name in sites and sites[n.name].id in large]
+        elif site is None or site.facts is None:  # a cast, or a view
+            beside += node.users
+        if node.name not in low and (site is None or site.layer not in changing):
+            beside += node.all_input_nodes
+        fresh = [n for n in beside if n not in seen and n.op == "call_function"]
+        seen.update(fresh)
+        pending.extend(fresh)
+    found = (low[n.name] for n in traced.graph.nodes if n in seen and n.name in low)
     return tuple(site for site in found if site not in known)
-
-
-def _is_low_op(site: Site) -> bool:
-    return site.facts is not None and not _is_wide(site)
 
 
 def _is_wide(site: Site) -> bool:

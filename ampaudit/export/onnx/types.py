@@ -105,8 +105,10 @@ def _special(node: ir.Node, low: str) -> NodeTypes | None:
     """Return the types of operators that convert, or that name a type in an attribute."""
     if node.domain not in _STANDARD:
         return None
-    if node.op_type in ("Cast", "CastLike"):
-        return NodeTypes((SlotType.ANY,) * len(node.inputs), (SlotType.CHOSEN,), True)
+    if node.op_type == "Cast":
+        return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
+    if node.op_type == "CastLike":  # its result has the type of its second input
+        return NodeTypes((SlotType.ANY, SlotType.CHOSEN), (SlotType.CHOSEN,), True)
     if node.op_type in ("Shape", "Size", "NonZero", "IsNaN", "IsInf"):
         return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
     return None

@@ -13,7 +13,7 @@ from ampaudit.core.text import format_number, short_op
 from ampaudit.run.against.comparison import ModelDifference
 from ampaudit.run.against.graph import ComparedGraph, Op
 from ampaudit.run.against.matching import Matching
-from ampaudit.run.against.weights import MatchedWeight, difference_of
+from ampaudit.run.against.weights import LEAST_CLAMPED, MatchedWeight, difference_of
 from ampaudit.trace.graph import Site
 
 __all__ = ["model_differences"]
@@ -252,7 +252,7 @@ class _Search:
         if here == there or (math.isnan(here) and math.isnan(there)):
             return True
         if abs(there) > torch.finfo(self._dtype).max and here * there > 0:
-            return abs(here) >= torch.finfo(self._dtype).max * 0.99 or abs(here - there) <= 1e-6 * abs(there)
+            return abs(here) >= LEAST_CLAMPED or abs(here - there) <= 1e-6 * abs(there)
         if here == 0.0:
             return False
         smallest = _SMALLEST.get(self._dtype, 0.0) if abs(there) >= 1e-7 else 0.0

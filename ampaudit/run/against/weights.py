@@ -23,6 +23,8 @@ _ROUNDING = {
     torch.float64: (2.0**-21, 1e-37),
 }
 
+LEAST_CLAMPED = 9990.0  # what converters put for larger numbers: 10,000, or a share of the format's largest
+
 
 @dataclass(frozen=True, slots=True)
 class MatchedWeight:
@@ -75,10 +77,10 @@ def _beyond(reference: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _clamped(reference: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Return whether a weight differs only where the reference is out of range, and it is at the end."""
-    largest = torch.finfo(stored.dtype).max
+    """Return whether a weight differs only where the reference is out of range, and it is large as well."""
     first, second = reference.float(), stored.float()
-    ended = (first.abs() > largest) & (second.abs() >= 0.99 * largest) & (first * second > 0)
+    beyond = first.abs() > torch.finfo(stored.dtype).max
+    ended = beyond & (second.abs() >= LEAST_CLAMPED) & (first * second > 0)
     return not bool((_beyond(reference, stored) & ~ended).any())
 
 

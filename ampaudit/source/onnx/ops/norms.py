@@ -13,6 +13,11 @@ from ampaudit.source.onnx.values import NodeCall, Operand
 __all__: list[str] = []
 
 
+def _spread(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return a tensor in a shape; one that has it stays as it is, so that the norm is the only op."""
+    return tensor if list(tensor.shape) == shape else tensor.expand(shape)
+
+
 @operator("LayerNormalization")
 def layer_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand = None) -> Any:
     """Normalize over the last axes; statistics are computed in float32."""
@@ -62,14 +67,14 @@ def _layer_normed(
     call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, axis: int
 ) -> torch.Tensor:
     shape = list(tensor.shape[axis:])
-    weight = scale.expand(shape)
-    shift = None if bias is None else bias.expand(shape)
+    weight = _spread(scale, shape)
+    shift = None if bias is None else _spread(bias, shape)
     return F.layer_norm(tensor, shape, weight, shift, call.attribute("epsilon", _epsilon(call)))
 
 
 def _rms_normed(call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
     shape = list(tensor.shape[axis:])
-    return F.rms_norm(tensor, shape, scale.expand(shape), call.attribute("epsilon", _epsilon(call)))
+    return F.rms_norm(tensor, shape, _spread(scale, shape), call.attribute("epsilon", _epsilon(call)))
 
 
 def _epsilon(call: NodeCall) -> float:

@@ -173,9 +173,11 @@ def gather(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
 def constant_of_shape(call: NodeCall, sizes: Operand) -> torch.Tensor:
     """Fill a new tensor."""
     value, wanted = call.attribute("value"), call.ints(sizes)
-    dtype = torch.float32 if value is None else call.torch_dtype(value.dtype)
     check_size(wanted)
-    return torch.full(wanted, 0 if value is None else value.numpy().item(), dtype=dtype)
+    if value is None:
+        return torch.full(wanted, 0.0)
+    dtype = call.torch_dtype(value.dtype)  # numpy has no bfloat16
+    return torch.full(wanted, torch.frombuffer(bytearray(value.tobytes()), dtype=dtype).item(), dtype=dtype)
 
 
 @operator("Range")

@@ -1,0 +1,104 @@
+"""Graphs that a conversion once broke, refused or misjudged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from tests.support.onnx_conversion import check_structure, close, converted, types
+from tests.support.onnx_models.case import Graph
+from tests.support.onnx_models.structure import linear, row
+from tests.support.onnx_strict import run_fp32, run_strict
+
+
+def check(graph: Graph, outputs: str, folder: Path, **options: str) -> onnx.ModelProto:
+    """Convert a graph, and return the file, which must be right when every 16-bit value is rounded."""
+    path = folder / "model.onnx"
+    onnx.save(graph.model(outputs), path)
+    converted(path, graph.inputs, folder / "out", **options)
+    after = folder / "out" / "model.onnx"
+    check_structure(path, after)
+    close(run_fp32(path, graph.inputs), run_strict(after, graph.inputs))
+    return onnx.load(after)
+
+
+def test_cast_like_follows_its_target(tmp_path: Path) -> None:
+    """The type of its result is its second input's, whatever reads it."""
+    graph = linear(ids=np.ones((2, 4), np.int64))
+    graph.keep("large", 1e6)
+    graph.add("Mul", "h large", "wide")
+    graph.add("CastLike", "ids wide", "numbers")
+    graph.add("Tanh", "numbers", "t")
+    graph.add("Add", "h t", "s")
+    graph.add("Div", "wide large", "back")
+    check(graph, "s back", tmp_path)
+
+
+def test_a_mask_that_stays_in_float32_is_as_it_was(tmp_path: Path) -> None:
+    """Where float32 holds the number of a ``value_float``, it is not clamped."""
+    graph = linear()
+    graph.add("Constant", "", "lowest", value_float=-1e9)
+    graph.nodes[-1].input[:] = []
+    graph.keep("large", 1e6), graph.keep("keep", [[True, True, True, False]] * 2, bool)
+    graph.add("Mul", "h large", "wide")
+    graph.add("Where", "keep wide lowest", "masked")
+    graph.add("Softmax", "masked", "y", axis=-1)
+    check(graph, "y", tmp_path)
+
+
+def test_one_tensor_under_several_output_names(tmp_path: Path) -> None:
+    graph = linear()
+    graph.add("Identity", "h", "same")
+    graph.add("Tanh", "same", "t")
+    graph.add("Relu", "t", "y")
+    graph.add("Identity", "y", "z")
+    check(graph, "h y same z", tmp_path)
+
+
+def test_an_input_times_a_large_number_is_no_mask(tmp_path: Path) -> None:
+    """No parameter touches it, but what is made of it is data, beyond the format through a whole norm."""
+    graph = Graph({"x": row()})
+    graph.keep("large", 1e6), graph.keep("axes", [-1], np.int64), graph.keep("eps", 1e-5)
+    graph.add("Mul", "x large", "wide")
+    graph.add("Relu", "wide", "positive")
+    graph.add("Mean", "positive x", "both")
+    graph.add("ReduceMean", "both axes", "mean")
+    graph.add("Sub", "both mean", "centered")
+    graph.add("Mul", "centered centered", "squares")
+    graph.add("ReduceMean", "squares axes", "variance")
+    graph.add("Add", "variance eps", "padded")
+    graph.add("Sqrt", "padded", "deviation")
+    graph.add("Div", "centered deviation", "norm")
+    graph.add("Tanh", "norm", "y")
+    model = check(graph, "y", tmp_path)
+    assert types(model)["centered"] == TensorProto.FLOAT
+
+
+@pytest.mark.parametrize("operator", ["Reciprocal", "Div"])
+def test_what_makes_a_vanishing_divisor_stays_in_float32(operator: str, tmp_path: Path) -> None:
+    graph = Graph({"x": row()})
+    graph.keep("zero", 0.0), graph.keep("eps", 1e-16), graph.keep("one", 1.0)
+    graph.add("Mul", "x zero", "nothing")
+    graph.add("Add", "nothing eps", "padded")
+    graph.add("Sqrt", "padded", "tiny")
+    if operator == "Div":
+        graph.add("Div", "one tiny", "inverse")
+    else:
+        graph.add("Reciprocal", "tiny", "inverse")
+    graph.add("Mul", "inverse tiny", "y")
+    check(graph, "y", tmp_path)
+
+
+def test_filled_tensors_in_bfloat16(tmp_path: Path) -> None:
+    graph = linear()
+    graph.opset = 21
+    graph.add("Shape", "h", "shape")
+    value = helper.make_tensor("value", TensorProto.FLOAT, [1], [0.5])
+    graph.add("ConstantOfShape", "shape", "filled", value=value)
+    graph.add("Max", "h filled", "y")
+    model = check(graph, "y", tmp_path, dtype="bfloat16")
+    assert types(model)["filled"] == TensorProto.BFLOAT16
