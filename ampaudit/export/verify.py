@@ -8,7 +8,7 @@ from typing import Unpack
 
 from pydantic import TypeAdapter
 
-from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
+from ampaudit.checkpoint.layout import ONNX, PROGRAM, REFERENCE
 from ampaudit.core.arguments import given_path
 from ampaudit.core.errors import CouldNotAudit
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
@@ -58,7 +58,7 @@ def verify(
     elif chosen.run and recorded:
         problems.append(Problem("program", PROGRAM, f"was not run: {unfit}"))
     elif chosen.run:
-        lines = ["nothing was run: the directory contains no program with recorded outputs"]
+        lines = [f"nothing was run: {_not_recorded(manifest)}"]
     return Verification(
         directory=str(directory),
         files=len(manifest.files),
@@ -69,6 +69,12 @@ def verify(
         outputs=tuple(lines),
         notes=manifest.notes,
     )
+
+
+def _not_recorded(manifest: Manifest) -> str:
+    if ONNX not in manifest.files or PROGRAM in manifest.files:
+        return "the directory contains no program with recorded outputs"
+    return f"compare the graph with its original by ampaudit scan {manifest.source} --against DIR/{ONNX}"
 
 
 def _unfit(manifest: Manifest, damaged: Sequence[Problem]) -> str:

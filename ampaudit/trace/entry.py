@@ -228,13 +228,16 @@ def layer_path(path: str) -> str:
 
 
 def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
-    """Return path and class name of the innermost module of an export's module stack; empty without one."""
+    """Return path and class name of the innermost module of an export's module stack; empty without one.
+
+    A layer that is no module has a third item, ``True``, and is called by its whole name.
+    """
     if not module_stack:
         return "", ""
-    path, kind = list(module_stack.values())[-1]
+    path, kind, *whole = list(module_stack.values())[-1]
     name = kind if isinstance(kind, str) else kind.__name__
     # torch writes name@1 for the second call of one module
-    return layer_path(path).split("@")[0], name.rsplit(".", 1)[-1]
+    return path if whole else layer_path(path).split("@")[0], name.rsplit(".", 1)[-1]
 
 
 def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:

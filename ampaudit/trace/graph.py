@@ -76,7 +76,7 @@ class Site:
         id: stable across runs: layer path, op name and, from the second on, its number.
         node: name of its node in the graph.
         layer: module path; empty for the top module.
-        layer_type: class name of that module.
+        layer_type: class name of that module; of an ONNX node, its operator and its module if known.
         op: the ATen op, such as ``aten.linear.default``.
         dtype: dtype of its (first floating-point) output, ``None`` where it has none.
         shape: shape of that output.

@@ -21,6 +21,7 @@ from ampaudit.trace.values import CASTABLE_DTYPES, float_value
 __all__ = [
     "INSERTED",
     "META_KEY",
+    "MODULE_SCOPE",
     "OPAQUE",
     "REPLAYED",
     "OpRecord",
@@ -37,6 +38,9 @@ REPLAYED = "ampaudit_replayed"
 INSERTED = {"ampaudit_inserted": True}
 # metadata key of a node whose inner graph no policy applies to, such as torch.cond
 OPAQUE = "ampaudit_opaque"
+
+# metadata key of a node whose layer is no module: the path of the module that it is of
+MODULE_SCOPE = "ampaudit_module"
 
 _CURRENT: ContextVar[Mapping[str, Any] | None] = ContextVar("replayed", default=None)
 

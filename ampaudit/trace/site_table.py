@@ -18,7 +18,7 @@ from ampaudit.trace.flatten import ObjectSource
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.marks import is_mark
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects, written_values
-from ampaudit.trace.replay import META_KEY, OpRecord
+from ampaudit.trace.replay import META_KEY, MODULE_SCOPE, OpRecord
 from ampaudit.trace.stack import source_lines
 from ampaudit.trace.values import float_value, sizes_of
 
@@ -58,6 +58,8 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     weight = _cast_weight(node, weights)
     meta = record.replayed if record is not None and record.replayed is not None else node.meta
     layer, layer_type = layer_of(meta.get("nn_module_stack") or {})
+    if scope := meta.get(MODULE_SCOPE):
+        layer_type = f"{layer_type} of {scope}"
     if weight is not None and record is not None and record.inserted and "." in weight.name:
         layer = weight.name.rsplit(".", 1)[0]
     name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "?")

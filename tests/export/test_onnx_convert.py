@@ -14,8 +14,10 @@ from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
 from ampaudit.export.onnx.write import write_model
+from ampaudit.export.verify import verify
 from ampaudit.source.open import open_source
 from tests.support.onnx_conversion import CLOSE, FLOATS, check_structure, close, converted, types
+from tests.support.onnx_graphs import mlp
 from tests.support.onnx_models import GENERATED, build
 from tests.support.onnx_models.odd import ODD, REFUSED_BY
 from tests.support.onnx_models.planted import planted
@@ -155,3 +157,13 @@ def test_a_file_that_a_runtime_refuses_is_not_written(
     with pytest.raises(RunFailed, match=r"model\.onnx is refused by ONNX Runtime: .*two nodes"):
         converted(path, inputs, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_verify_says_how_to_run_a_graph(tmp_path: Path) -> None:
+    path = tmp_path / "mlp.onnx"
+    path.write_bytes(mlp().SerializeToString())
+    convert(open_source(str(path), SourceConfig()), output=tmp_path / "out")
+    found = verify(tmp_path / "out")
+    assert found.exit_code == 0
+    (line,) = found.outputs
+    assert f"ampaudit scan {path} --against DIR/model.onnx" in line

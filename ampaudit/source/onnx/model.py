@@ -221,10 +221,10 @@ class _Run:
         except SourceError:  # of a node in a body
             raise
         except Exception as error:
-            if isinstance(error, MISFITS) and not any(isinstance(value, FakeTensor) for value in inputs):
-                raise self._located(node, unfit(error, inputs)) from error
-            if not getattr(error, "__notes__", ()):  # tracing may fail where the model does not
-                error.add_note(self._title(node))
+            if not getattr(error, "__notes__", ()):  # those are of a node inside
+                if isinstance(error, MISFITS) and not any(isinstance(value, FakeTensor) for value in inputs):
+                    raise self._located(node, unfit(error, inputs)) from error
+                error.add_note(self._title(node))  # tracing may fail where the model does not
             raise
 
     def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Operand]:

@@ -13,11 +13,12 @@ from torch import nn
 
 from ampaudit.core.text import escape_control
 from ampaudit.core.untrusted import describe
+from ampaudit.trace.replay import MODULE_SCOPE
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["NodeNames", "layer_name", "module_scope", "parameter_place"]
+__all__ = ["NodeNames", "layer_name", "parameter_place"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"
@@ -66,7 +67,9 @@ class NodeNames:
         """
         if (node, caller) not in self._origins:
             name = f"{caller}/{self.of(node)}" if caller else self.of(node)
-            found: dict[str, Any] = {"nn_module_stack": {name: (name, node.op_type)}}
+            found: dict[str, Any] = {"nn_module_stack": {name: (name, node.op_type, True)}}
+            if scope := _module_scope(node):
+                found[MODULE_SCOPE] = scope
             if stack := node.metadata_props.get(_STACK):
                 found["stack_trace"] = stack
             self._origins[node, caller] = found
@@ -102,7 +105,7 @@ def _plain_name(node: ir.Node) -> str:
     return shortened(node.name or (outputs[0] if outputs else node.op_type) or node.op_type)
 
 
-def module_scope(node: ir.Node) -> str:
+def _module_scope(node: ir.Node) -> str:
     """Return the path of the module that a node was exported from; empty if the exporter did not say."""
     try:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
