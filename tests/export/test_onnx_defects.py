@@ -135,3 +135,29 @@ def test_bfloat16_where_operators_of_old_sets_lack_it(opset: int, tmp_path: Path
     graph.add("Relu", "picked", "positive")
     graph.add("Add", "positive h", "y")
     check(graph, "y", tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("opset", [11, 12])
+def test_the_operator_set_is_raised_for_bfloat16(opset: int, tmp_path: Path) -> None:
+    """Attributes that became inputs are moved; names stay."""
+    graph = linear()
+    graph.opset = opset
+    graph.add("Softmax", "h", "p", axis=-1)
+    graph.add("ReduceSum", "p", "total", axes=[1], keepdims=1)
+    graph.add("Unsqueeze", "total", "deep", axes=[0])
+    graph.add("Squeeze", "deep", "flat", axes=[0])
+    graph.add("Split", "h", "left right", axis=1, split=[1, 3])
+    graph.add("Mul", "right flat", "y")
+    model = check(graph, "y left", tmp_path, dtype="bfloat16")
+    assert model.opset_import[0].version == 13
+    assert types(model)["h"] == TensorProto.BFLOAT16
+    assert {"p", "total", "deep", "flat", "left", "y"} <= {node.name for node in model.graph.node}
+
+
+def test_the_operator_set_stays_where_a_node_would_change(tmp_path: Path) -> None:
+    """Softmax over all axes from the first becomes one over that axis in version 13."""
+    graph = linear()
+    graph.opset = 12
+    graph.add("Softmax", "h", "y", axis=0)
+    model = check(graph, "y", tmp_path, dtype="bfloat16")
+    assert model.opset_import[0].version == 12

@@ -273,6 +273,8 @@ def _notes(plan: OnnxPlan, written: _Written) -> list[str]:
         for mask in plan.clamped
         if str(mask.value.name) in written.lowered
     ]
+    if plan.opset is not None:
+        notes.append(f"the operator set was raised to version {plan.opset}, which has more 16-bit operators")
     if written.wide:
         shown = ", ".join(written.wide[:3]) + (" ..." if len(written.wide) > 3 else "")
         notes.append(f"{plural(len(written.wide), 'node')} in float32: {shown}")
