@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from ampaudit.core.errors import RunFailed
 from tests.support.onnx_conversion import check_structure, close, converted, types
 from tests.support.onnx_models.case import Graph
 from tests.support.onnx_models.structure import linear, row
@@ -161,3 +162,13 @@ def test_the_operator_set_stays_where_a_node_would_change(tmp_path: Path) -> Non
     graph.add("Softmax", "h", "y", axis=0)
     model = check(graph, "y", tmp_path, dtype="bfloat16")
     assert model.opset_import[0].version == 12
+
+
+def test_an_output_beyond_the_format_is_named_with_its_way_out(tmp_path: Path) -> None:
+    graph = linear()
+    graph.keep("large", 1e6)
+    graph.add("Mul", "h large", "y")
+    with pytest.raises(RunFailed, match="computes y as inf or NaN") as caught:
+        check(graph, "y", tmp_path, io="float16")
+    assert "--io float32" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()

@@ -243,6 +243,8 @@ def _outputs(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[Ou
                 records[name] = record
             if record.max_error is None and ours.is_floating_point() and exact.isfinite().all():
                 hint = "scan the model with --advise, and pass a policy that keeps more in float32"
+                if config.io != "float32" and exact.to(getattr(torch, config.dtype)).isinf().any():
+                    hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
                 raise RunFailed(f"the written file computes {name} as inf or NaN", hint=hint)
     return tuple(records.values())
 
