@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from ampaudit.core.errors import RunFailed
 from tests.support.onnx_conversion import check_structure, close, converted, types
 from tests.support.onnx_models.case import Graph
 from tests.support.onnx_models.structure import linear, row
@@ -135,3 +136,39 @@ def test_bfloat16_where_operators_of_old_sets_lack_it(opset: int, tmp_path: Path
     graph.add("Relu", "picked", "positive")
     graph.add("Add", "positive h", "y")
     check(graph, "y", tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("opset", [11, 12])
+def test_the_operator_set_is_raised_for_bfloat16(opset: int, tmp_path: Path) -> None:
+    """Attributes that became inputs are moved; names stay."""
+    graph = linear()
+    graph.opset = opset
+    graph.add("Softmax", "h", "p", axis=-1)
+    graph.add("ReduceSum", "p", "total", axes=[1], keepdims=1)
+    graph.add("Unsqueeze", "total", "deep", axes=[0])
+    graph.add("Squeeze", "deep", "flat", axes=[0])
+    graph.add("Split", "h", "left right", axis=1, split=[1, 3])
+    graph.add("Mul", "right flat", "y")
+    model = check(graph, "y left", tmp_path, dtype="bfloat16")
+    assert model.opset_import[0].version == 13
+    assert types(model)["h"] == TensorProto.BFLOAT16
+    assert {"p", "total", "deep", "flat", "left", "y"} <= {node.name for node in model.graph.node}
+
+
+def test_the_operator_set_stays_where_a_node_would_change(tmp_path: Path) -> None:
+    """Softmax over all axes from the first becomes one over that axis in version 13."""
+    graph = linear()
+    graph.opset = 12
+    graph.add("Softmax", "h", "y", axis=0)
+    model = check(graph, "y", tmp_path, dtype="bfloat16")
+    assert model.opset_import[0].version == 12
+
+
+def test_an_output_beyond_the_format_is_named_with_its_way_out(tmp_path: Path) -> None:
+    graph = linear()
+    graph.keep("large", 1e6)
+    graph.add("Mul", "h large", "y")
+    with pytest.raises(RunFailed, match="computes y as inf or NaN") as caught:
+        check(graph, "y", tmp_path, io="float16")
+    assert "--io float32" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()

@@ -14,16 +14,21 @@ from ampaudit.run.against.comparison import ModelDifference
 
 __all__ = ["CHECK", "against_report", "differences_with"]
 
+# what rounding to the format leaves; an output below it computes something else
+_ROUNDING_DB = {"float16": 40.0, "bfloat16": 25.0}
 _ADVICE = "compare the node with its counterpart, and convert or export it again"
 
 
 def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
     """Yield the differences that make outputs wrong (AMP611), or those that do not on this input (AMP612)."""
     comparison = context.record.comparison
-    for difference in comparison.differences if comparison is not None else ():
+    found = comparison.differences if comparison is not None else ()
+    others = {output for other in found if other.kind != "clamped" for output in other.outputs}
+    for difference in found:
         if code != ("AMP611" if difference.outputs else "AMP612"):
             continue
-        if difference.kind == "clamped" and _harmless(context, difference):
+        explained = _harmless(context, difference) or set(difference.outputs) <= others
+        if difference.kind == "clamped" and explained:
             continue  # as masks are meant to be
         cause = f"{_described(difference)}; {_effect(context, difference)}"
         severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
@@ -59,7 +64,8 @@ def _accuracy(context: CheckContext, output: str) -> float | None:
 
 def _harmless(context: CheckContext, difference: ModelDifference) -> bool:
     found = (_accuracy(context, output) for output in difference.outputs)
-    return all(accuracy is None or accuracy >= context.min_sqnr for accuracy in found)
+    least = max(context.min_sqnr, _ROUNDING_DB.get(context.number_format.name, 0.0))
+    return all(accuracy is None or accuracy >= least for accuracy in found)
 
 
 def against_report(context: CheckContext, reference: str) -> AgainstReport | None:

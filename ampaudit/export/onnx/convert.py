@@ -241,6 +241,8 @@ def _outputs(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[Ou
                 records[name] = record
             if record.max_error is None and ours.is_floating_point() and exact.isfinite().all():
                 hint = "scan the model with --advise, and pass a policy that keeps more in float32"
+                if config.io != "float32" and exact.to(getattr(torch, config.dtype)).isinf().any():
+                    hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
                 raise RunFailed(f"the written file computes {name} as inf or NaN", hint=hint)
     return tuple(records.values())
 
@@ -271,6 +273,8 @@ def _notes(plan: OnnxPlan, written: _Written) -> list[str]:
         for mask in plan.clamped
         if str(mask.value.name) in written.lowered
     ]
+    if plan.opset is not None:
+        notes.append(f"the operator set was raised to version {plan.opset}, which has more 16-bit operators")
     if written.wide:
         shown = ", ".join(written.wide[:3]) + (" ..." if len(written.wide) > 3 else "")
         notes.append(f"{plural(len(written.wide), 'node')} in float32: {shown}")

@@ -15,6 +15,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.masks import ClampedMask, clamp_masks
+from ampaudit.export.onnx.opset import raise_opset
 from ampaudit.policy import RuleSet
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import Cast, Match, Reason, Rule
@@ -45,12 +46,14 @@ class OnnxPlan:
         audited: the audit that decided.
         clamped: the masks that were clamped.
         promoted: sites that were promoted because of findings.
+        opset: the version that the standard operators were raised to.
     """
 
     file: OnnxFile
     audited: Audited
     clamped: list[ClampedMask]
     promoted: tuple[SiteId, ...]
+    opset: int | None = None
 
     @property
     def names(self) -> NodeNames:
@@ -69,6 +72,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
     assert isinstance(source.model, OnnxModel)
     file = source.model.file.reopened()
     _with_types(file.model)
+    raised = raise_opset(file.model, config.dtype) if config.dtype == "bfloat16" else None
     clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if clamp else []
     prepared = replace(source, model=OnnxModel(file).eval())
     rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
@@ -81,7 +85,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
             break
         promoted = (*promoted, *more)
         rules = _keeping(rules, more)
-    return OnnxPlan(file, audited, clamped, promoted)
+    return OnnxPlan(file, audited, clamped, promoted, raised)
 
 
 def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["MOVING", "NodeTypes", "SlotType", "bodies_of", "is_float32", "node_types"]
+__all__ = [
+    "MOVING",
+    "STANDARD",
+    "NodeTypes",
+    "SlotType",
+    "bodies_of",
+    "is_float32",
+    "node_types",
+    "schema_of",
+]
 
 # operators whose results are elements of their inputs, and those that give shapes
 MOVING = frozenset(
@@ -19,7 +28,7 @@ MOVING = frozenset(
     Reshape ReverseSequence Slice SpaceToDepth Split Squeeze Tile Transpose Trilu Unsqueeze Where
     """.split()
 )
-_STANDARD = ("", "ai.onnx")
+STANDARD = ("", "ai.onnx")
 _FLOAT = "tensor(float)"
 
 
@@ -74,7 +83,7 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
         low: the 16-bit format, ``float16`` or ``bfloat16``.
     """
     sizes = len(node.inputs), len(node.outputs)
-    schema = _schema(node.domain, node.op_type, version)
+    schema = schema_of(node.domain, node.op_type, version)
     if schema is None:  # an operator of a runtime: one type for all, as its fused operators have
         return NodeTypes(
             (SlotType.CHOSEN,) * sizes[0], (SlotType.CHOSEN,) * sizes[1], node.domain == "com.microsoft"
@@ -93,7 +102,7 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
 
     inputs = tuple(slot(_formal(schema.inputs, index)) for index in range(sizes[0]))
     outputs = tuple(slot(_formal(schema.outputs, index)) for index in range(sizes[1]))
-    if node.op_type == "LayerNormalization" and node.domain in _STANDARD:
+    if node.op_type == "LayerNormalization" and node.domain in STANDARD:
         outputs = (outputs[0], *(SlotType.FLOAT32,) * (sizes[1] - 1))  # its statistics are of stash_type
     main = [s for s, value in zip(inputs, node.inputs, strict=True) if is_float32(value)]
     main += [s for s, value in zip(outputs, node.outputs, strict=True) if is_float32(value)]
@@ -102,7 +111,7 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
 
 def _special(node: ir.Node) -> NodeTypes | None:
     """Return the types of operators with bodies, of those that convert, and of those that give no float."""
-    if node.domain not in _STANDARD:
+    if node.domain not in STANDARD:
         return None
     if node.op_type in ("If", "Loop", "Scan"):
         return NodeTypes((SlotType.CHOSEN,) * len(node.inputs), (SlotType.CHOSEN,) * len(node.outputs), True)
@@ -121,7 +130,8 @@ def _formal(formals: Any, index: int) -> Any:
 
 
 @cache
-def _schema(domain: str, operator: str, version: int) -> Any:
+def schema_of(domain: str, operator: str, version: int) -> Any:
+    """Return the schema of an operator; ``None`` if there is none."""
     import onnx
 
     try:

@@ -173,7 +173,15 @@ class _Search:
             what = "no op of the reference computes its value"
         else:
             what = self._arguments(op, other) or self._operator(op, other) or "it computes other values"
-        return ModelDifference("value", op.site, site, what, outputs)
+        clamped = other is not None and self._clamped(op, other)
+        return ModelDifference("clamped" if clamped else "value", op.site, site, what, outputs)
+
+    def _clamped(self, op: Op, other: Op) -> bool:
+        """Return whether a number that the format lacks is another large one, as in masks."""
+        here, there = self._found.audited.arguments(op), self._found.reference.arguments(other)
+        pairs = [(here[n], there[n]) for n in here.keys() & there.keys() & set(_NUMBERS_ONLY)]
+        known = [(float(a), float(b)) for a, b in pairs if _is_number(a) and _is_number(b) and a != b]
+        return bool(known) and all(a < 0 and self._rounded(a, b) for a, b in known)
 
     def _view(self, op: Op, other: Op) -> Site | None:
         """Return the view of an operand that has the elements of the reference's in another order."""

@@ -158,6 +158,8 @@ class _Run:
         self._program = program
         self._module = module
         self._inside = 0  # nodes that ran in bodies
+        stored = {p.dtype for p in module.parameters()} - {s.real.dtype for s in program.stored.values()}
+        self._float32 = min(stored & set(FLOATS), key=str, default=torch.float32)  # as the policy stores it
 
     def outputs(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the outputs."""
@@ -165,9 +167,7 @@ class _Run:
         scope: Scope = dict(given)
         self._add_initializers(graph, scope)
         self._run_nodes(graph, scope, _Frame(self._program.file.model.opset_imports))
-        found = {str(value.name): scope[str(value.name)] for value in graph.outputs}
-        outputs: dict[str, Any] = {name: operand_tensors(value) for name, value in found.items()}
-        return outputs
+        return {str(value.name): operand_tensors(scope[str(value.name)]) for value in graph.outputs}
 
     def _known_tensor(self, name: str) -> Known:
         stored = self._program.stored[name]
@@ -209,7 +209,7 @@ class _Run:
 
         domain = "" if node.domain == "ai.onnx" else node.domain
         version = node.version or frame.versions.get(domain, frame.versions.get("", 1))
-        call = NodeCall(node, version, inputs, body, attributes=frame.attributes)
+        call = NodeCall(node, version, inputs, body, attributes=frame.attributes, float32=self._float32)
         if node.op_type == "Constant" and not domain:
             return [self._constant(call)]
         try:

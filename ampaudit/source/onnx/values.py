@@ -95,6 +95,7 @@ class NodeCall:
         run_body: runs a graph in an attribute on inputs.
         real: whether all inputs are known, and it is computed on their real values.
         attributes: those of the function that it is in, for references to them.
+        float32: what float32 is under the policy: 16 bits, if the model's weights are stored so.
     """
 
     node: ir.Node
@@ -103,6 +104,7 @@ class NodeCall:
     run_body: RunBody
     real: bool = False
     attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
+    float32: torch.dtype = torch.float32
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return the value of an attribute, or its default."""
@@ -148,6 +150,8 @@ class NodeCall:
     def torch_dtype(self, kind: ir.DataType) -> torch.dtype:
         """Return the dtype of torch for a type of the node; others do not have those of few bits either."""
         found = torch_dtype_of(kind)
+        if found is torch.float32 and not self.real:
+            return self.float32
         if found is None:
             raise RefusedNode(f"torch has no type {kind.name}", hint="use a type of eight bits or more")
         return found
