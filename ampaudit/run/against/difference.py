@@ -13,6 +13,7 @@ from ampaudit.core.text import format_number, short_op
 from ampaudit.run.against.comparison import ModelDifference
 from ampaudit.run.against.graph import ComparedGraph, Op
 from ampaudit.run.against.matching import Matching
+from ampaudit.run.against.values import plain_value
 from ampaudit.run.against.weights import LEAST_CLAMPED, MatchedWeight, difference_of
 from ampaudit.trace.graph import Site
 
@@ -272,7 +273,7 @@ class _Search:
             return ""
         here, there = self._found.audited.arguments(op), self._found.reference.arguments(other)
         for name in [n for n in here if n in there]:
-            first, second = _plain(here[name]), _plain(there[name])
+            first, second = plain_value(here[name]), plain_value(there[name])
             if first is not None and second is not None and first != second:
                 return f"{name} is {_shown(first)}, and {_shown(second)} in the reference"
         return ""
@@ -302,15 +303,6 @@ def _call(graph: ComparedGraph, op: Op) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _plain(value: Any) -> Any:
-    """Return a number, text or list of numbers; ``None`` for anything else."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float | str) for v in value):
-        return list(value)
-    return None
 
 
 def _shown(value: Any) -> str:

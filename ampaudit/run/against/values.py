@@ -11,7 +11,7 @@ from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.step import Step
 
-__all__ = ["Values", "agreement", "samples_of"]
+__all__ = ["Values", "agreement", "plain_value", "samples_of"]
 
 _KEPT = 2048  # elements of each value
 
@@ -69,3 +69,12 @@ def agreement(first: torch.Tensor, second: torch.Tensor) -> float:
     apart = (first - second).abs() / (size + usual)
     same = (first == second) | (first.isnan() & second.isnan())
     return float(torch.where(same, 0.0, apart.nan_to_num(1.0, 1.0, 1.0)).clamp(max=1.0).mean())
+
+
+def plain_value(value: Any) -> Any:
+    """Return a number, text or list of numbers; ``None`` for anything else."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float | str) for v in value):
+        return list(value)
+    return None
