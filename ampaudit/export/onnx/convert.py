@@ -17,7 +17,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.text import format_number, plural
 from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.manifest import manifest_of, write_manifest
+from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.metadata import annotate_graph
 from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
@@ -89,34 +89,10 @@ def convert_onnx(
     if report.exit_code:
         return report, None
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
-        written, outputs = _written(plan, source, stage / ONNX, config)
-        if plan.clamped and _least(outputs) < config.min_sqnr:
-            # a row that is masked as a whole may need the mask as it is
-            plan = plan_onnx(source, config, clamp=False)
-            report = plan.audited.report
-            if report.exit_code:
-                raise RunFailed("its masks do not fit the format", hint="pass --fail-on never")
-            written, outputs = _written(plan, source, stage / ONNX, config)
-        if _least(outputs) < config.min_sqnr and config.fail_on != "never":
-            what = f"an output of the written file has {_least(outputs):.0f} dB against FP32"
-            hint = f"{config.min_sqnr:g} dB are required: --min-sqnr, or a policy that keeps more in float32"
-            raise RunFailed(what, hint=hint)
-        traced = plan.audited.audit.converted.traced
-        (stage / PLAN).write_text(plan_rules(traced, plan.audited.rules, source.location), "utf-8")
-        (stage / REPORT).write_text(to_json(report), "utf-8")
-        manifest = manifest_of(
-            config.changed(policy=plan.audited.rules, masters=False),
-            WeightFiles({}, {}, {}),
-            kind="model",
-            source=source.location,
-            source_sha256=source.sha256,
-            seed=config.seed,
-            clip=None,
-            notes=(*traced.notes, *_notes(plan, written)),
-            outputs=outputs,
-        )
-        manifest = write_manifest(stage, manifest)
+        plan, written, outputs = _accurate(plan, source, stage / ONNX, config)
+        manifest = _with_records(stage, source, plan, config, written, outputs)
         check_unchanged(source.files)
+    report = plan.audited.report
     return report, Conversion(
         source=source.location,
         output=str(directory),
@@ -139,6 +115,54 @@ def convert_onnx(
         notes=manifest.notes,
         inputs=source.inputs,
     )
+
+
+def _accurate(
+    plan: OnnxPlan, source: ModelSource, path: Path, config: ConvertConfig
+) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...]]:
+    """Write the file and run it; if that is not accurate enough, once more with masks as they are.
+
+    Raises:
+        RunFailed: an output is less accurate than was asked for.
+    """
+    written, outputs = _written(plan, source, path, config)
+    if plan.clamped and _least(outputs) < config.min_sqnr:
+        # a row that is masked as a whole may need the mask as it is
+        plan = plan_onnx(source, config, clamp=False)
+        if plan.audited.report.exit_code:
+            raise RunFailed("its masks do not fit the format", hint="pass --fail-on never")
+        written, outputs = _written(plan, source, path, config)
+    if _least(outputs) < config.min_sqnr and config.fail_on != "never":
+        what = f"an output of the written file has {_least(outputs):.0f} dB against FP32"
+        hint = f"{config.min_sqnr:g} dB are required: --min-sqnr, or a policy that keeps more in float32"
+        raise RunFailed(what, hint=hint)
+    return plan, written, outputs
+
+
+def _with_records(
+    stage: Path,
+    source: ModelSource,
+    plan: OnnxPlan,
+    config: ConvertConfig,
+    written: _Written,
+    outputs: tuple[OutputRecord, ...],
+) -> Manifest:
+    """Write the decisions, the report and the manifest beside the file."""
+    traced = plan.audited.audit.converted.traced
+    (stage / PLAN).write_text(plan_rules(traced, plan.audited.rules, source.location), "utf-8")
+    (stage / REPORT).write_text(to_json(plan.audited.report), "utf-8")
+    manifest = manifest_of(
+        config.changed(policy=plan.audited.rules, masters=False),
+        WeightFiles({}, {}, {}),
+        kind="model",
+        source=source.location,
+        source_sha256=source.sha256,
+        seed=config.seed,
+        clip=None,
+        notes=(*traced.notes, *_notes(plan, written)),
+        outputs=outputs,
+    )
+    return write_manifest(stage, manifest)
 
 
 def _written(
