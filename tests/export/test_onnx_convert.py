@@ -15,6 +15,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
 from ampaudit.export.onnx.write import write_model
 from ampaudit.export.verify import verify
+from ampaudit.report.conversion import OutputRecord
 from ampaudit.source.open import open_source
 from tests.support.onnx_conversion import CLOSE, FLOATS, check_structure, close, converted, types
 from tests.support.onnx_graphs import mlp
@@ -167,3 +168,14 @@ def test_verify_says_how_to_run_a_graph(tmp_path: Path) -> None:
     assert found.exit_code == 0
     (line,) = found.outputs
     assert f"ampaudit scan {path} --against DIR/model.onnx" in line
+
+
+def test_an_output_that_is_not_accurate_enough_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = (OutputRecord("good", "float32", "", 0.1, 60.0), OutputRecord("bad", "float32", "", 9.0, 5.0))
+    monkeypatch.setattr("ampaudit.export.onnx.convert._outputs", lambda *_: found)
+    path, inputs = build("resnet", tmp_path)
+    with pytest.raises(RunFailed, match="the written file computes bad with 5 dB against FP32"):
+        converted(path, inputs, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

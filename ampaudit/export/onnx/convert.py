@@ -16,6 +16,7 @@ from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.text import format_number, plural
 from ampaudit.core.unchanged import check_unchanged
+from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
@@ -133,7 +134,9 @@ def _accurate(
             raise RunFailed("its masks do not fit the format", hint="pass --fail-on never")
         written, outputs = _written(plan, source, path, config)
     if _least(outputs) < config.min_sqnr and config.fail_on != "never":
-        what = f"an output of the written file has {_least(outputs):.0f} dB against FP32"
+        low = [record.name for record in outputs if _least([record]) < config.min_sqnr]
+        accuracy = f"{_least(outputs):.0f} dB against FP32"
+        what = f"the written file computes {describe(', '.join(low))} with {accuracy}"
         hint = f"{config.min_sqnr:g} dB are required: --min-sqnr, or a policy that keeps more in float32"
         raise RunFailed(what, hint=hint)
     return plan, written, outputs
