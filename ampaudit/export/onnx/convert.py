@@ -25,7 +25,7 @@ from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
 from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
 from ampaudit.export.onnx.types import is_float32
-from ampaudit.export.onnx.write import casts_in, write_model
+from ampaudit.export.onnx.write import ONNX_FLOATS, casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.export.weight_files import WeightFiles
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 __all__ = ["convert_onnx"]
-
-_OURS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
 class _Written(NamedTuple):
@@ -208,7 +206,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     low, low_io = ir.DataType[config.dtype.upper()], config.io != "float32"
     before = _weights(model)
     floats = [node for node in model.graph.all_nodes() if any(map(is_float32, (*node.inputs, *node.outputs)))]
-    decisions = decisions_of(plan.audited.audit.converted.traced, plan.file)
+    decisions = decisions_of(plan)
     regions = choose_types(model.graph, decisions, model.opset_imports, config.dtype, low_io=low_io)
     for mask in plan.clamped:
         if all(use.node in regions.wide for use in mask.value.uses()):
@@ -227,10 +225,10 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
 def _weights(model: ir.Model) -> list[tuple[str, int]]:
     """Return dtype and bytes of each stored float tensor."""
     return [
-        (_OURS[value.const_value.dtype.name], value.const_value.nbytes)
+        (ONNX_FLOATS[value.const_value.dtype.name], value.const_value.nbytes)
         for graph in (model.graph, *model.graph.subgraphs())
         for value in graph.initializers.values()
-        if value.const_value is not None and value.const_value.dtype.name in _OURS
+        if value.const_value is not None and value.const_value.dtype.name in ONNX_FLOATS
     ]
 
 
@@ -279,7 +277,9 @@ def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
     kinds = {str(value.name): value.dtype for value in model.inputs}
     names = [*kinds][: len(batch.args)]
     given = {**dict(zip(names, batch.args, strict=True)), **batch.kwargs}
-    low = {n: torch_dtype_of(kind) for n, kind in kinds.items() if kind is not None and kind.name in _OURS}
+    low = {
+        n: torch_dtype_of(kind) for n, kind in kinds.items() if kind is not None and kind.name in ONNX_FLOATS
+    }
     return Batch((), {name: t.to(low[name]) if name in low else t for name, t in given.items()})
 
 

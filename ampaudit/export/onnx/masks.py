@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampaudit.export.onnx.types import MOVING, is_float32
+from ampaudit.export.onnx.types import MOVING, constant_of, is_float32
+from ampaudit.source.onnx.names import STANDARD
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -86,9 +87,8 @@ def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _
         for node in graph:
             if node.op_type != "Constant" or not is_float32(node.outputs[0]):
                 continue
-            kind, attribute = next(iter(node.attributes.items()))
-            numbers = kind in ("value_float", "value_floats")
-            tensor = ir.tensor(attribute.value, dtype=ir.DataType.FLOAT) if numbers else attribute.value
+            tensor = constant_of(node)
+            assert tensor is not None
 
             def put(tensor: ir.TensorProtocol, node: ir.Node = node) -> None:
                 node.attributes.clear()
@@ -108,7 +108,7 @@ def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
             return None
         for use in uses:
             node = use.node
-            if node is None or node.domain not in ("", "ai.onnx"):
+            if node is None or node.domain not in STANDARD:
                 return None
             if node.op_type in _ENDS:
                 ends.add(node)

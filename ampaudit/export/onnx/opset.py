@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.export.onnx.types import STANDARD, is_float32, node_types, schema_of
+from ampaudit.export.onnx.types import is_float32, node_types, schema_of
+from ampaudit.source.onnx.names import STANDARD
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -47,8 +48,9 @@ def raise_opset(model: ir.Model, low: str) -> int | None:
             best, most = version, taking(version)
     if best == given:
         return None
+    taken = {str(v.name) for n in model.graph.all_nodes() for v in (*n.inputs, *n.outputs) if v is not None}
     for node in nodes:
-        _move_attributes(model, node, given, best)
+        _move_attributes(node, given, best, taken)
     model.opset_imports[""] = best
     oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", best)], ignore_unknown=True)
     model.ir_version = max(model.ir_version, oldest)
@@ -90,8 +92,8 @@ def _default(schema: Any, name: str) -> bytes:
     return found
 
 
-def _move_attributes(model: ir.Model, node: ir.Node, given: int, version: int) -> None:
-    """Turn the attribute that became an input into one."""
+def _move_attributes(node: ir.Node, given: int, version: int, taken: set[str]) -> None:
+    """Turn the attribute that became an input into one, with a name that is not taken."""
     import numpy as np
     import onnx_ir as ir
 
@@ -101,9 +103,9 @@ def _move_attributes(model: ir.Model, node: ir.Node, given: int, version: int) -
         graph = node.graph
         assert isinstance(graph, ir.Graph)
         label = f"{node.outputs[0].name}_{name}"
-        taken = {v.name for n in model.graph.all_nodes() for v in (*n.inputs, *n.outputs) if v is not None}
         while label in taken or label in graph.initializers:
             label += "_"
+        taken.add(label)
         made = ir.Value(name=label, shape=ir.Shape(numbers.shape), type=ir.TensorType(ir.DataType.INT64))
         made.const_value = ir.tensor(numbers, name=label)
         graph.register_initializer(made)

@@ -24,7 +24,7 @@ from ampaudit.source import ModelSource
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.names import NodeNames
-from ampaudit.trace.graph import Site, TracedModel
+from ampaudit.trace.graph import Site
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -45,20 +45,15 @@ class OnnxPlan:
         file: a copy of the model, with its masks clamped.
         audited: the audit that decided.
         clamped: the masks that were clamped.
-        promoted: sites that were promoted because of findings.
+        names: of its nodes, as the audit has them.
         opset: the version that the standard operators were raised to.
     """
 
     file: OnnxFile
     audited: Audited
     clamped: list[ClampedMask]
-    promoted: tuple[SiteId, ...]
+    names: NodeNames
     opset: int | None = None
-
-    @property
-    def names(self) -> NodeNames:
-        """The names of its nodes."""
-        return NodeNames(self.file.model)
 
 
 def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True) -> OnnxPlan:
@@ -74,7 +69,8 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
     _with_types(file.model)
     raised = raise_opset(file.model, config.dtype) if config.dtype == "bfloat16" else None
     clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if clamp else []
-    prepared = replace(source, model=OnnxModel(file).eval())
+    model = OnnxModel(file)
+    prepared = replace(source, model=model.eval())
     rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
     settings = ScanConfig.of(config)
     promoted: tuple[SiteId, ...] = ()
@@ -85,7 +81,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
             break
         promoted = (*promoted, *more)
         rules = _keeping(rules, more)
-    return OnnxPlan(file, audited, clamped, promoted, raised)
+    return OnnxPlan(file, audited, clamped, model.names, raised)
 
 
 def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
@@ -174,12 +170,11 @@ def _with_types(model: ir.Model) -> None:
             value.type = ir.SequenceType(value.type)  # which onnx_ir 1.1 takes for a tensor
 
 
-def decisions_of(traced: TracedModel, file: OnnxFile) -> dict[ir.Node, bool]:
+def decisions_of(plan: OnnxPlan) -> dict[ir.Node, bool]:
     """Return for each node that was seen whether one of its ops stays in float32."""
     wide: dict[str, bool] = {}
-    for site in traced.sites:
+    for site in plan.audited.audit.converted.traced.sites:
         if site.facts is not None and not site.role.inserted:
             wide[site.layer] = wide.get(site.layer, False) or _is_wide(site)
-    names = NodeNames(file.model)
-    found = ((node, names.of(node)) for node in file.nodes())
+    found = ((node, plan.names.of(node)) for node in plan.file.nodes())
     return {node: wide[name] for node, name in found if name in wide}

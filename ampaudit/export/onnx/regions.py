@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.export.onnx.types import MOVING, NodeTypes, SlotType, bodies_of, is_float32, node_types
+from ampaudit.export.onnx.types import MOVING, NodeTypes, SlotType, is_float32, node_types
+from ampaudit.source.onnx.names import bodies_of, plain_domain
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -105,7 +106,7 @@ class _Planner:
                 self._add_value(value, self._producer(producer, value), users)
 
     def _add_node(self, node: ir.Node) -> None:
-        domain = "" if node.domain == "ai.onnx" else node.domain
+        domain = plain_domain(node.domain)
         version = node.version or self._versions.get(domain, 1)
         types = node_types(node, version, self._low)
         self._regions.types[node] = types

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampaudit.export.onnx.regions import Regions
-from ampaudit.export.onnx.types import bodies_of, is_float32
+from ampaudit.export.onnx.types import constant_of, is_float32
 from ampaudit.source.onnx.files import torch_dtype_of
+from ampaudit.source.onnx.names import STANDARD, bodies_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -36,8 +37,7 @@ class Rewriter:
         low_io: whether the graph takes and returns 16-bit values.
 
     Attributes:
-        casts: the number of casts that were inserted.
-        stored: names of stored values by what they are stored in.
+        stored: names of the values that are stored in 16 bits.
     """
 
     model: ir.Model
@@ -45,8 +45,7 @@ class Rewriter:
     low: ir.DataType
     tensor_of: TensorOf
     low_io: bool = False
-    casts: int = 0
-    stored: dict[str, str] = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
     _names: set[str] = field(default_factory=set)
 
     def rewrite(self) -> None:
@@ -68,7 +67,7 @@ class Rewriter:
         for node in list(graph):
             for body in bodies_of(node):
                 self._graph(body, node)
-            if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            if node.op_type == "Constant" and node.domain in STANDARD:
                 if is_float32(node.outputs[0]):
                     self._stored_value(graph, node.outputs[0], border, node)
                 continue
@@ -116,17 +115,17 @@ class Rewriter:
     def _stored_value(self, graph: ir.Graph, value: ir.Value, border: bool, node: ir.Node | None) -> None:
         """Store a constant in the type of its users, twice if it is small, or cast it for some of them."""
         uses, output = self._uses(graph, value, border)
-        tensor = value.const_value if node is None else _constant_of(node)
+        tensor = value.const_value if node is None else constant_of(node)
         if tensor is None or not (uses[True] or output):
             return
         if not uses[False] and output is not False:
-            self._store(value, node, self._lowered(tensor, str(value.name)))
+            self._store(value, node, self._lazily(tensor, self.low, str(value.name)))
         elif tensor.nbytes <= _SMALL and output is None:
             import onnx_ir as ir
 
             name = self._unique(f"{value.name}_{self.low.name.lower()}")
             made = ir.Value(name=name, shape=ir.Shape(_shape(tensor)), type=ir.TensorType(self.low))
-            made.const_value = self._lowered(tensor, name)
+            made.const_value = self._lazily(tensor, self.low, name)
             graph.register_initializer(made)
             self._replace(uses[True], made)
         else:
@@ -135,7 +134,7 @@ class Rewriter:
     def _store(self, value: ir.Value, node: ir.Node | None, tensor: ir.TensorProtocol) -> None:
         import onnx_ir as ir
 
-        self.stored[str(value.name)] = self.low.name.lower()
+        self.stored.add(str(value.name))
         value.dtype = self.low
         if node is None:
             value.const_value = tensor
@@ -143,9 +142,6 @@ class Rewriter:
         for name in [name for name in node.attributes if name.startswith("value")]:
             del node.attributes[name]
         node.attributes["value"] = ir.AttrTensor("value", tensor)
-
-    def _lowered(self, tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
-        return self._lazily(tensor, self.low, name)
 
     def _lazily(self, tensor: ir.TensorProtocol, to: ir.DataType, name: str) -> ir.TensorProtocol:
         """Return a tensor that is read, and converted, when it is needed."""
@@ -165,7 +161,7 @@ class Rewriter:
         import onnx_ir as ir
 
         to = self.low if to_low else ir.DataType.FLOAT
-        name = self._unique(f"{value.name}_{'to_' + to.name.lower()}")
+        name = self._unique(f"{value.name}_to_{to.name.lower()}")
         output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(to))
         node_name = self._unique(f"Cast_{name}")
         node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(to))], outputs=[output], name=node_name)
@@ -176,14 +172,13 @@ class Rewriter:
             graph.insert_before(graph[0], node)
         else:
             graph.append(node)
-        self.casts += 1
         return output
 
     def _set_type_attribute(self, node: ir.Node) -> None:
         """Change the attribute in which some operators name the type of their result."""
         import onnx_ir as ir
 
-        if node.domain not in ("", "ai.onnx") or not self.regions.is_low(node):
+        if node.domain not in STANDARD or not self.regions.is_low(node):
             return
         if not any(is_float32(value) for value in node.outputs):
             return
@@ -194,7 +189,7 @@ class Rewriter:
         elif node.op_type == "ConstantOfShape":
             given = node.attributes.get("value")
             filled = torch.zeros(1) if given is None else self.tensor_of(given.value).reshape(1)
-            made = self._lowered(ir.tensor(filled.numpy()), "value")
+            made = self._lazily(ir.tensor(filled.numpy()), self.low, "value")
             node.attributes["value"] = ir.AttrTensor("value", made)
 
     def _detach(self, graph: ir.Graph) -> None:
@@ -209,7 +204,7 @@ class Rewriter:
     def _drop_idle_casts(self, graph: ir.Graph) -> None:
         """Remove casts of a value to the type that it has."""
         for node in list(graph):
-            if node.op_type != "Cast" or node.domain not in ("", "ai.onnx"):
+            if node.op_type != "Cast" or node.domain not in STANDARD:
                 continue
             value, made = node.inputs[0], node.outputs[0]
             if value is None or value.dtype is None or int(value.dtype) != node.attributes["to"].value:
@@ -231,19 +226,6 @@ class Rewriter:
             made = f"{name}_{number}"
         self._names.add(made)
         return made
-
-
-def _constant_of(node: ir.Node) -> ir.TensorProtocol | None:
-    """Return the value of a Constant node as a tensor."""
-    import onnx_ir as ir
-
-    for name, attribute in node.attributes.items():
-        if name == "value":
-            found: ir.TensorProtocol = attribute.value
-            return found
-        if name in ("value_float", "value_floats"):
-            return ir.tensor(torch.tensor(attribute.value, dtype=torch.float32).numpy())
-    return None
 
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[int, ...]:

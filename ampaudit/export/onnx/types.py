@@ -7,15 +7,16 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ampaudit.source.onnx.names import STANDARD, plain_domain
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 __all__ = [
     "MOVING",
-    "STANDARD",
     "NodeTypes",
     "SlotType",
-    "bodies_of",
+    "constant_of",
     "is_float32",
     "node_types",
     "schema_of",
@@ -28,8 +29,6 @@ MOVING = frozenset(
     Reshape ReverseSequence Slice SpaceToDepth Split Squeeze Tile Transpose Trilu Unsqueeze Where
     """.split()
 )
-STANDARD = ("", "ai.onnx")
-_FLOAT = "tensor(float)"
 
 
 class SlotType(Enum):
@@ -63,15 +62,17 @@ def _is_container(value: ir.Value | None) -> bool:
     return value is not None and value.type is not None and not isinstance(value.type, ir.TensorType)
 
 
-def bodies_of(node: ir.Node) -> list[ir.Graph]:
-    """Return the graphs inside a node."""
-    found: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.ref_attr_name is None and attribute.type.name == "GRAPH":
-            found.append(attribute.value)
-        elif attribute.ref_attr_name is None and attribute.type.name == "GRAPHS":
-            found.extend(attribute.value)
-    return found
+def constant_of(node: ir.Node) -> ir.TensorProtocol | None:
+    """Return the value of a Constant node of floats as a tensor."""
+    import onnx_ir as ir
+
+    for name, attribute in node.attributes.items():
+        if name == "value":
+            found: ir.TensorProtocol = attribute.value
+            return found
+        if name in ("value_float", "value_floats"):
+            return ir.tensor(attribute.value, dtype=ir.DataType.FLOAT)
+    return None
 
 
 def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
@@ -135,6 +136,6 @@ def schema_of(domain: str, operator: str, version: int) -> Any:
     import onnx
 
     try:
-        return onnx.defs.get_schema(operator, version, "" if domain == "ai.onnx" else domain)
+        return onnx.defs.get_schema(operator, version, plain_domain(domain))
     except onnx.defs.SchemaError:
         return None

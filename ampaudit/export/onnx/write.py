@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampaudit.export.onnx.check import open_session
-from ampaudit.source.onnx.wire import OWN_FILE, write_with_values
+from ampaudit.source.onnx.names import STANDARD
+from ampaudit.source.onnx.wire import LARGE, OWN_FILE, write_with_values
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["casts_in", "run_onnx", "write_model"]
+__all__ = ["ONNX_FLOATS", "casts_in", "run_onnx", "write_model"]
 
 _ONE_FILE = 1 << 30  # bytes: from there on, weights are in a file of their own
-_LARGE = 4096
-_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
+ONNX_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
 def write_model(model: ir.Model, path: Path) -> None:
@@ -30,7 +30,7 @@ def write_model(model: ir.Model, path: Path) -> None:
     TopologicalSortPass()(model)
     large: dict[str, ir.TensorProtocol] = {}
     for name, value in model.graph.initializers.items():
-        if value.const_value is not None and value.const_value.nbytes > _LARGE:
+        if value.const_value is not None and value.const_value.nbytes > LARGE:
             large[name] = value.const_value
     if sum(tensor.nbytes for tensor in large.values()) > _ONE_FILE:
         ir.save(model, path, external_data=f"{path.name}.data")
@@ -63,10 +63,10 @@ def casts_in(model: ir.Model) -> Counter[str]:
 
     found: Counter[str] = Counter()
     for node in model.graph.all_nodes():
-        if node.op_type == "Cast" and node.domain in ("", "ai.onnx") and node.inputs[0] is not None:
+        if node.op_type == "Cast" and node.domain in STANDARD and node.inputs[0] is not None:
             given, to = node.inputs[0].dtype, ir.DataType(node.attributes["to"].value)
-            if to.name in _FLOATS and given is not None and given.name in _FLOATS:
-                found[_FLOATS[to.name]] += 1
+            if to.name in ONNX_FLOATS and given is not None and given.name in ONNX_FLOATS:
+                found[ONNX_FLOATS[to.name]] += 1
     return found
 
 

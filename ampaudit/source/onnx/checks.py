@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.untrusted import describe
+from ampaudit.source.onnx.names import plain_domain
 
 if TYPE_CHECKING:
     import onnx
@@ -84,15 +85,11 @@ def first_in_cycle(nodes: Sequence[Any]) -> Any:
 def _versions(proto: Any) -> dict[str, int]:
     import onnx
 
-    found = {_domain(item.domain): item.version for item in proto.opset_import}
+    found = {plain_domain(item.domain): item.version for item in proto.opset_import}
     newest = onnx.defs.onnx_opset_version()
     if not 1 <= found.get("", 1) <= newest:
         raise BadGraph(f"needs operator set {found['']}; onnx knows 1 to {newest}", _UPGRADE)
     return found
-
-
-def _domain(name: str) -> str:
-    return "" if name == "ai.onnx" else name
 
 
 def _identity(function: Any) -> _Function:
@@ -166,7 +163,7 @@ def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
     """Check a node of the standard against its operator's definition."""
-    if _domain(node.domain):
+    if plain_domain(node.domain):
         return
     schema = _schema(node.op_type, versions.get("", 1))
     if schema is None:

@@ -15,6 +15,7 @@ from ampaudit.checkpoint.archive import map_privately
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 from ampaudit.source.onnx.checks import BadGraph, check_model, first_in_cycle, node_title
+from ampaudit.source.onnx.names import plain_domain
 from ampaudit.source.onnx.wire import OWN_FILE, without_large_values
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class OnnxFile:
 
     def version(self, node: ir.Node) -> int:
         """Return the version of the operator set that a node belongs to."""
-        domain = "" if node.domain == "ai.onnx" else node.domain
+        domain = plain_domain(node.domain)
         if node.version is not None:
             return node.version
         return self.model.opset_imports.get(domain, 1)

@@ -15,7 +15,7 @@ from ampaudit.core.untrusted import MAX_MESSAGE, describe
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.functions import refers, standard_body, with_values
-from ampaudit.source.onnx.names import NodeNames, layer_name, parameter_place
+from ampaudit.source.onnx.names import NodeNames, layer_name, parameter_place, plain_domain
 from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
 from ampaudit.source.onnx.values import (
@@ -207,7 +207,7 @@ class _Run:
             self._run_nodes(graph, inner, frame)
             return [inner[str(value.name)] for value in graph.outputs]
 
-        domain = "" if node.domain == "ai.onnx" else node.domain
+        domain = plain_domain(node.domain)
         version = node.version or frame.versions.get(domain, frame.versions.get("", 1))
         call = NodeCall(node, version, inputs, body, attributes=frame.attributes, float32=self._float32)
         if node.op_type == "Constant" and not domain:

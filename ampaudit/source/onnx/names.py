@@ -18,7 +18,9 @@ from ampaudit.trace.replay import MODULE_SCOPE
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["NodeNames", "layer_name", "parameter_place"]
+__all__ = ["STANDARD", "NodeNames", "bodies_of", "layer_name", "parameter_place", "plain_domain"]
+
+STANDARD = ("", "ai.onnx")
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"
@@ -151,16 +153,28 @@ def shortened(name: str) -> str:
     return f"{describe(name, _MAX_NAME)}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
+def plain_domain(name: str) -> str:
+    """Return the domain of an operator set; the standard one has two names."""
+    return "" if name in STANDARD else name
+
+
+def bodies_of(node: ir.Node) -> list[ir.Graph]:
+    """Return the graphs inside a node."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.ref_attr_name is None and attribute.type.name == "GRAPH":
+            found.append(attribute.value)
+        elif attribute.ref_attr_name is None and attribute.type.name == "GRAPHS":
+            found.extend(attribute.value)
+    return found
+
+
 def _captured(node: ir.Node) -> set[str]:
     """Return the names that the bodies of a node read from around it."""
     found: set[str] = set()
-    for attribute in node.attributes.values():
-        graphs = attribute.value if attribute.type.name == "GRAPHS" else (attribute.value,)
-        if attribute.type.name not in ("GRAPH", "GRAPHS"):
-            continue
-        for graph in graphs:
-            for inner in graph:
-                found |= {str(value.name) for value in inner.inputs if value is not None}
-                found |= _captured(inner)
-            found |= {str(value.name) for value in graph.outputs}
+    for graph in bodies_of(node):
+        for inner in graph:
+            found |= {str(value.name) for value in inner.inputs if value is not None}
+            found |= _captured(inner)
+        found |= {str(value.name) for value in graph.outputs}
     return found

@@ -13,6 +13,7 @@ import torch
 from ampaudit.core.untrusted import describe
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.functions import onnx_type_of, with_values
+from ampaudit.source.onnx.names import plain_domain
 from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
@@ -50,8 +51,8 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
         ) from None
     except Exception as error:  # whatever ONNX Runtime raises
         raise call.fault(f"{why}, and ONNX Runtime does not run it: {describe(error, 150)}") from error
-    domain = "" if node.domain in ("", "ai.onnx") else f"{node.domain}_"
-    results = _op(re.sub(r"\W", "_", f"{domain}{node.op_type}"))(tensors, model)
+    domain = plain_domain(node.domain)
+    results = _op(re.sub(r"\W", "_", f"{domain}_{node.op_type}" if domain else node.op_type))(tensors, model)
     made = iter(t.to(low) if low is not None and t.dtype == torch.float32 else t for t in results)
     return [next(made) if output.name else None for output in node.outputs]
 

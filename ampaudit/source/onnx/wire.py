@@ -15,10 +15,10 @@ from typing_extensions import Buffer
 
 from ampaudit.source.onnx.checks import MAX_NODES, BadGraph
 
-__all__ = ["OWN_FILE", "without_large_values", "write_with_values"]
+__all__ = ["LARGE", "OWN_FILE", "without_large_values", "write_with_values"]
 
 OWN_FILE = "\x00"  # no path: the location of a tensor in the model's own file
-_LARGE = 4096  # bytes
+LARGE = 4096  # bytes: a tensor of more stays in the file
 _MAX_PARSED = 1 << 30  # bytes without large values
 _PARSED_UNCOUNTED = 1 << 23  # bytes that cannot become too many objects
 _MAX_FIELDS = 3_000_000
@@ -119,7 +119,7 @@ def _graph(data: mmap, graph: _Field) -> bytes:
         nodes, listed = nodes + (field.number == _NODE), listed + 1
         if nodes > MAX_NODES or listed > _MAX_FIELDS:
             raise BadGraph(f"has more than {MAX_NODES:,} nodes", "export a part of the model")
-        if field.number == _INITIALIZER and field.kind == _BYTES and field.end - field.start > _LARGE:
+        if field.number == _INITIALIZER and field.kind == _BYTES and field.end - field.start > LARGE:
             made += _message(_INITIALIZER, _tensor(data, field))
         else:
             made += _checked(data, field, made)
@@ -149,7 +149,7 @@ def _tensor(data: mmap, tensor: _Field) -> bytes:
     made = bytearray()
     for field in _fields(data, tensor.start, tensor.end):
         length = field.end - field.start
-        if field.number != _RAW_DATA or field.kind != _BYTES or length <= _LARGE:
+        if field.number != _RAW_DATA or field.kind != _BYTES or length <= LARGE:
             made += data[field.begin : field.end]
             continue
         for key, value in (("location", OWN_FILE), ("offset", str(field.start)), ("length", str(length))):

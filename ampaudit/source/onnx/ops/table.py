@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ampaudit.source.onnx.names import plain_domain
 from ampaudit.source.onnx.ops import (  # noqa: F401
     activations,
     attention,
@@ -30,7 +31,7 @@ __all__ = ["function_for", "function_for_name"]
 
 def function_for(node: ir.Node) -> Operator | None:
     """Return the function that computes a node; ``None`` if there is none."""
-    return function_for_name("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+    return function_for_name(plain_domain(node.domain), node.op_type)
 
 
 def function_for_name(domain: str, name: str) -> Operator | None:
