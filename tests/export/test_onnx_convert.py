@@ -174,7 +174,7 @@ def test_an_output_that_is_not_accurate_enough_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = (OutputRecord("good", "float32", "", 0.1, 60.0), OutputRecord("bad", "float32", "", 9.0, 5.0))
-    monkeypatch.setattr("ampaudit.export.onnx.convert._outputs", lambda *_: found)
+    monkeypatch.setattr("ampaudit.export.onnx.convert.outputs_of", lambda *_: found)
     path, inputs = build("resnet", tmp_path)
     with pytest.raises(RunFailed, match="the written file computes bad with 5 dB against FP32"):
         converted(path, inputs, tmp_path / "out")
