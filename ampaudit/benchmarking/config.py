@@ -9,7 +9,6 @@ from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
 from ampaudit.audit.config import Rules, check_device
-from ampaudit.benchmarking.devices.catalogue import Device, device_named
 from ampaudit.benchmarking.names import DEFAULT_MODES, parse_modes
 from ampaudit.core.config import (
     Config,
@@ -25,6 +24,7 @@ from ampaudit.core.config import (
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
+from ampaudit.devices.catalogue import Device, device_named
 
 __all__ = ["BenchConfig", "BenchOptions"]
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 
 from ampaudit.benchmarking.batches import moved
-from ampaudit.benchmarking.estimate import roofline_seconds, total_work
 from ampaudit.benchmarking.memory import live_bytes, measure_peak
 from ampaudit.benchmarking.modes import BenchSetup, ModeRunner, NotSupported, build_mode
 from ampaudit.benchmarking.predict import predict_step
 from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import AuditError, first_line
+from ampaudit.devices.estimate import roofline_seconds, total_work
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves

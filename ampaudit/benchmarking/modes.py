@@ -13,9 +13,9 @@ from torch.amp import GradScaler
 
 from ampaudit.audit.plan import trace_under
 from ampaudit.benchmarking.batches import moved, resized
-from ampaudit.benchmarking.devices.catalogue import Device
 from ampaudit.core.errors import first_line
 from ampaudit.core.formats import NumberFormat
+from ampaudit.devices.catalogue import Device
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy

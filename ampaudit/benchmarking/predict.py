@@ -17,9 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampaudit.benchmarking.batches import batch_size_of
-from ampaudit.benchmarking.estimate import OpCost, OpCounter
 from ampaudit.benchmarking.memory import storage_bytes
 from ampaudit.benchmarking.modes import BenchSetup, ModeRunner
+from ampaudit.devices.estimate import OpCost, OpCounter
 from ampaudit.report.bench import Memory
 from ampaudit.trace.fake_model import make_fake_model, named_tensors
 from ampaudit.trace.keys import TraceCache

@@ -11,13 +11,13 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.benchmarking.batches import batch_size_of
 from ampaudit.benchmarking.config import BenchConfig, BenchOptions
-from ampaudit.benchmarking.devices.host import this_machine
 from ampaudit.benchmarking.largest import largest
 from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, start_run, time_step
 from ampaudit.benchmarking.modes import BenchSetup, with_batch_size
 from ampaudit.core import interrupts
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.devices.host import this_machine
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
 from ampaudit.report.model import ModelInfo
 from ampaudit.run.device import environment_of, pick_device

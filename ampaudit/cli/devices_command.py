@@ -19,8 +19,8 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
-    from ampaudit.benchmarking.devices.catalogue import all_devices, device_named
-    from ampaudit.benchmarking.devices.text import render_catalogue, render_device, render_machine
+    from ampaudit.devices.catalogue import all_devices, device_named
+    from ampaudit.devices.text import render_catalogue, render_device, render_machine
     from ampaudit.render.json import to_json
 
     if name is not None:
@@ -33,7 +33,7 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
             force=False,
         )
         return
-    from ampaudit.benchmarking.devices.host import Devices, this_machine
+    from ampaudit.devices.host import Devices, this_machine
 
     machine = this_machine()
     found = Devices(1, machine, tuple(all_devices().values()))

@@ -18,10 +18,10 @@ from torch import nn
 from ampaudit.audit.inputs import as_source
 from ampaudit.benchmarking import run as running
 from ampaudit.benchmarking.config import BenchConfig
-from ampaudit.benchmarking.devices.catalogue import device_named
 from ampaudit.benchmarking.mode_runs import ModeRun
 from ampaudit.benchmarking.run import bench
 from ampaudit.core.errors import UsageError
+from ampaudit.devices.catalogue import device_named
 from ampaudit.render.bench_plot import plot_bench
 from ampaudit.render.blocks import Table
 from ampaudit.render.documents.bench import bench_facts, bench_tables

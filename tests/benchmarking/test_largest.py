@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.benchmarking.config import BenchConfig
-from ampaudit.benchmarking.devices.catalogue import device_named
 from ampaudit.benchmarking.largest import search
 from ampaudit.benchmarking.run import bench
+from ampaudit.devices.catalogue import device_named
 from tests.support.bench import bert
 
 

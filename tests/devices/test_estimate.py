@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.benchmarking.devices.catalogue import device_named
-from ampaudit.benchmarking.estimate import OpCounter, roofline_seconds, total_work
+from ampaudit.devices.catalogue import device_named
+from ampaudit.devices.estimate import OpCounter, roofline_seconds, total_work
 
 
 def test_operations_are_counted_as_the_formula_says() -> None:

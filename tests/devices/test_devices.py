@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampaudit.benchmarking.devices.catalogue import Device, all_devices, device_named, nearest_device
-from ampaudit.benchmarking.devices.host import cpu_flags, this_machine
 from ampaudit.core.errors import UsageError
+from ampaudit.devices.catalogue import Device, all_devices, device_named, nearest_device
+from ampaudit.devices.host import cpu_flags, this_machine
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 # names as torch.cuda.get_device_name gives them

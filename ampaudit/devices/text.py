@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampaudit.benchmarking.devices.catalogue import Device, all_devices
-from ampaudit.benchmarking.devices.host import Host, HostDevice
 from ampaudit.core.text import escape_control, format_bytes
+from ampaudit.devices.catalogue import Device, all_devices
+from ampaudit.devices.host import Host, HostDevice
 from ampaudit.render.grid import hanging, open_table
 
 __all__ = ["render_catalogue", "render_device", "render_machine"]

@@ -7,6 +7,7 @@ left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ampaudit.benchmarking.devices.catalogue import Device
+from ampaudit.devices.catalogue import Device
 from ampaudit.report.bench import Work
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["OpCounter", "roofline_seconds", "total_work"]
+__all__ = ["OpCost", "OpCounter", "cost_of", "roofline_seconds", "total_work"]
 
 _CASTS = (torch.ops.aten._to_copy.default,)
 _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
@@ -50,14 +51,15 @@ class OpCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not func.is_view and func not in _FREE:
-            self.ops.append(_op(func, args, kwargs, out))
+            self.ops.append(cost_of(func, args, kwargs, out))
         return out
 
 
-def _op(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
+def cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
+    """Return the cost of one call; a tensor that it is given twice is read once."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(getattr(func, "_overloadpacket", func))  # a higher-order op has no overloads
     if func is torch.ops.aten.convolution_backward.default:
         flops = _convolution_backward(args)
     else:
@@ -94,7 +96,7 @@ def total_work(ops: list[OpCost], *, tf32: bool) -> Work:
     )
 
 
-def roofline_seconds(ops: list[OpCost], device: Device, *, tf32: bool) -> float | None:
+def roofline_seconds(ops: Iterable[OpCost], device: Device, *, tf32: bool) -> float | None:
     """Sum the longer of arithmetic and traffic over the ops; ``None`` where a rate is not known."""
     if device.bandwidth_gbs is None or device.fp32 is None:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ampaudit.benchmarking.devices.catalogue import Device, nearest_device
+from ampaudit.devices.catalogue import Device, nearest_device
 
 __all__ = ["Devices", "Host", "HostDevice", "this_machine"]
 
