@@ -20,6 +20,7 @@ __all__ = [
     "RING",
     "InMemory",
     "Part",
+    "RescaledPart",
     "SafetensorsFile",
     "WatchedPart",
     "count_megabytes",
@@ -59,6 +60,33 @@ class WatchedPart:
         for piece in self._part.pieces(name):
             yield piece
             self._on_read(piece.nbytes)
+
+
+class RescaledPart:
+    """A part with some tensors multiplied by powers of two.
+
+    Args:
+        part: with the original values.
+        powers: exponents, by the names of tensors.
+    """
+
+    def __init__(self, part: Part, powers: Mapping[str, int]) -> None:
+        self.label, self.metadata, self.entries = part.label, part.metadata, part.entries
+        self._part, self._powers = part, powers
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the pieces of the part.
+
+        Raises:
+            WeightsError: a product is not exact.
+        """
+        power = self._powers.get(name, 0)
+        for piece in self._part.pieces(name):
+            scaled = piece * 2.0**power if power else piece
+            if power and not torch.equal(scaled * 2.0**-power, piece):
+                what = f"{describe(self.label)}: {describe(name)!r} times 2^{power} is not exact"
+                raise WeightsError(what, hint="leave out --rescale")
+            yield scaled
 
 
 def count_megabytes(phase: str, total: int, on_progress: Progress) -> Callable[[int], None]:

@@ -171,7 +171,11 @@ class Constants(_Strict):
 class WeightPolicy(_Strict):
     """How the converted model stores weights, takes inputs and returns outputs."""
 
-    storage: Literal["float32", "lower"] = "float32"
+    storage: Literal["float32", "lower", "rounded"] = Field(
+        default="float32",
+        description="lower: weights are stored in 16 bits; rounded: the same, but the model's code sees them "
+        "in float32",
+    )
     buffers: Literal["all", "persistent"] = Field(
         default="all",
         description="which buffers storage is about: all, as .half() casts; persistent, as loading does",

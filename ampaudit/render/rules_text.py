@@ -71,7 +71,7 @@ def _headline(loaded: Loaded) -> str:
 
 
 def _weights(weights: WeightPolicy) -> str:
-    stored = "weights stored in 16 bits" if weights.storage == "lower" else "weights stored in FP32"
+    stored = "weights stored in FP32" if weights.storage == "float32" else "weights stored in 16 bits"
     master = ", FP32 masters kept" if weights.master and weights.storage == "lower" else ""
     moved = [
         f"{k} {v}" for k, v in (("inputs", weights.inputs), ("outputs", weights.outputs)) if v != "unchanged"

@@ -37,7 +37,7 @@ from ampaudit.trace.isolation import seeded
 from ampaudit.trace.path.numbering import PathNumbering
 from ampaudit.trace.path.recorder import GivenValues, PathRecorder, PathTracing
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
-from ampaudit.trace.storage import is_cast, own_conversion, stored_dtypes
+from ampaudit.trace.storage import is_cast, own_conversion, rounded_names, stored_dtypes
 from ampaudit.trace.values import torch_dtype
 
 __all__ = ["TraceConfig", "capture", "input_signature", "quiet"]
@@ -127,7 +127,8 @@ def capture(
         fake_like(t, mode, given if given is not None and is_cast(t.dtype, file.weights) else t.dtype)
         for t in tensor_leaves(args, kwargs)
     )
-    facts = FactFinder(entry, config.number_format.name, config.measured)
+    rounded = rounded_names(model, file.weights, low_dtype)
+    facts = FactFinder(entry, config.number_format.name, config.measured, rounded)
     numbering = SiteNumbering if path is None else partial(PathNumbering, config.known)
     deciding = (config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
     caster = Caster(*deciding, numbering)
@@ -153,6 +154,7 @@ def capture(
         backward_notes=(*custom_code.notes, *(_unseen_hooks(model) if tracer is not None else ())),
         reads=tuple(reads.lines),
         path=None if path is None else tuple(path.reads.reads),
+        rounded=rounded,
     )
 
 

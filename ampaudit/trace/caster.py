@@ -243,9 +243,14 @@ class Caster:
         def convert(value: Any, to: torch.dtype | None) -> Any:
             if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
                 return cast(value, torch.complex64)
-            if to is None or not _castable(value) or value.dtype == to or any(value is w for w in written):
+            if not _castable(value) or any(value is w for w in written):
                 return value
-            return self._shared_cast(value, to, cast, tracer_id)
+            # what the code has written is no stored weight any more
+            stored = self._facts.is_rounded(value) and not self.is_written(value)
+            if stored and to != dtype and value.dtype is torch.float32:
+                rounded = self._shared_cast(value, dtype, cast, tracer_id)
+                return self._shared_cast(rounded, torch.float32, cast, tracer_id)
+            return value if to in (None, value.dtype) else self._shared_cast(value, to, cast, tracer_id)
 
         special = {"lower": dtype, "float32": torch.float32, "keep": None}
         exceptions = {name: special[how] for name, how in decision.arguments}

@@ -29,9 +29,17 @@ class FactFinder:
         model: the traced module, with its layers and parameters.
         dtype: name of the 16-bit format.
         measured: measurements of a run, by site; empty before the first run.
+        rounded: names of parameters and buffers whose values are rounded to 16 bits.
     """
 
-    def __init__(self, model: nn.Module, dtype: str, measured: Mapping[SiteId, Measurement]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: str,
+        measured: Mapping[SiteId, Measurement],
+        rounded: frozenset[str] = frozenset(),
+    ) -> None:
+        self._rounded = rounded
         self._model = model
         self._dtype = dtype
         self._measured = measured
@@ -63,13 +71,20 @@ class FactFinder:
             measurement=self._measured.get(site),
         )
 
+    def is_rounded(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a parameter or buffer whose values are rounded to 16 bits."""
+        return bool(self._rounded) and self._name_of(tensor) in self._rounded
+
     def _parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        leaves = pytree.tree_leaves((args, kwargs))
+        named = (self._name_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return tuple(name for name in named if name is not None)
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
         if self._names is None:
             # the tracer has put its own tensors into the modules by now
             self._names = {id(t): layer_path(name) for name, t in named_tensors(self._model).items()}
-        names = self._names
-        leaves = pytree.tree_leaves((args, kwargs))
-        return tuple(names[id(t)] for t in leaves if isinstance(t, torch.Tensor) and id(t) in names)
+        return self._names.get(id(tensor))
 
 
 def _is_plain(value: Any) -> bool:

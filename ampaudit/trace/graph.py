@@ -191,6 +191,7 @@ class TracedModel:
     custom_backwards: tuple[CustomBackward, ...] = ()
     backward_notes: tuple[str, ...] = ()
     path: tuple[ValueRead, ...] | None = None
+    rounded: frozenset[str] = frozenset()
 
     @property
     def site_of_node(self) -> dict[str, Site]:

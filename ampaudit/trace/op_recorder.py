@@ -90,6 +90,7 @@ class OpRecorder:
         record, dtype = caster.decide(site, called, layer)
         changed, original_args = caster.clipped(called, record.decision)
         record = replace(record, original_args=original_args, replayed=replayed_meta())
+        uncast = changed
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
         if twin is not None:
             with caster.twins.entered(twin.op, site):
@@ -101,7 +102,7 @@ class OpRecorder:
         except Exception as error:
             if not _lacks_kernel(changed, error):
                 raise
-            record, changed, result = self._without_kernel(record, changed, dtype)
+            record, changed, result = self._without_kernel(record, changed, uncast, dtype)
         caster.note(result, changed, called)
         return self._clamped(record, result)
 
@@ -118,16 +119,19 @@ class OpRecorder:
             return NotImplemented
 
     def _without_kernel(
-        self, record: OpRecord, called: OpCalled, dtype: torch.dtype
+        self, record: OpRecord, called: OpCalled, uncast: OpCalled, dtype: torch.dtype
     ) -> tuple[OpRecord, OpCalled, Any]:
-        """Record an op without a 16-bit kernel here as CUDA computes it, or in float32."""
+        """Record an op without a 16-bit kernel here as CUDA computes it, or in float32.
+
+        In float32 it takes its arguments as they were before the policy's casts, which are not made then.
+        """
         if is_fourier(called.op):
             half = replace(record, decision=HALF_FOURIER)
             result = self._record(half, called, by=record_half_fourier)
             if result is not NotImplemented:
                 return record, called, result
         record = replace(record, decision=NO_KERNEL)
-        called = self._caster.apply(NO_KERNEL, dtype, called, self._cast, self._tracer_id)
+        called = self._caster.apply(NO_KERNEL, dtype, uncast, self._cast, self._tracer_id)
         return record, called, self._record_result(record, called)
 
     def _clamped(self, record: OpRecord, result: Any) -> Any:

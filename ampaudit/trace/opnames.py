@@ -263,8 +263,13 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def example_size(size: int | torch.SymInt) -> Any:
-    """Return the number that a symbolic size stands for in this trace, without a guard on it."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    """Return the number that a symbolic size stands for in this trace, without a guard on it.
+
+    ``None`` for one that depends on the data, unless the model has checked it since.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    return size.node.maybe_as_int() if size.node.hint is None else size.node.hint
 
 
 class _Names(TorchDispatchMode):

@@ -22,7 +22,7 @@ from ampaudit.trace.replay import META_KEY, MODULE_SCOPE, OpRecord
 from ampaudit.trace.stack import source_lines
 from ampaudit.trace.values import float_value, sizes_of
 
-__all__ = ["build_sites", "is_idle_dropout"]
+__all__ = ["build_sites", "is_idle_dropout", "results_of"]
 
 _DROPOUTS = {"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"}
 _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
@@ -70,7 +70,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     elif role is Role.INSERTED_CAST:
         short = "cast"
     given = record.site if record is not None and role is not Role.WEIGHT_CAST else None
-    value = _number(_results(node))
+    value = _number(results_of(node))
     source, caller = source_lines(meta.get("stack_trace"))
     if record is not None and record.twin is not None:
         caller = record.twin.called_at
@@ -93,7 +93,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     )
 
 
-def _results(node: fx.Node) -> Any:
+def results_of(node: fx.Node) -> Any:
     """Return the (fake) results of a node, which an op that returns nothing writes to its arguments."""
     if not isinstance(node.target, OpOverload) or node.target._schema.returns:
         return node.meta.get("val")

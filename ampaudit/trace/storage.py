@@ -18,6 +18,7 @@ __all__ = [
     "is_cast",
     "kept_by_author",
     "own_conversion",
+    "rounded_names",
     "split_ties",
     "storage_notes",
     "stored_dtypes",
@@ -45,6 +46,15 @@ def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 
     A tensor with several names is treated alike under each: where one is kept, all are.
     """
+    return _stored(model, weights, low_dtype) if weights.storage == "lower" else {}
+
+
+def rounded_names(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> frozenset[str]:
+    """Return the names of tensors that are stored in 16 bits although the model's code sees float32."""
+    return frozenset(_stored(model, weights, low_dtype)) if weights.storage == "rounded" else frozenset()
+
+
+def _stored(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
     stored = _chosen(model, weights, low_dtype)
     apart = {name for names in _tied_apart(model, stored) for name in names}
     return {name: dtype for name, dtype in stored.items() if name not in apart}
@@ -58,7 +68,7 @@ def split_ties(
 
 
 def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    if weights.storage != "lower":
+    if weights.storage == "float32":
         return {}
     listed = _kept_in_fp32(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
     rules = [rule for rule in weights.keep if not rule.dtype or dtype_name(low_dtype) in rule.dtype]
@@ -100,7 +110,7 @@ def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tu
 def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> tuple[str, ...]:
     """Describe which modules the model asks to keep in FP32, and whether the policy does."""
     listed = _kept_in_fp32(model, low_dtype)
-    if weights.storage != "lower" or not listed:
+    if weights.storage == "float32" or not listed:
         return ()
     respected = weights.keep_fp32_modules == "respect"
     what = "kept in FP32 as the author asks" if respected else "cast all the same, as this policy says"

@@ -45,7 +45,7 @@ def test_decisions_of_torch_cuda(op: str, cast: Cast) -> None:
 
 
 def test_shipped_policies_load() -> None:
-    assert len(policy_names()) == 20
+    assert len(policy_names()) == 21
     for name in policy_names():
         loaded = load_file(name)
         assert loaded.file.name == name
