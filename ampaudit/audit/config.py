@@ -93,6 +93,7 @@ _EXCLUDES = {
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
     "steps": ("ranges", "static", "assume", "prove", "stress", "backward"),
     "sweep": ("ranges", "static", "stress", "advise", "diff"),
+    "sensitivity": ("ranges", "static", "backward", "steps", "against", "contract"),
     "against": (
         "ranges",
         "static",
@@ -195,6 +196,7 @@ class ScanConfig(PlanConfig):
         str,
         Option("Execution contract: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"),
     ] = ""
+    sensitivity: Annotated[bool, Option("Rank roundings by the error that they make in the outputs.")] = False
     backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
     loss: Annotated[
         UserFunction | None, python_only("loss(output) or loss(output, batch), for backward.")
@@ -265,6 +267,7 @@ class ScanKeywords(_RunOptions, total=False):
     advise: bool
     diff: bool
     contract: str
+    sensitivity: bool
     backward: bool
     loss: UserFunction | None
     loss_scale: float | None

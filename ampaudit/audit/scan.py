@@ -20,6 +20,7 @@ from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
+from ampaudit.audit.sensitivity import probing, sensitivity_of
 from ampaudit.audit.stress import stressed
 from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.errors import UsageError
@@ -33,6 +34,7 @@ from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.config import Steps
 from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
+from ampaudit.run.sensitivity.measure import SensitivityProbe
 from ampaudit.source import ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
@@ -190,6 +192,9 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         plans = [replace(plan, steps=Steps(config.steps, function, fed_back)) for plan in plans]
     if config.backward:
         source, plans = differentiated(source, plans, config)
+    probes: list[list[SensitivityProbe]] = [[] for _ in plans]
+    if config.sensitivity:
+        plans = [probing(plan, source, into) for plan, into in zip(plans, probes, strict=True)]
     contract = parse_contract(config.contract)
     if contract.words and not (config.static or config.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]
@@ -214,6 +219,8 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         if (config.advise or config.diff) and not config.ranges and not config.static:
             shown, combined = advised(shown, source, plan, context, config, hiding)
         report = replace(_report(audit, context, shown, (source, rules, config)), combined=combined)
+        if config.sensitivity:
+            report = replace(report, sensitivity=sensitivity_of(audit, probes[len(made)][-1], form))
         if before:
             usual_context = context_of(before[len(made)], form, config.changed(contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))

@@ -10,13 +10,14 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.metric import metric_of
 from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
-from ampaudit.ci.metric import Outputs, with_metric
 from ampaudit.core.config import Config
 from ampaudit.core.confinement import die_with_parent
 from ampaudit.core.errors import AuditError, first_line
@@ -49,7 +50,7 @@ def check_target(request: Request) -> TargetResult:
         config = config.changed(policy=AS_IS, dtype=source.dtype or config.dtype)
         found += _integrity(Path(request.target))
         notes.append("audited as converted, with its casts; its files were verified")
-    outputs: Outputs = {}
+    outputs: dict[int, Any] = {}
     if source.metric is not None:
         config = config.changed(keep_outputs=outputs.__setitem__)
     report = scan(source, config=config)
@@ -57,7 +58,10 @@ def check_target(request: Request) -> TargetResult:
         notes.append(f"audited on {report.run.made_up}")
     if report.gaps:
         notes.append(gaps_in_words(report.gaps))
-    measured = with_metric(measured_in(report), source, outputs)
+    measured = measured_in(report)
+    if source.metric is not None and outputs:
+        fp32, lower = metric_of(source, outputs)
+        measured = replace(measured, metric_fp32=fp32, metric_lower=lower)
     if source.kind == "converted":
         measured = _with_recorded(measured, Path(request.target))
     if budgets.max_metric_drop is not None and measured.metric_fp32 is None:

@@ -27,6 +27,7 @@ class Backend(Protocol):
     """A way to compute the steps of the converted graph."""
 
     name: str
+    follows_writes: bool  # whether gradients pass the writes in place that autograd does not see
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """The representation of a tensor whose dtype in the converted model is ``dtype``."""
@@ -55,6 +56,7 @@ class Float32Backend:
     """The reference: every 16-bit dtype of the graph becomes float32."""
 
     name = "reference"
+    follows_writes = False
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Float32 for 16-bit tensors, and for float64 that becomes 16 bits; the tensor itself otherwise."""

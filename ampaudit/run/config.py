@@ -29,7 +29,9 @@ NextInputs = Callable[[Any, Any], Any]
 class Differentiator(Protocol):
     """Follows a run and then runs its backward pass."""
 
-    record: GradientRecord
+    @property
+    def record(self) -> GradientRecord | None:
+        """What it has seen of gradients."""
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap an observer so that the values needed by the backward pass are kept."""
@@ -76,6 +78,7 @@ class RunConfig:
             runs of which only the verdict counts.
         steps: what is done with each batch; calls are then numbered over all steps of all batches.
         against: the model whose outputs are right, if it is another one.
+        probing: whether the differentiator probes outputs instead of a loss.
     """
 
     rules: RuleSet | None
@@ -94,6 +97,12 @@ class RunConfig:
     min_sqnr: float | None = None
     steps: Steps | None = None
     against: Against | None = None
+    probing: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether the gradients of a loss are asked for."""
+        return self.differentiator is not None and not self.probing
 
     def call_name(self, number: int) -> str:
         """Name a call: its batch, or its step and, after the first batch, both."""

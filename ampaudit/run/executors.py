@@ -103,7 +103,7 @@ class ExecutorCache:
         started = time.perf_counter()
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()
-        differentiated, seed = config.differentiator is not None, config.seed + number
+        differentiated, seed = config.trains, config.seed + number
         setting = (
             rules,
             author_rules,
@@ -128,7 +128,7 @@ class ExecutorCache:
                 f"{type(self.model).__name__} returns no tensor: there is nothing to compare",
                 hint="return the tensors that are used; None, generators and numbers have no dtype to audit",
             )
-        traced = functionalized(traced) if differentiated else traced
+        traced = functionalized(traced) if config.differentiator is not None else traced
         converted = attach_weights(traced, config.release)
         self._record.add_seconds("trace", time.perf_counter() - started)
         program = compile_program(traced, config.device)

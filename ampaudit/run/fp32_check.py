@@ -147,7 +147,7 @@ class Fp32Check:
         if id(traced) not in self._places:
             config = self._config
             uncast = plain_fp32(whole=config.rules.op_names if config.rules is not None else frozenset())
-            differentiated = config.differentiator is not None
+            differentiated = config.trains
             setting = (uncast, uncast, config.number_format, None, config.edits, differentiated)
             seed = config.seed + number
             try:
@@ -158,7 +158,7 @@ class Fp32Check:
                 self._record.untraced = True
                 self._places[id(traced)] = traced, None
             else:
-                fp32 = functionalized(fp32) if differentiated else fp32
+                fp32 = functionalized(fp32) if config.differentiator is not None else fp32
                 self._places[id(traced)] = traced, first_difference(traced, fp32)
         return self._places[id(traced)][1]
 

@@ -21,6 +21,7 @@ __all__ = [
     "naming_indices",
     "refuse_broken_inputs",
     "refuse_larger_than_memory",
+    "refuse_more_than_memory",
     "tf32",
 ]
 
@@ -123,21 +124,47 @@ def refuse_larger_than_memory(graph: fx.Graph, device: torch.device) -> None:
     Raises:
         RunFailed: one is; the system might otherwise end the process without a word.
     """
-    if device.type in ("cuda", "xpu"):
-        available = torch.get_device_module(device).get_device_properties(device).total_memory
-    else:
-        available = psutil.virtual_memory().total
+    available = _memory(device)
     for node in graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-                continue
-            size = value.untyped_storage().nbytes()
-            if isinstance(size, int) and size > available:
-                raise RunFailed(
-                    f"{node.target} computes a value of {format_bytes(size)}; {device} has "
-                    f"{format_bytes(available)} of memory",
-                    hint="use a smaller batch",
-                )
+        size = max((size for _, size in _sizes(node)), default=0)
+        if size > available:
+            raise RunFailed(
+                f"{node.target} computes a value of {format_bytes(size)}; {device} has "
+                f"{format_bytes(available)} of memory",
+                hint="use a smaller batch",
+            )
+
+
+def refuse_more_than_memory(graph: fx.Graph, device: torch.device, copies: int) -> None:
+    """Raise if all values of a graph, in a number of copies, are more than the memory of the device.
+
+    Raises:
+        RunFailed: they are.
+    """
+    sizes = {key: size for node in graph.nodes if node.op != "placeholder" for key, size in _sizes(node)}
+    needed, available = sum(sizes.values()) * copies, _memory(device)
+    if needed > available:
+        raise RunFailed(
+            f"the gradients of a whole run need {format_bytes(needed)}; {device} has "
+            f"{format_bytes(available)} of memory",
+            hint="use a smaller batch",
+        )
+
+
+def _memory(device: torch.device) -> int:
+    if device.type in ("cuda", "xpu"):
+        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def _sizes(node: fx.Node) -> Iterator[tuple[int, int]]:
+    """Return the memory of a node's values, which views share, and its bytes as far as they are known."""
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            memory = value.untyped_storage()
+            size = memory.nbytes()
+            if isinstance(size, int):
+                yield memory._cdata, size
 
 
 def refuse_broken_inputs(tensors: list[torch.Tensor], title: str) -> None:

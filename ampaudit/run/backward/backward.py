@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -82,6 +82,7 @@ class BackwardPass:
         dtypes: of each node's outputs in the converted model.
         backend: how the 16-bit run computes.
         customs: the custom backwards along the tape.
+        reference: how FP32's run computes.
     """
 
     def __init__(
@@ -91,18 +92,19 @@ class BackwardPass:
         dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
         backend: Backend,
         customs: CustomBackwards,
+        reference: Backend | None = None,
     ) -> None:
         self._customs = customs
         self._tape = tape
         self._needed = needed
         self._dtypes = dtypes
         self._backend = backend
-        self._reference = Float32Backend()
+        self._reference = reference or Float32Backend()
 
-    def run(self, loss: fx.Node, seed: GradientPair, observer: GradientObserver) -> None:
-        """Run from the loss, whose gradient is the seed, to the parameters."""
+    def run(self, seeds: Mapping[fx.Node, GradientPair], observer: GradientObserver) -> None:
+        """Run from outputs with known gradients (a loss, and the loss scale) to the parameters."""
         gradients = Gradients()
-        gradients.pairs[loss] = {0: seed}
+        gradients.pairs.update({node: {0: seed} for node, seed in seeds.items()})
         self._custom = CustomBackwardRun(self._customs, self._tape)
         for entry in reversed(self._tape.steps):
             self._step(entry, gradients, observer)

@@ -79,13 +79,13 @@ class GradientAudit:
             return self._backend.represent(gradient, dtypes[node][0])
 
         meter = GradientMeter(self.record.scale)
-        backward.run(loss, pair, MeasuringObserver(meter, names))
+        backward.run({loss: pair}, MeasuringObserver(meter, names))
         meter.finish()
         if meter.broken:
             repaired = GradientMeter(self.record.scale)
             measuring = MeasuringObserver(repaired, names)
             repairing = RepairingObserver(measuring, names, represent, self._limit, number)
-            backward.run(loss, pair, repairing)
+            backward.run({loss: pair}, repairing)
             repaired.finish()
             self._note_origins(repairing)
             meter = repaired

@@ -38,7 +38,7 @@ def vjp(
         gradients: of the step's outputs, ``None`` where there is none.
     """
     step = entry.step
-    if unseen_write(step):
+    if unseen_write(step) and not backend.follows_writes:
         first = step.node.all_input_nodes[0]
         return [gradients[0] if node is first else None for node in wanted]
     if step.site is not None and step.site.role.converts and len(wanted) == 1:

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError
-from ampaudit.report.budgets import Measurements
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.isolation import call_unchanged
 
-__all__ = ["Outputs", "with_metric"]
+__all__ = ["Outputs", "metric_of"]
 
-Outputs = dict[int, dict[str, tuple[Any, Any]]]  # of each batch, by name: FP32's and the 16-bit run's
+Outputs = Mapping[int, Mapping[str, tuple[Any, Any]]]  # of each batch, by name: FP32's, the 16-bit run's
 
 
-def with_metric(measured: Measurements, source: ModelSource, outputs: Outputs) -> Measurements:
-    """Add the metric's means over the batches, if the model file has one.
+def metric_of(source: ModelSource, outputs: Outputs) -> tuple[float, float]:
+    """Return the metric's means over the batches, in FP32 and in 16 bits.
 
     Raises:
         InputError: the metric gives no number.
     """
-    if source.metric is None or not outputs:
-        return measured
-    exact, lower = [], []
+    assert source.metric is not None
+    exact: list[float] = []
+    lower: list[float] = []
     for number, pairs in outputs.items():
         batch = source.batches[number]
         with calling_user_code(source.location):  # for the structure of its output
             made = call_unchanged(source.model, batch.args, batch.kwargs, seed=number)
-        exact.append(
-            _metric(source.metric, _with(made, {n: first for n, (first, _) in pairs.items()}), batch)
-        )
-        lower.append(
-            _metric(source.metric, _with(made, {n: second for n, (_, second) in pairs.items()}), batch)
-        )
-    count = len(exact)
-    return replace(measured, metric_fp32=sum(exact) / count, metric_lower=sum(lower) / count)
+        for side, found in enumerate((exact, lower)):
+            tensors = {name: pair[side] for name, pair in pairs.items()}
+            found.append(_metric(source.metric, _with(made, tensors), batch))
+    return sum(exact) / len(exact), sum(lower) / len(lower)
 
 
 def _with(output: Any, tensors: Mapping[str, Any]) -> Any:

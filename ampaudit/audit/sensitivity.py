@@ -1,0 +1,90 @@
+"""Ranks the values whose rounding makes the error of the outputs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from ampaudit.audit.checks.interface import finding_source
+from ampaudit.core.decibels import ratio_db
+from ampaudit.core.formats import NumberFormat
+from ampaudit.report.sensitivity import Noise, Sensitivity
+from ampaudit.run.audit import Audit
+from ampaudit.run.config import RunConfig
+from ampaudit.run.sensitivity.measure import SensitivityProbe
+from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, PrecisionValue, ValueKind
+from ampaudit.run.sensitivity.probe import Sensitivities
+from ampaudit.source import ModelSource
+
+__all__ = ["noise_rows", "probing", "sensitivity_of"]
+
+_LEAST_SHARE = 1e-6
+
+
+def noise_rows(
+    sensitivities: Sensitivities, graph: PrecisionGraph, wide: frozenset[str]
+) -> tuple[Noise, ...]:
+    """Return what the rounding of each value adds to the error of the outputs, the largest first.
+
+    Args:
+        sensitivities: of the run.
+        graph: its values.
+        wide: those in float32.
+    """
+    rows: dict[tuple[str, Literal["op", "weight", "cast"]], Any] = defaultdict(float)
+    for name, row in sensitivities.own.items():
+        if name not in wide:
+            rows[name, "weight" if graph.values[name].kind is ValueKind.WEIGHT else "op"] += row
+    for (made, reader), row in sensitivities.reads.items():
+        if made in wide and reader not in wide:
+            rows[(made, "weight") if graph.values[made].is_weight else (reader, "cast")] += row
+    total = sum(rows.values(), np.zeros(len(sensitivities.columns)))
+    worst = int(total.argmax()) if total.any() else 0
+    found = [
+        _noise(graph.values[name], kind, -10.0 * math.log10(row.max()), float(row[worst] / total[worst]))
+        for (name, kind), row in rows.items()
+        if row.max() > 0
+    ]
+    return tuple(sorted((n for n in found if n.share > _LEAST_SHARE), key=lambda noise: -noise.share))
+
+
+def _noise(value: PrecisionValue, kind: Literal["op", "weight", "cast"], db: float, share: float) -> Noise:
+    site = value.site
+    if site is None:
+        return Noise(value.name, kind, db, share)
+    return Noise(value.name, kind, db, share, site.layer, site.op, finding_source(site))
+
+
+def probing(
+    plan: RunConfig, source: ModelSource, into: list[SensitivityProbe], *, decisions: bool = False
+) -> RunConfig:
+    """Return the configuration with probes of the outputs; each run of it appends what probes."""
+
+    def make(config: RunConfig) -> SensitivityProbe:
+        into.append(SensitivityProbe(config, source.batches, decisions=decisions))
+        return into[-1]
+
+    return replace(plan, differentiator=make, probing=True)
+
+
+def sensitivity_of(audit: Audit, probe: SensitivityProbe, form: NumberFormat) -> Sensitivity:
+    """Return the ranking of a policy's roundings, with the error that they add up to."""
+    graph, found = probe.graph, probe.sensitivities
+    wide = frozenset(name for name, value in graph.values.items() if not value.low)
+    predicted = float(found.predicted(wide).max(initial=0.0))
+    accuracies = [seen.accuracy_db for seen in audit.record.outputs.values()]
+    known = [db for db in accuracies if db is not None]
+    measured = min(known, default=None)
+    broken = measured is not None and math.isinf(measured)
+    return Sensitivity(
+        form.name,
+        noise_rows(found, graph, wide),
+        ratio_db(1.0, predicted) if predicted else None,
+        None if broken else measured,
+        probe.probes,
+        broken,
+    )

@@ -1,0 +1,207 @@
+"""Probes the outputs of a run, batch by batch, and keeps what further runs of the same batches need."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ampaudit.core.errors import InputError
+from ampaudit.run.config import RunConfig
+from ampaudit.run.guards import guarded, refuse_more_than_memory
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.observer import Observer, Pair
+from ampaudit.run.program import Program
+from ampaudit.run.sensitivity.mixed import MixedRun
+from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueNames, values_of
+from ampaudit.run.sensitivity.probe import Collected, ErrorTape, Sensitivities, float_nodes, probe
+from ampaudit.source.interface import Batch
+from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.values import torch_dtype
+
+__all__ = ["ProbedBatch", "SensitivityProbe"]
+
+SEPARATE = 4  # outputs up to which each is probed by itself; more are probed together
+MIN_PROBES, MAX_PROBES = 2, 32
+SPREAD = 0.06  # standard error of the sum over all values at which there are enough probes: 0.25 dB
+COPIES = 4  # of the bytes of values in 16 bits: FP32's values, and their errors in float32
+ELEMENTS = 1 << 26  # of values that all probes of an output may pass: large models need few
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedBatch:
+    """A batch that can be run again in any choice of precisions.
+
+    Attributes:
+        executor: of the program traced for it.
+        names: of the program's values.
+        tensors: its inputs.
+        seed: of its random numbers.
+        references: FP32's outputs by name.
+        columns: outputs, or groups of them, that were probed.
+    """
+
+    executor: LockStep
+    names: ValueNames
+    tensors: Sequence[torch.Tensor]
+    seed: int
+    references: Mapping[str, torch.Tensor]
+    columns: tuple[str, ...]
+
+    def run(self, wide: Collection[str], dtype: torch.dtype) -> dict[str, Pair]:
+        """Run with these values in float32 and all others in 16 bits; return outputs beside FP32's."""
+        mixed = MixedRun(self.executor, self.names, self.names.graph.in_float32(wide), dtype)
+        with guarded(self.executor.device):
+            torch.manual_seed(self.seed)
+            outputs = mixed.run(list(self.tensors), Observer())
+        names = self.executor.program.traced.outputs
+        found = zip(names, outputs, strict=True)
+        return {name: (self.references[name], pair[1]) for name, pair in found}
+
+
+class SensitivityProbe:
+    """Implements ``run.config.Differentiator`` for outputs instead of a loss.
+
+    Args:
+        config: of the run.
+        batches: of the run.
+        decisions: whether to probe what outputs that are no floats are decided from.
+
+    Attributes:
+        sensitivities: of all batches.
+        graph: the values of all programs.
+        batches: those that were probed.
+        probes: backward passes so far.
+    """
+
+    record = None
+
+    def __init__(self, config: RunConfig, batches: Sequence[Batch], *, decisions: bool = False) -> None:
+        self._decisions = decisions
+        self.sensitivities = Sensitivities()
+        self.graph = PrecisionGraph()
+        self.batches: list[ProbedBatch] = []
+        self.probes = 0
+        self._given = batches
+        self._dtype = torch_dtype(config.number_format)
+        self._seed = config.seed
+        self._device = config.device
+        self._names: dict[int, ValueNames] = {}
+        self._tape: ErrorTape | None = None
+
+    def keep_low(self, casts: Collection[str]) -> None:
+        """Note that these casts in the model's code are to 16 bits, whatever they take."""
+        for graph in (self.graph, *(batch.names.graph for batch in self.batches)):
+            graph.keep_low(casts)
+
+    def following(self, observer: Observer, program: Program) -> Observer:
+        """Wrap the observer in a tape.
+
+        Raises:
+            RunFailed: it would not fit into memory.
+        """
+        refuse_more_than_memory(program.traced.graph, self._device, COPIES)
+        self._tape = ErrorTape(observer, float_nodes(program))
+        return self._tape
+
+    def run(self, executor: LockStep, outputs: list[Pair], number: int, title: str) -> None:
+        """Probe the outputs of the run followed last.
+
+        Raises:
+            InputError: no output has gradients.
+            RunFailed: an op has none.
+        """
+        assert self._tape is not None, "a run is recorded before its probes"
+        tape, self._tape = self._tape, None
+        if id(executor) not in self._names:
+            self._names[id(executor)] = values_of(executor)
+        names = self._names[id(executor)]
+        self.graph.merge(names.graph)
+        batch, seed = self._given[number], self._seed + number
+        tensors = tensor_leaves(batch.args, batch.kwargs)
+        named = dict(zip(executor.program.traced.outputs, outputs, strict=True))
+        decided = {} if _has_floats(named) or not self._decisions else _decided(executor.program, tape)
+        columns = decided or _float_outputs(executor.program, named, title)
+        references = {name: pair[0] for name, pair in named.items()}
+        self.batches.append(ProbedBatch(executor, names, tensors, seed, references, tuple(columns)))
+        generator = torch.Generator().manual_seed(seed)
+        for name, group in columns.items():
+            most = min(max(ELEMENTS // tape.elements, MIN_PROBES), MAX_PROBES)
+            seeds = ({node: _signs(r, generator) for node, r in group.items()} for _ in range(most))
+            found = (
+                probe(executor, names, tape, seed, self._dtype, decisions=bool(decided)) for seed in seeds
+            )
+            probes = _enough(found)
+            self.probes += len(probes)
+            self.sensitivities.add(f"{name} of {title}", probes)
+
+
+def _enough(probes: Iterator[Collected]) -> list[Collected]:
+    """Return as many probes as their mean needs to settle: outputs of few elements need more."""
+    found, totals = list[Collected](), list[float]()
+    for one in probes:
+        found.append(one)
+        totals.append(sum(one.own.values()))
+        if len(found) >= MIN_PROBES:
+            spread = statistics.stdev(totals) / math.sqrt(len(totals))
+            if spread <= SPREAD * statistics.fmean(totals):
+                break
+    return found
+
+
+def _signs(reference: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return random signs, scaled so that squared errors are relative to the squares of the output."""
+    signs = torch.randint(0, 2, reference.shape, generator=generator).mul_(2).sub_(1)
+    scale = torch.linalg.vector_norm(reference.detach().double())
+    scaled: torch.Tensor = signs.to(reference.device, reference.dtype) / scale.to(reference.dtype)
+    return scaled
+
+
+def _has_floats(named: Mapping[str, Pair]) -> bool:
+    return any(pair[0].is_floating_point() for pair in named.values())
+
+
+def _float_outputs(
+    program: Program, named: Mapping[str, Pair], title: str
+) -> dict[str, dict[fx.Node, torch.Tensor]]:
+    """Return the outputs that are probed together, with FP32's values.
+
+    Raises:
+        InputError: there is none that is more than zeros.
+    """
+    nodes = dict(zip(program.traced.outputs, program.outputs, strict=True))
+    floats = {
+        name: (nodes[name], pair[0])
+        for name, pair in named.items()
+        if pair[0].is_floating_point() and bool((pair[0] != 0).any())
+    }
+    if not floats:
+        raise InputError(
+            f"no output of {title} has a gradient: all are integers, booleans, zeros or empty",
+            hint="return floats such as logits, or give tune a metric: --metric-drop",
+        )
+    if len(floats) > SEPARATE:
+        return {f"{len(floats)} outputs": dict(floats.values())}
+    return {name: dict([item]) for name, item in floats.items()}
+
+
+def _decided(program: Program, tape: ErrorTape) -> dict[str, dict[fx.Node, torch.Tensor]]:
+    """Return the last floating-point values before the outputs, of which these are decisions."""
+    values = tape.references
+    found: dict[fx.Node, torch.Tensor] = {}
+    pending, seen = list(program.outputs), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        value = values.get(node)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and bool((value != 0).any()):
+            found[node] = value
+        else:
+            pending += node.all_input_nodes
+    return {"what the outputs are decided from": found} if found else {}

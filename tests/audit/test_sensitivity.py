@@ -1,0 +1,71 @@
+"""``scan --sensitivity``: the ranking adds up to the error, and asking for it changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.core.errors import CouldNotAudit, UsageError
+from tests.support.paths import ROOT
+
+ENCODER = ROOT / "examples" / "attention_scores.py"
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("ampaudit", "float16"), ("torch-cuda", "bfloat16"), ("half", "bfloat16")]
+)
+def test_the_rows_add_up_to_the_measured_error(policy: str, dtype: str) -> None:
+    report = ampaudit.scan(ENCODER, policy=policy, dtype=dtype, sensitivity=True)
+    found = report.sensitivity
+    assert found is not None
+    assert found.predicted_db is not None
+    assert found.measured_db == pytest.approx(report.outputs[0].sqnr_db, abs=1e-3)
+    assert found.predicted_db == pytest.approx(found.measured_db, abs=1.0)
+    assert sum(row.share for row in found.rows) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_asking_for_it_changes_no_number() -> None:
+    plain, ranked = (
+        ampaudit.scan(ENCODER, policy="torch-cuda", sensitivity=asked) for asked in (False, True)
+    )
+    assert plain.sensitivity is None
+    assert plain.outputs == ranked.outputs
+    assert [(s.site, s.forward) for s in plain.sites] == [(s.site, s.forward) for s in ranked.sites]
+
+
+class Cancels(nn.Module):
+    """Subtracts two large values that are nearly alike: the rounding of their sums is all of the error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = self.first(x) + 500.0
+        return self.last(large - 500.0)
+
+
+def test_the_op_that_loses_the_digits_comes_first() -> None:
+    report = ampaudit.scan(Cancels().eval(), torch.randn(64, 32), policy="half", sensitivity=True)
+    assert report.sensitivity is not None
+    worst = report.sensitivity.rows[0]
+    assert (worst.kind, worst.name) == ("op", "(top)/add")
+    assert worst.share > 0.9
+
+
+def test_options_without_a_run_in_16_bits_are_refused() -> None:
+    with pytest.raises(UsageError, match="sensitivity"):
+        ampaudit.scan(ENCODER, sensitivity=True, ranges=True)
+
+
+def test_a_run_that_would_not_fit_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least memory that its values need: FP32's, and their errors."""
+    memory = type("Memory", (), {"total": 64 * 32 * 4 * 3})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    model, x = Cancels().eval(), torch.randn(64, 32)
+    assert ampaudit.scan(model, x, policy="half").outputs
+    with pytest.raises(CouldNotAudit, match="gradients of a whole run need"):
+        ampaudit.scan(model, x, policy="half", sensitivity=True)
