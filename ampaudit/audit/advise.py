@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ampaudit.audit.advice import AdviceContext, Proposal, diff_of, proposals
-from ampaudit.audit.advice.attempts import Attempts, decibels, errors_of, outputs_text
+from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text
 from ampaudit.audit.advice.combined import combined_policy
 from ampaudit.audit.advice.interface import Kept
+from ampaudit.audit.advice.limits import LimitedStreams
 from ampaudit.audit.advice.pytorch import code_of_dtype, with_code
 from ampaudit.audit.checks import CheckContext, Finding
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
@@ -44,7 +45,7 @@ def advised(
         return tuple(findings), None
     subject = AdviceContext(source.model, plan.rules, context)
     attempts = Attempts(subject, source, plan, settings, refused_sites(context), tuple(hiding))
-    advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors))
+    advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors), LimitedStreams(attempts))
     tried: dict[int, tuple[Trial, ...]] = {}
     for number, finding in enumerate(errors[:TRIED]):
         settings.on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
@@ -60,13 +61,17 @@ class _Advisor:
     Attributes:
         before: the sites of the errors without any change.
         errors: how many there are.
+        limited: streams that a limit acts on.
         kept: by the site of a finding, what a rule keeps to remove it.
+        attempted: rescaled weights that were tried: those of one stream cure all errors on it.
     """
 
     attempts: Attempts
     before: frozenset[SiteId]
     errors: int
+    limited: LimitedStreams
     kept: dict[SiteId, Kept] = field(default_factory=dict)
+    attempted: dict[str, Attempt | None] = field(default_factory=dict)
 
     def trials(self, finding: Finding) -> tuple[Trial, ...]:
         """Return the smallest change that removes a finding, and one of another kind; cures come first."""
@@ -82,12 +87,16 @@ class _Advisor:
                 proposal = next(p for trial, p in tried if trial is best)
                 self.kept.update((finding.site, kept) for kept in proposal.kept)
                 found.append(replace(best, code=self._code(proposal, finding, best)))
-        found.sort(key=lambda trial: trial.outcome != "cure")
+        # cures first, and of fixes rules, which combine
+        if all(trial.kind != "rescale" for trial in found):
+            limited = self.limited.trial(finding, self.before)
+            found[:0] = [limited] if limited is not None else []
+        found.sort(key=lambda t: 0 if t.outcome == "cure" else 1 + (t.kind == "rescale"))
         return tuple(found[:SHOWN])
 
     def _tried(self, proposal: Proposal, finding: Finding) -> Trial | None:
         """Try a change; ``None`` unless it removes the finding and keeps the user's function."""
-        attempt = self.attempts.run(proposal)
+        attempt = self._attempt(proposal)
         sites = {f.site for f in attempt.left} if attempt is not None else set()
         if attempt is None or not attempt.keeps or finding.site in sites or not sites <= self.before:
             return None
@@ -105,6 +114,13 @@ class _Advisor:
             after_db=decibels(attempt.context),
             diff=diff_of(proposal) if settings.diff and not self.attempts.source.names_files else "",
         )
+
+    def _attempt(self, proposal: Proposal) -> Attempt | None:
+        if proposal.kind != "rescale":
+            return self.attempts.run(proposal)
+        if proposal.paste not in self.attempted:
+            self.attempted[proposal.paste] = self.attempts.run(proposal)
+        return self.attempted[proposal.paste]
 
     def _code(self, proposal: Proposal, finding: Finding, trial: Trial) -> str:
         """Return a change as PyTorch code; empty where the code does less than the change."""

@@ -13,7 +13,7 @@ from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
-__all__ = ["build_plan"]
+__all__ = ["build_plan", "planned_weights"]
 
 
 def build_plan(
@@ -38,7 +38,7 @@ def build_plan(
         casts=sum(count for count, _ in casts.values()),
         cast_bytes=sum(size for _, size in casts.values()),
         author_casts=sum(s.role is Role.CAST for s in shown),
-        weights=_weights(converted, masters),
+        weights=planned_weights(converted, masters),
         notes=traced.notes + notes,
     )
 
@@ -93,7 +93,8 @@ def _moved(node: fx.Node) -> int:
     return int(before.numel() * before.element_size() + after.numel() * after.element_size())
 
 
-def _weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
+def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
+    """Return the bytes of a model's weights before and after conversion."""
     traced = converted.traced
     nodes = {node.name: node for node in traced.graph.nodes}
     before: dict[int, int] = {}

@@ -43,6 +43,15 @@ class ConvertConfig(PolicyConfig):
         Literal["float32", "float16", "bfloat16"],
         Option("Type of the floats that a converted .onnx takes and returns."),
     ] = "float32"
+    tune: Annotated[
+        float | None,
+        NOT_NAN,
+        Option("Keep the fewest ops in float32 that every output needs for this accuracy.", metavar="DB"),
+    ] = None
+    rescale: Annotated[
+        bool,
+        Option("Rescale residual streams that overflow by powers of two, where the graph proves it exact."),
+    ] = False
     dynamic: Annotated[
         Texts,
         Option(
@@ -69,6 +78,8 @@ class ConvertConfig(PolicyConfig):
             UsageError, OutputError: options that contradict each other; an output that may not be written.
         """
         self.check()
+        if self.tune is not None and "policy" in self.model_fields_set:
+            raise UsageError("--tune makes a policy", hint="leave out --policy or --tune")
         check_directory(output, force=self.force, ours=MANIFEST)
         if self.mode == "train" and not self.masters:
             raise UsageError("--mode train trains the masters", hint="leave out --no-masters")
@@ -97,6 +108,8 @@ class ConvertOptions(PolicyOptions, total=False):
     program: bool
     onnx: bool
     io: Literal["float32", "float16", "bfloat16"]
+    tune: float | None
+    rescale: bool
     dynamic: Sequence[str]
     fail_on: FailOnGaps
     min_headroom: float

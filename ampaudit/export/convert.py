@@ -41,6 +41,7 @@ from ampaudit.export.reference import (
     flat_outputs,
     record_reference,
 )
+from ampaudit.export.rescale import Rescaling, audit_rescaled
 from ampaudit.export.retrace import ShapeComparison, retraced
 from ampaudit.export.storage import decide_as_planned
 from ampaudit.export.weight_files import WeightFiles, write_weights
@@ -54,6 +55,7 @@ from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import preserved
 from ampaudit.trace.path.limits import refuse_path
+from ampaudit.tuning.tune import tuned_rules
 
 __all__ = ["convert"]
 
@@ -95,14 +97,22 @@ def convert(
         is_program = (Path(opened.location) / PROGRAM).is_file()
         hint = "--to float32 undoes it" if is_program else "convert the original again"
         raise SourceError(f"{opened.location} is converted already", hint=hint)
+    if chosen.tune is not None:
+        chosen = chosen.changed(min_sqnr=max(chosen.tune, chosen.min_sqnr))
     if opened.kind == "onnx":
         from ampaudit.export.onnx.convert import convert_onnx
 
         return convert_onnx(opened, directory, chosen)
     shapes = DynamicShapes.read(chosen.dynamic, opened.model, opened.batches[0])
-    chosen = chosen.loaded()
     read = (*opened.files, *states_of([chosen.weights] if chosen.weights is not None else []))
-    (audited,) = audit_policies(opened, [chosen.rules], ScanConfig.of(chosen))
+    rescaling = None
+    if chosen.rescale:
+        opened, audited, rescaling = audit_rescaled(opened, chosen.loaded())
+    if chosen.tune is not None:
+        chosen = chosen.changed(policy=tuned_rules(opened, chosen.dtype, chosen.tune, chosen))
+    chosen = chosen.loaded()
+    if rescaling is None or chosen.tune is not None:
+        (audited,) = audit_policies(opened, [chosen.rules], ScanConfig.of(chosen))
     if audited.report.exit_code:
         return audited.report, None
     converted = audited.audit.converted
@@ -113,13 +123,14 @@ def convert(
         converted = retraced(opened, audited, batch, chosen, shapes.dimensions())
     graph = fold_casts(converted, chosen.mode)
     storage = graph if chosen.mode == "inference" else fold_casts(converted, "inference")
-    checkpoint, names = _checkpoint(opened, chosen)
+    checkpoint, names = _checkpoint(opened, chosen, rescaling)
     decisions = decide_as_planned(checkpoint, planned_dtypes(opened.model, storage), names)
     notes: list[str] = list(converted.traced.notes)
     with keeping(audited.report), staged_directory(directory, force=chosen.force, ours=MANIFEST) as stage:
         if opened.kind == "huggingface":
             copy_companions(Path(opened.location), stage, directory)
             notes += set_dtype(stage, opened.model, decisions, chosen.dtype)
+        notes += rescaling.written(stage, opened) if rescaling is not None else ()
         clip = converted.traced.clip
         progress = chosen.on_progress
         files = write_weights(
@@ -172,17 +183,18 @@ class _Written(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _checkpoint(source: ModelSource, options: ConvertConfig) -> tuple[Checkpoint, dict[str, str]]:
+def _checkpoint(
+    source: ModelSource, options: ConvertConfig, rescaling: Rescaling | None
+) -> tuple[Checkpoint, dict[str, str]]:
     """Open the checkpoint to read tensors from, and map its names to the model's where they differ.
 
     Files are read where there are any, so that all that is in them survives.
     """
-    if options.weights is not None:
-        return open_checkpoint(options.weights), {}
-    if source.kind != "huggingface":
+    if options.weights is None and source.kind != "huggingface":
         return _state_dict_of(source.model), {}
-    checkpoint = open_checkpoint(weights_in(Path(source.location)))
-    return checkpoint, model_names(source.model, checkpoint.entries)
+    checkpoint = open_checkpoint(options.weights or weights_in(Path(source.location)))
+    names = model_names(source.model, checkpoint.entries) if options.weights is None else {}
+    return (rescaling.of(checkpoint, names) if rescaling is not None else checkpoint), names
 
 
 def _state_dict_of(model: nn.Module) -> Checkpoint:

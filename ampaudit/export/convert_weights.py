@@ -32,10 +32,10 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
     options.check_output(output)
-    if options.mode == "train" or options.onnx or options.dynamic:
+    if options.mode == "train" or options.onnx or options.dynamic or options.rescale:
         raise UsageError(
             f"{path} has weights, but no graph",
-            hint="convert the model for --mode train, --onnx or --dynamic",
+            hint="convert the model for --mode train, --onnx, --dynamic or --rescale",
         )
     read = states_of([path])
     checkpoint = open_checkpoint(path)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import nn
 
+from ampaudit.audit.advice.residual_call import AttributeChange
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
 from ampaudit.core.errors import SourceError
 from ampaudit.core.formats import low_precision_format
@@ -19,7 +20,7 @@ from ampaudit.source.model_config import CONFIG_FILE, read_raw_config
 from ampaudit.trace.storage import kept_by_author
 from ampaudit.trace.values import torch_dtype
 
-__all__ = ["copy_companions", "set_dtype"]
+__all__ = ["copy_companions", "set_dtype", "set_numbers"]
 
 # weights in any format: those of the source would contradict ours
 _WEIGHTS = {
@@ -87,6 +88,35 @@ def set_dtype(
         f"{len(float32)} tensors stay in it: run it under torch.autocast, or use model.pt2; --policy half or "
         "keep-fp32-modules makes a directory that loads in 16 bits",
     )
+
+
+def set_numbers(directory: Path, model: nn.Module, changes: Collection[AttributeChange]) -> bool:
+    """Set numbers of modules, such as an eps, in config.json; return whether that says all of them.
+
+    One key has to hold the number, and every module that holds it has to change.
+    """
+    path, config = directory / CONFIG_FILE, read_raw_config(directory)
+    values = {(each.old, each.new) for each in changes}
+    if len(values) != 1:
+        return not values
+    ((old, new),) = values
+    keys = [key for key, value in config.items() if value == old and isinstance(value, float)]
+    holding = {
+        (path, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value == new
+    }
+    still = any(
+        isinstance(value, float) and value == old
+        for module in model.modules()
+        for value in vars(module).values()
+    )
+    if len(keys) != 1 or still or holding != {(each.module, each.name) for each in changes}:
+        return False
+    config[keys[0]] = new
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return True
 
 
 def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
-from ampaudit.core.sites import pattern_of
+from ampaudit.core.sites import globs_of
 from ampaudit.policy import Decision, RuleSet
 from ampaudit.policy.schema import Reason
 from ampaudit.trace.graph import Site, TracedModel
@@ -78,7 +76,7 @@ def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list
             "id": rule if used[rule] == 1 else f"{rule}-{used[rule]}",
             "match": {
                 "op": sorted({site.facts.op for site in sites if site.facts is not None}),
-                "site": _globs([site.id for site in sites], ids),
+                "site": globs_of([site.id for site in sites], ids),
             },
             "when": {"dtype": [form]},
             "cast": cast,
@@ -90,24 +88,6 @@ def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list
         }
         made.append({name: value for name, value in entry.items() if value not in ({}, None)})
     return made
-
-
-def _globs(sites: list[str], every: Iterable[str]) -> list[str]:
-    """Return globs that match exactly these sites, with stars for stacked layers if possible."""
-    mine = set(sites)
-    by_pattern: dict[str, list[str]] = defaultdict(list)
-    for site in sites:
-        by_pattern[_starred(site)].append(site)
-    others = [site for site in every if site not in mine]
-    found: list[str] = []
-    for pattern, members in by_pattern.items():
-        alone = len(members) == 1 or any(fnmatchcase(other, pattern) for other in others)
-        found.extend(map(glob.escape, members) if alone else [pattern])
-    return found
-
-
-def _starred(site: str) -> str:
-    return "*".join(glob.escape(part) for part in pattern_of(site).split("*"))
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ampaudit import convert, scan
-from ampaudit.audit.advice import Proposal
 from ampaudit.audit.advice.attempts import same_function
 from ampaudit.audit.checks import Finding
 from ampaudit.audit.inputs import as_source
@@ -89,10 +88,10 @@ def test_another_function_is_no_cure() -> None:
     model, other = Pair().eval(), Pair().eval()
     other.load_state_dict(model.state_dict())
     source = as_source(model, batches=[torch.randn(4, WIDTH)])
-    assert same_function(source, Proposal("rescale", "", "", model=other))
+    assert same_function(source, other)
     with torch.no_grad():
         other.down.bias[0] += 1e-3
-    assert not same_function(source, Proposal("rescale", "", "", model=other))
+    assert not same_function(source, other)
 
 
 def test_weights_that_something_else_reads_are_not_rescaled() -> None:

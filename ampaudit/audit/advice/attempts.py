@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
@@ -20,11 +21,12 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.run.audit import RunConfig, run_audits
+from ampaudit.run.observer import Pair
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
 from ampaudit.trace.isolation import call_unchanged
 
-__all__ = ["Attempt", "Attempts", "decibels", "errors_of", "outputs_text", "same_function"]
+__all__ = ["Attempt", "Attempts", "decibels", "errors_of", "outputs_text", "same_function", "worst_db"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,26 @@ class Attempts:
 
     def run(self, proposal: Proposal) -> Attempt | None:
         """Audit under a change; ``None`` if it cannot be run, or torch would refuse it."""
-        after = self._run(proposal)
-        if after is None or not refused_sites(after) <= self.refused:
+        model = proposal.model
+        if model is not None and not same_function(self.source, model):
             return None
+        after = self.audit(proposal)
+        if after is None or (proposal.confirmed is not None and not proposal.confirmed(after.flow)):
+            return None
+        return self.judged(after, by_dtype=proposal.by_dtype)
+
+    def judged(self, after: CheckContext, *, by_dtype: bool = False) -> Attempt:
+        """Judge a run by its errors and outputs."""
         left = errors_of(suppressed(run_checks(after, ALL_CHECKS), self.hiding))
         least, record = self.settings.min_sqnr, after.record
         # where errors are left, the outputs do not tell whether the function is kept: FP32 does
         keeps = bool(left) or _accurate(record.outputs, least)
-        if left or not proposal.by_dtype:
+        if left or not by_dtype:
             keeps = keeps and _accurate(record.edited, least)
         return Attempt(after, left, keeps)
 
-    def _run(self, proposal: Proposal) -> CheckContext | None:
+    def audit(self, proposal: Proposal, outputs: list[dict[str, Pair]] | None = None) -> CheckContext | None:
+        """Run a model under a change, and add its outputs to a list; ``None`` if torch would refuse it."""
         plan = self.plan
         form = low_precision_format(proposal.dtype) if proposal.dtype else plan.number_format
         changed = replace(
@@ -85,16 +95,15 @@ class Attempts:
             rules=proposal.rules or plan.rules,
             edits=proposal.edits,
             min_sqnr=None,
-            keep_outputs=None,
+            keep_outputs=None if outputs is None else lambda _, found: outputs.append(found),
         )
         model = proposal.model or self.source.model
         try:
-            if proposal.model is not None and not same_function(self.source, proposal):
-                return None
             (audit,) = run_audits(model, self.source.batches, [changed], silent)
         except AuditError:
             return None
-        return context_of(audit, form, self.settings.changed(prove=False, static=False))
+        after = context_of(audit, form, self.settings.changed(prove=False, static=False))
+        return after if refused_sites(after) <= self.refused else None
 
 
 def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -102,12 +111,11 @@ def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(f for f in findings if f.severity is Severity.ERROR and f.suppressed is None)
 
 
-def same_function(source: ModelSource, proposal: Proposal) -> bool:
-    """Return whether both models give bitwise equal FP32 results on every batch."""
-    assert proposal.model is not None
-    models = (source.model, proposal.model)
+def same_function(source: ModelSource, model: nn.Module) -> bool:
+    """Return whether a model gives bitwise equal FP32 results to the user's on every batch."""
     for number, batch in enumerate(source.batches):
-        made = [call_unchanged(model, batch.args, batch.kwargs, seed=number) for model in models]
+        both = (source.model, model)
+        made = [call_unchanged(each, batch.args, batch.kwargs, seed=number) for each in both]
         first, second = map(torch.utils._pytree.tree_leaves, made)
         pairs = zip(first, second, strict=True)
         if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor)):
@@ -121,7 +129,7 @@ def _accurate(outputs: Mapping[str, OutputComparison], least: float) -> bool:
     return all(accuracy is None or accuracy >= least for accuracy in found)
 
 
-def _worst(outputs: Mapping[str, OutputComparison]) -> float:
+def worst_db(outputs: Mapping[str, OutputComparison]) -> float:
     """Return the lowest output accuracy in dB; infinite if all are exact, -infinite if one is broken."""
     found = (seen.accuracy_db for seen in outputs.values())
     return min((math.inf if accuracy is None else accuracy for accuracy in found), default=math.inf)
@@ -129,13 +137,13 @@ def _worst(outputs: Mapping[str, OutputComparison]) -> float:
 
 def decibels(context: CheckContext) -> float | None:
     """Return the lowest output accuracy; ``None`` if all are exact, or one is broken."""
-    worst = _worst(context.record.outputs)
+    worst = worst_db(context.record.outputs)
     return round(worst, 2) if math.isfinite(worst) else None
 
 
 def outputs_text(context: CheckContext, errors: int) -> str:
     """Say in a few words what a run gives: the worst output, and the number of errors."""
-    worst = _worst(context.record.outputs)
+    worst = worst_db(context.record.outputs)
     outputs = f"outputs {worst:.0f} dB" if math.isfinite(worst) else "outputs exact"
     outputs = "outputs broken" if worst == -math.inf else outputs
     return f"{outputs}; {plural(errors, 'error')}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +13,7 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.policy import RuleSet
 from ampaudit.report.finding import TrialKind
 from ampaudit.trace.edits import Edit
+from ampaudit.trace.flow import Flow
 
 __all__ = ["AdviceContext", "Kept", "LineChange", "Proposal", "RewriteKind"]
 
@@ -76,6 +77,7 @@ class Proposal:
         rules: the policy with the change, if it changes.
         edits: ops to trace in another form.
         model: a model with other weights, if they change.
+        confirmed: whether the graph of that model is what the change meant to make.
         dtype: another 16-bit format.
         source: the same as ``edits`` in the source code, where its line is known.
         by_dtype: whether the code gives FP32 a number of its own, and not the one that is tried.
@@ -88,6 +90,7 @@ class Proposal:
     rules: RuleSet | None = None
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     model: nn.Module | None = None
+    confirmed: Callable[[Flow], bool] | None = None
     dtype: str | None = None
     source: LineChange | None = None
     by_dtype: bool = False

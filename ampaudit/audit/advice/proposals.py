@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.rescale import rescaled
+from ampaudit.audit.advice.residual import stream_rescaled
 from ampaudit.audit.advice.rewrites import rewrites
 from ampaudit.audit.advice.rules import keep_in_float32
 from ampaudit.report.finding import Finding
@@ -19,7 +20,7 @@ def proposals(subject: AdviceContext, finding: Finding) -> Iterator[tuple[Propos
     Each item holds alternatives, of which the most accurate counts.
     """
     yield from rewrites(subject, finding)
-    for proposal in rescaled(subject, finding):
+    for proposal in (*rescaled(subject, finding), *stream_rescaled(subject, finding)):
         yield (proposal,)
     for proposal in keep_in_float32(subject, finding):
         yield (proposal,)

@@ -163,7 +163,8 @@ def _written(
 def _refuse(config: ConvertConfig) -> None:
     """Reject options that say something about other kinds of models."""
     others = (("--mode train", config.mode == "train"), ("--no-program", not config.program))
-    for flag, given in (*others, ("--no-masters", not config.masters)):
+    more = (("--no-masters", not config.masters), ("--rescale", config.rescale))
+    for flag, given in (*others, *more):
         if given:
             raise UsageError(f"{flag} has no effect on an .onnx file", hint=f"leave out {flag}")
     if config.onnx or config.dynamic:

@@ -25,6 +25,7 @@ from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.names import NodeNames
 from ampaudit.trace.graph import Site
+from ampaudit.tuning.tune import tuned_rules
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -72,6 +73,8 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
     model = OnnxModel(file)
     prepared = replace(source, model=model.eval())
     rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
+    if config.tune is not None:
+        rules = tuned_rules(prepared, config.dtype, config.tune, config)
     settings = ScanConfig.of(config)
     promoted: tuple[SiteId, ...] = ()
     for _ in range(_ROUNDS):

@@ -1,0 +1,88 @@
+"""Rescales the residual streams of a model that overflow, as long as FP32 computes the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ampaudit.audit.advice.attempts import same_function
+from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.scan import Audited, audit_policies
+from ampaudit.core.formats import low_precision_format
+from ampaudit.core.sites import SiteId
+from ampaudit.policy import RuleSet
+from ampaudit.source import ModelSource
+from ampaudit.trace.flow import Flow
+
+__all__ = ["RescaledModel", "rescaled_model"]
+
+_STREAMS = 8  # each costs an audit
+
+
+@dataclass(frozen=True, slots=True)
+class RescaledModel:
+    """A model whose streams were rescaled.
+
+    Attributes:
+        source: the changed model.
+        audited: its audit.
+        changes: of its weights and eps.
+        refused: by site at which a value leaves the range, why nothing was done.
+    """
+
+    source: ModelSource
+    audited: Audited
+    changes: tuple[ResidualRescale, ...]
+    refused: dict[SiteId, str]
+
+
+def rescaled_model(source: ModelSource, rules: RuleSet, settings: ScanConfig) -> RescaledModel:
+    """Audit a model, and rescale each stream that overflows or is promoted for its range.
+
+    Raises:
+        AuditError: see ``audit_policies``.
+    """
+    changes: list[ResidualRescale] = []
+    refused: dict[SiteId, str] = {}
+    (audited,) = audit_policies(source, [rules], settings)
+    while len(changes) < _STREAMS:
+        found = next(_changes(source, audited, rules, settings, refused), None)
+        if found is None:
+            break
+        source, audited, change = found
+        changes.append(change)
+    return RescaledModel(source, audited, tuple(changes), refused)
+
+
+def _changes(
+    source: ModelSource,
+    audited: Audited,
+    rules: RuleSet,
+    settings: ScanConfig,
+    refused: dict[SiteId, str],
+) -> Iterator[tuple[ModelSource, Audited, ResidualRescale]]:
+    """Yield models with a rescaled stream on which a value leaves the range; note what is refused."""
+    audit = audited.audit
+    flow, form = Flow(*(each.traced for each in audit.every)), low_precision_format(settings.dtype)
+    peaks = {site: seen.ref_peak for site, seen in audit.record.observations.items()}
+    sites = {site.id: site for site in audit.sites}
+    failing = [origin.site for origin in audit.record.origins]
+    stored = source.model.state_dict().keys()
+    for name in dict.fromkeys((*failing, *audit.promoted)):
+        if name in refused or name not in sites:
+            continue
+        change = residual_rescale(source.model, flow, sites[name], peaks, form, audit.promoted)
+        if not isinstance(change, ResidualRescale):
+            refused[name] = change.reason
+        elif other := next((weight for weight in change.weights if weight not in stored), None):
+            refused[name] = f"{other} is not stored with the weights"
+        else:
+            changed = replace(source, model=change.applied(source.model))
+            if not same_function(source, changed.model):
+                refused[name] = "FP32 does not give the same bits"
+                continue
+            (after,) = audit_policies(changed, [rules], settings)
+            if change.is_in(flow, Flow(*(each.traced for each in after.audit.every))):
+                yield changed, after, change
+            refused[name] = "the code reads the eps elsewhere as well"
