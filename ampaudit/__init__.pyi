@@ -46,6 +46,7 @@ from ampaudit.report.plan import PlanReport as PlanReport
 from ampaudit.report.public import diff as diff
 from ampaudit.report.public import read_report as read_report
 from ampaudit.report.training import TrainingReport as TrainingReport
+from ampaudit.report.tuning import TuningReport as TuningReport
 from ampaudit.report.verification import Verification as Verification
 from ampaudit.trace.twins import twin as twin
 from ampaudit.training.config import TrainConfig as TrainConfig
@@ -56,3 +57,5 @@ from ampaudit.training.scaler import scaler as scaler
 from ampaudit.training.train import train as train
 from ampaudit.training.watch import TrainingMonitor as TrainingMonitor
 from ampaudit.training.watch import watch as watch
+from ampaudit.tuning.config import TuneConfig as TuneConfig
+from ampaudit.tuning.tune import tune as tune

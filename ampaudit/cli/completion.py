@@ -68,7 +68,7 @@ def _codes(prefix: str = "") -> Names:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    from ampaudit.benchmarking.devices.catalogue import all_devices
+    from ampaudit.devices.catalogue import all_devices
 
     return ((name, device.name) for name, device in all_devices().items())
 

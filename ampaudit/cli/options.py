@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
@@ -64,7 +64,7 @@ _GROUPS = {
     "Proofs": ("prove", "stress", "static", "assume"),
     "Processes": ("jobs", "timeout", "max_memory"),
     "Output": (
-        *("form", "output", "plot", "tensorboard", "force", "quiet", "verbose"),
+        *("form", "output", "tuned_policy", "plot", "tensorboard", "force", "quiet", "verbose"),
         *("config", "debug"),
     ),
 }
@@ -107,14 +107,15 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing fi
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only the verdict.")
 
 
-def report_options(kind: str | None) -> Callable[[Command], Command]:
+def report_options(kind: str | None, also: Sequence[str] = ()) -> Callable[[Command], Command]:
     """Add ``--format``, ``--output`` and ``--force``, and check all outputs before the command begins.
 
     Args:
         kind: of the document that the command makes, which decides its formats; ``None`` for any.
+        also: suffixes of ``--output`` that the command itself writes.
     """
     forms = formats_of(kind) if kind is not None else tuple(FORMAT_REGISTRY)
-    suffixes = ", ".join(OUTPUT_FORMATS[form][0] for form in forms if OUTPUT_FORMATS[form])
+    suffixes = ", ".join([*(OUTPUT_FORMATS[form][0] for form in forms if OUTPUT_FORMATS[form]), *also[:1]])
     add_format = click.option(
         "--format",
         "form",
@@ -130,7 +131,8 @@ def report_options(kind: str | None) -> Callable[[Command], Command]:
         def checked(*arguments: Any, **options: Any) -> Any:
             if options["output"] == Path("-"):  # standard output, as in other programs
                 options["output"] = None
-            options["form"] = chosen_format(options["form"], options["output"], forms)
+            own = options["output"] is not None and options["output"].suffix.lower() in also
+            options["form"] = chosen_format(options["form"], None if own else options["output"], forms)
             _check_outputs(options)
             return command(*arguments, **options)
 
@@ -155,14 +157,16 @@ def _check_outputs(options: dict[str, Any]) -> None:
     """
     from ampaudit.core.files import check_writable
 
-    output, plot, policy, folder = map(options.get, ("output", "plot", "advise_policy", "tensorboard"))
-    for path in filter(None, (output, plot, policy)):
+    output, plot, policy, tuned, folder = map(
+        options.get, ("output", "plot", "advise_policy", "tuned_policy", "tensorboard")
+    )
+    for path in filter(None, (output, plot, policy, tuned)):
         check_writable(path, force=options["force"])
     if plot is not None:
         from ampaudit.render.training_plot import check_picture
 
         check_picture(plot)
-    for flag, path in (("--plot", plot), ("--advise-policy", policy)):
+    for flag, path in (("--plot", plot), ("--advise-policy", policy), ("--policy-file", tuned)):
         if output is not None and path is not None and path.resolve() == output.resolve():
             raise UsageError(f"{flag} {describe(path)}: the report goes there", hint="name another file")
     if folder is not None:

@@ -23,6 +23,7 @@ COMMANDS = {
     "scan": ("scan_command:scan_command", "Find the layers that overflow."),
     "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
     "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
+    "tune": ("tune_command:tune_command", "Find the fewest ops that must stay in float32."),
     "convert": ("convert_command:convert_command", "Write a converted checkpoint."),
     "record": ("record_command:record_command", "Record a script's calls of a module as inputs."),
     "verify": ("convert_command:verify_command", "Verify a converted directory."),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NewType
 
-__all__ = ["SiteId", "SiteNumbering", "SourceLine", "pattern_of"]
+__all__ = ["SiteId", "SiteNumbering", "SourceLine", "globs_of", "pattern_of"]
 
 SiteId = NewType("SiteId", str)
 
@@ -47,3 +49,17 @@ class SiteNumbering:
 def pattern_of(name: str) -> str:
     """Replace each number in a site or layer by a star, so that stacked layers share a pattern."""
     return re.sub(r"(?<=[./])\d+(?=[./]|$)", "*", name)
+
+
+def globs_of(names: Sequence[str], every: Iterable[str]) -> list[str]:
+    """Return globs that match exactly these names of all, with stars for stacked layers if possible."""
+    mine = set(names)
+    by_pattern: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        by_pattern["*".join(glob.escape(part) for part in pattern_of(name).split("*"))].append(name)
+    others = [name for name in every if name not in mine]
+    found: list[str] = []
+    for pattern, members in by_pattern.items():
+        alone = len(members) == 1 or any(fnmatchcase(other, pattern) for other in others)
+        found.extend(map(glob.escape, members) if alone else [pattern])
+    return found

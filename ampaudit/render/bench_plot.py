@@ -7,9 +7,8 @@ from typing import Any
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable
-from ampaudit.core.text import escape_control
 from ampaudit.render.documents.bench import BROKEN
-from ampaudit.render.training_plot import figure_of, save_figure
+from ampaudit.render.training_plot import figure_of, plain_text, save_figure
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 
 __all__ = ["plot_bench"]
@@ -31,15 +30,15 @@ def plot_bench(report: BenchReport, path: Path, *, force: bool = False) -> None:
         raise UsageError("--plot: no mode ran", hint="see the table for the reasons")
     figure = figure_of(path, (10, 1.6 + 0.42 * len(rows)))
     memory, speed = figure.subplots(1, 2, sharey=True)
-    names = [f"{row.mode}, {row.batch_size}" for row in rows]
+    names = [f"{plain_text(row.mode)}, {row.batch_size}" for row in rows]
     _memory(memory, rows)
     _speed(speed, rows)
     memory.set_yticks(range(len(rows)), names)
     memory.invert_yaxis()
     kind = "training step" if report.train else "forward pass"
-    where = escape_control(report.device_name)
+    where = plain_text(report.device_name)
     figure.suptitle(
-        f"{escape_control(report.model.source)}: a {kind} on {where}, by mode and batch size", fontsize=11
+        f"{plain_text(report.model.source)}: a {kind} on {where}, by mode and batch size", fontsize=11
     )
     save_figure(figure, path, force=force)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable, write_bytes
-from ampaudit.core.text import plural
+from ampaudit.core.text import escape_control, plural
 from ampaudit.report.training import TrainingReport, Variant
 
-__all__ = ["check_picture", "figure_of", "plot_training", "save_figure"]
+__all__ = ["check_picture", "figure_of", "plain_text", "plot_training", "save_figure"]
 
 # colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -29,7 +29,8 @@ def plot_training(report: TrainingReport, path: Path, *, force: bool = False) ->
     figure = figure_of(path, (9, 7))
     loss, scale, gradient = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
     _draw(report, loss, scale, gradient)
-    figure.suptitle(f"{report.steps} steps of {report.optimizer}, {report.dtype} beside FP32")
+    optimizer, dtype = plain_text(report.optimizer), plain_text(report.dtype)
+    figure.suptitle(f"{report.steps} steps of {optimizer}, {dtype} beside FP32")
     save_figure(figure, path, force=force)
 
 
@@ -55,6 +56,11 @@ def figure_of(path: Path, size: tuple[float, float]) -> Any:
     import matplotlib.figure
 
     return matplotlib.figure.Figure(figsize=size, layout="constrained")
+
+
+def plain_text(name: str) -> str:
+    """Escape a name for a figure, where dollar signs would enclose a formula."""
+    return escape_control(name).replace("$", r"\$")
 
 
 def save_figure(figure: Any, path: Path, *, force: bool) -> None:
@@ -95,13 +101,13 @@ def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
 
 def _label(variant: Variant) -> str:
     """Name a run, and say from which step on its loss is not finite."""
-    steps = variant.health.recorded
+    name, steps = plain_text(variant.name), variant.health.recorded
     broken = [record.step for record in steps if record.broken]
     if not broken:
-        return variant.name
+        return name
     if len(broken) == sum(record.step >= broken[0] for record in steps):
-        return f"{variant.name}: NaN or infinite from step {broken[0]}"
-    return f"{variant.name}: NaN or infinite in {plural(len(broken), 'step')} (marked X)"
+        return f"{name}: NaN or infinite from step {broken[0]}"
+    return f"{name}: NaN or infinite in {plural(len(broken), 'step')} (marked X)"
 
 
 def _mark_broken(variant: Variant, axes: Any, color: str) -> None:

@@ -15,6 +15,7 @@ from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Report
 from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
+from ampaudit.report.tuning import TuningReport
 from ampaudit.report.verification import Verification
 
 __all__ = ["DOCUMENTS", "Document", "kind_of"]
@@ -27,6 +28,7 @@ Document: TypeAlias = (
     | Verification
     | CheckResults
     | TrainingReport
+    | TuningReport
     | BenchReport
     | LintReport
     | Differences
@@ -41,6 +43,7 @@ DOCUMENTS: dict[str, type[Document]] = {
 _FIELDS = {
     "comparison": {"reports"},
     "training": {"variants", "steps"},
+    "tuning": {"frontier", "tried"},
     "scan": {"findings", "coverage", "run"},
     "bench": {"rows", "repeats", "device_name"},
     "check": {"targets"},

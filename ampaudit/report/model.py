@@ -26,6 +26,7 @@ from ampaudit.report.gap import Gap, gaps_in_words
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.input_path import InputPath
 from ampaudit.report.inputs import InputsInfo, of_made_up
+from ampaudit.report.sensitivity import Sensitivity
 from ampaudit.report.site import SiteReport
 from ampaudit.report.steps import StepsReport
 
@@ -182,6 +183,7 @@ class Report(Shown):
     steps: StepsReport | None = None
     sweep: Sweep | None = None
     against: AgainstReport | None = None
+    sensitivity: Sensitivity | None = None
     kind: Literal["scan"] = "scan"
 
     @property

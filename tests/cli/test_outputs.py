@@ -26,9 +26,10 @@ from ampaudit.render.render import as_file, formats_of
 from ampaudit.report.documents import Document
 from ampaudit.report.model import Report
 from ampaudit.report.saved import parse_document
+from ampaudit.report.tuning import TuningReport
 from tests.support.saved import sample, text_of
 
-STRANGE = (".pdf", ".docx", ".yaml", ".png", ".pt", ".gz")
+STRANGE = (".pdf", ".docx", ".yaml", ".YML", ".png", ".pt", ".gz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,14 @@ class Case:
         kind: of the document that the command makes.
         work: module and name of the function that does the work.
         loads: the same of the one that imports the model.
+        policy: suffixes of ``-o`` with which it writes a rule file.
     """
 
     words: str
     kind: str
     work: str
     loads: str = ""
+    policy: tuple[str, ...] = ()
 
 
 CASES = {
@@ -55,6 +58,9 @@ CASES = {
     "plan": Case("plan model.py", "plan", "ampaudit.audit.plan.plan", "cli.plan_command.load_source"),
     "train": Case("train model.py", "training", "ampaudit.training.train.train", "source.open.open_source"),
     "bench": Case("bench model.py", "bench", "ampaudit.benchmarking.run.bench", "source.open.open_source"),
+    "tune": Case(
+        "tune model.py", "tuning", "ampaudit.tuning.tune.tune", "cli.loading.load_source", (".yaml", ".yml")
+    ),
     "check": Case("check model.py", "check", "ampaudit.ci.check.check"),
     "verify": Case("verify out", "verification", "ampaudit.export.verify.verify"),
     "lint": Case("lint model.py", "lint", "ampaudit.linter.lint.lint_report"),
@@ -152,6 +158,11 @@ def test_every_suffix_gets_its_format_or_is_refused_before_the_work(stage: Stage
     for suffix in (*forms, *map(str.upper, forms), *STRANGE):
         path, form = stage.place / f"result{suffix}", forms.get(suffix.lower())
         result = stage.run("-o", path.name)
+        if suffix.lower() in stage.case.policy:
+            assert isinstance(stage.document, TuningReport)
+            assert path.read_text(encoding="utf-8") == stage.document.policy
+            assert "policy written to" in result.stderr
+            continue
         if form not in offered:
             assert refused_early(result, stage), (suffix, result.output)
             assert f"result{suffix}" in str(result.exception)
@@ -210,6 +221,16 @@ MISTAKES = {
         "--plot x.gif",
         "--for wrong",
         "--plot x.svg -o x.svg --format json",
+    ),
+    "tune": (
+        *EVERYWHERE,
+        *("--dtype float32", "--min-sqnr many", "--min-sqnr 50 --metric-drop 0.1", "--metric-drop -1"),
+        *("--cost money", "--for wrong --cost time", "--for v100", "--plot x.gif"),
+        *(
+            "--policy-file old.json",
+            "-o x.yaml --policy-file y.yaml",
+            "--plot x.svg -o x.svg --format json",
+        ),
     ),
     "check": ("--dtype int8", "--ignore AMQ1"),
     "lint": ("--diff --format json", "--fix --diff"),

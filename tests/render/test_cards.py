@@ -21,7 +21,7 @@ from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from tests.support.saved import NAMES, sample, saved, saved_report
 
-KINDS = (*NAMES, "conversion", "verification", "lint", "diff")
+KINDS = (*NAMES, "conversion", "verification", "lint", "diff", "tuning")
 SUFFIXES = {
     ".html": "html",
     ".json": "json",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import click
 import pytest
@@ -25,10 +26,17 @@ from ampaudit.report.lint import LintReport
 from ampaudit.report.pages import all_pages
 from ampaudit.report.public import diff
 from tests.support.paths import GOLDEN
-from tests.support.saved import NAMES, saved, saved_report
+from tests.support.saved import HOSTILE, NAMES, saved, saved_report
+from tests.support.tuned import SENSITIVITY, hostile, tuned, tuned_short
 
 Golden = Callable[[str, str], None]
 TOLD = ("markdown", "sarif", "junit", "github")
+TUNED = {
+    "tuning": tuned,
+    "tuning-short": tuned_short,
+    "tuning-hostile": lambda: hostile("".join(text[:60] for text in HOSTILE)),
+}
+TUNED_FORMS = ("markdown", "csv", "html")
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -102,12 +110,40 @@ def test_tables(golden: Golden, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["overflow", "policies", "gradients", "sweep"])
 def test_the_words_of_the_page(golden: Golden, name: str) -> None:
+    golden(f"{name}.html", words_of_page(saved(name)))
+
+
+def words_of_page(document: Document) -> str:
     """Without its scripts, its style and the pages of codes, which have tests of their own."""
-    text = to_html(saved(name))
+    text = to_html(document)
     text = re.sub(r"<(script|style)\b[^>]*>.*?</\1>", "", text, flags=re.S)
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
     text = re.sub(r'<section class="pages".*?</section>', "", text, flags=re.S)
-    golden(f"{name}.html", re.sub(r"\n\s*\n+", "\n", text))
+    return re.sub(r"\n\s*\n+", "\n", text)
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_tuning(golden: Golden, name: str) -> None:
+    document = TUNED[name]()
+    for width in (80, 200):
+        text = as_text(lambda console: console.print(for_terminal(document)), width, terminal=True)
+        assert all(len(line) <= width for line in text.splitlines())
+        golden(f"{name}-{width}.txt", text)
+    for verbosity, kind in ((-1, "quiet"), (1, "verbose")):
+        shown = as_text(
+            lambda console, v=verbosity: console.print(for_terminal(document, v)), 100, terminal=True
+        )  # type: ignore[misc]
+        golden(f"{name}-{kind}.txt", shown)
+    for form in TUNED_FORMS:
+        golden(f"{name}.{form}", words_of_page(document) if form == "html" else as_file(document, form))
+
+
+def test_sensitivity(golden: Golden) -> None:
+    report = replace(saved_report("gradients"), sensitivity=SENSITIVITY)
+    for width in (80, 200):
+        text = as_text(lambda console: console.print(for_terminal(report)), width, terminal=True)
+        golden(f"sensitivity-{width}.txt", text)
+    golden("sensitivity.markdown", as_file(report, "markdown"))
 
 
 def test_differences(golden: Golden) -> None:
@@ -165,6 +201,9 @@ def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
         "gradients.html",
         "sweep.html",
     }
+    shown = (*(f"-{kind}.txt" for kind in ("80", "200", "quiet", "verbose")), *(f".{f}" for f in TUNED_FORMS))
+    known |= {f"{n}{end}" for n in TUNED for end in shown}
+    known |= {"sensitivity-80.txt", "sensitivity-200.txt", "sensitivity.markdown"}
     known |= {f"diff-{n}-{w}.txt" for n in ("better", "worse") for w in (80, 200)}
     known |= {"diff-worse.md", "diff-worse.json", "explain.txt", "explain-AMP204.txt", "rules-list.txt"}
     known |= {f"lint-{k}.txt" for k in ("quiet", "normal", "verbose")} | {
@@ -175,8 +214,6 @@ def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
 
 
 def test_a_finding_of_a_later_version_can_be_shown() -> None:
-    from dataclasses import replace
-
     report = saved_report()
     unknown = replace(report, findings=(replace(report.findings[0], code="AMP899"),))
     for form in (*TOLD, "html", "csv", "json"):

@@ -98,15 +98,15 @@ hostile = st.one_of(
 )
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[Path]:
-    """The paths of all texts."""
+def leaves(value: Any, path: Path = (), of: tuple[type, ...] = (str,)) -> Iterator[Path]:
+    """The paths of all texts, or of other values."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from leaves(inner, (*path, key))
+            yield from leaves(inner, (*path, key), of)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from leaves(inner, (*path, index))
-    elif isinstance(value, str):
+            yield from leaves(inner, (*path, index), of)
+    elif isinstance(value, of) and not isinstance(value, bool):
         yield path
 
 
@@ -114,7 +114,7 @@ def shape_of(path: Path) -> Path:
     return tuple(0 if isinstance(part, int) else part for part in path)
 
 
-def with_text(document: Any, paths: list[Path], text: str) -> Any:
+def with_text(document: Any, paths: list[Path], text: str | float | None) -> Any:
     changed = json.loads(json.dumps(document))
     for path in paths:
         inner = changed
@@ -286,6 +286,35 @@ def test_known_tricks_are_only_text(kind: str) -> None:
 @given(hostile)
 def test_no_text_is_more_than_text(kind: str, text: str) -> None:
     check(hostile_document(kind, text))
+
+
+NUMBERS = st.one_of(
+    st.none(),
+    st.sampled_from((0, -1, 1, 5e-324, 1e308, -1e308, 1e-9, 1e4, 10**18)),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+
+
+@cache
+def tuning_numbers() -> tuple[Any, list[Path]]:
+    """A document, and the paths of its numbers."""
+    document = json.loads(to_json(sample("tuning")))
+    kinds = (int, float, type(None))
+    paths = [path for path in leaves(document, of=kinds) if path[0] not in ("schema", "inputs")]
+    return document, paths
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_no_number_breaks_a_format(data: st.DataObject) -> None:
+    document, paths = tuning_numbers()
+    for path in data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=12)):
+        changed = with_text(document, [path], data.draw(NUMBERS))
+        document = changed if accepted(changed) else document  # no null where a number is needed
+    found = parse_document(json.dumps(document), "r.json")
+    check(found)
+    assert json.loads(as_file(found, "json")) == document
+    found._repr_html_()
 
 
 @given(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3).map("".join))

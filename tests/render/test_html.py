@@ -21,7 +21,7 @@ from ampaudit.report.model import Report
 from tests.support.browser import Open
 from tests.support.saved import HOSTILE, named, sample, saved, saved_report
 
-SECTIONS = ("plan", "conversion", "verification", "check", "training", "lint", "diff")
+SECTIONS = ("plan", "conversion", "verification", "check", "training", "lint", "diff", "tuning")
 PAGES = ("overflow", "policies", "gradients", "ranges", "static")
 
 

@@ -492,7 +492,7 @@ def test_the_documented_table_of_formats_is_right() -> None:
         if line[:3] == "| `"
     ]
     assert {row[0].strip("`") for row in rows} == OUTPUT_FORMATS.keys()
-    kinds = ("scan", "comparison", "training", "check", "plan", "bench", "lint", "diff")
+    kinds = ("scan", "comparison", "training", "check", "plan", "bench", "lint", "diff", "tuning")
     for row in rows:
         form = row[0].strip("`")
         suffixes = OUTPUT_FORMATS[form]

@@ -26,6 +26,7 @@ from ampaudit.report.saved import parse_document
 from ampaudit.report.site import SiteReport
 from ampaudit.report.verification import Verification
 from tests.support.paths import ROOT
+from tests.support.tuned import SENSITIVITY, tuned
 
 PLACE = ROOT / "tests" / "data" / "reports"
 COMMANDS = {
@@ -93,7 +94,7 @@ def saved_report(name: str = "overflow") -> Report:
 
 
 def _scanned() -> Report:
-    return replace(saved_report(), sweep=saved_report("sweep").sweep)
+    return replace(saved_report(), sweep=saved_report("sweep").sweep, sensitivity=SENSITIVITY)
 
 
 def _linted() -> LintReport:
@@ -159,6 +160,7 @@ SAMPLES: dict[str, Callable[[], Document]] = {
     "verification": _verified,
     "check": partial(saved, "check"),
     "training": partial(saved, "training"),
+    "tuning": tuned,
     "bench": partial(saved, "bench"),
     "lint": _linted,
     "diff": _compared,

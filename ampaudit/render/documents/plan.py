@@ -12,7 +12,7 @@ from ampaudit.render.blocks import Block, Line, Section, Table, facts, line, tab
 from ampaudit.render.view import Row, View
 from ampaudit.report.plan import PlannedSite, PlanReport
 
-__all__ = ["PlanView", "plans_compared"]
+__all__ = ["PlanView", "plans_compared", "stacked"]
 
 _QUIET_ROLES = ("view", "select")
 _DEFAULT = "(default)"
@@ -52,7 +52,7 @@ class PlanView(View[PlanReport]):
 
 def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
     rows: list[tuple[str | Line, ...]] = []
-    groups = _stacked(sites, lambda s: s.site, lambda s: (s.precision, s.rule or "", s.op), verbose)
+    groups = stacked(sites, lambda s: s.site, lambda s: (s.precision, s.rule or "", s.op), verbose)
     for name, times, members in groups:
         site = members[0]
         casts = sum(s.casts for s in members)
@@ -70,7 +70,7 @@ def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
     return tabulate(heads, rows, left=("precision", "rule"), width=24)
 
 
-def _stacked(
+def stacked(
     items: Iterable[Item],
     site: Callable[[Item], str],
     alike: Callable[[Item], tuple[str, ...]],
@@ -142,7 +142,7 @@ def _difference_table(
     verbose: bool,
 ) -> Table:
     heads = ("site", "times", first.policy, second.policy)
-    groups = _stacked(
+    groups = stacked(
         different, lambda pair: pair[0].site, lambda pair: (*map(_side, pair), short_op(pair[0].op)), verbose
     )
     rows = ((name, times, *map(_side, members[0])) for name, times, members in groups)

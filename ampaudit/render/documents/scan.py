@@ -12,6 +12,7 @@ from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.scan_tables import all_sites, level_sections, path_sections
+from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_section
 from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.sweep import sweep_sections
@@ -65,6 +66,8 @@ class ScanView(View[Report]):
         if report.steps is not None:
             yield step_section(report.steps, full=full)
         yield from level_sections(report, _NEAREST)
+        if report.sensitivity is not None:
+            yield from sensitivity_sections(report.sensitivity, full=full)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
         yield Section((facts(summary_rows(report, len(active) - len(shown), full=full)),))
@@ -117,6 +120,8 @@ class ScanView(View[Report]):
         codes = self.document.codes_by_site
         conditions = self.document.run
         inputs = conditions.inputs.origin if conditions.inputs is not None else None
+        ranked = self.document.sensitivity.rows if self.document.sensitivity is not None else ()
+        noise = {row.name: row for row in ranked if row.kind == "op"}
         run = {"policy": conditions.policy, "dtype": conditions.dtype}
         for index, site in enumerate(self.document.sites):
             source = site.source
@@ -129,6 +134,8 @@ class ScanView(View[Report]):
                 "by_design": int(site.by_design),
                 "findings": " ".join(codes[site.site]),
                 **_measured(site),
+                "alone_db": getattr(noise.get(site.site), "db", None),
+                "error_share": getattr(noise.get(site.site), "share", None),
                 "file": source.file if source is not None else None,
                 "line": source.line if source is not None else None,
                 "inputs": inputs,
@@ -156,6 +163,8 @@ class ScanView(View[Report]):
         if nearest:
             yield Section((tabulate(("site", "peak", "headroom"), nearest),), "Nearest the limit")
         yield from path_sections(report, _FINDINGS)
+        if report.sensitivity is not None:
+            yield from sensitivity_sections(report.sensitivity)
         yield Section((facts(("", fact) for fact in _numbers(report)),))
 
     def page(self) -> ViewPage:

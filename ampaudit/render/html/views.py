@@ -13,6 +13,7 @@ from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.scan_tables import path_sections
+from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_sentences, steps_svg
 from ampaudit.render.sweep import sweep_chart, sweep_sections
 from ampaudit.render.verdict import verdict_words
@@ -54,6 +55,7 @@ class ReportView:
         path: the lines that decide on values, if the audit followed them.
         sweep: the results at each size, if several were run.
         against: the comparison with a reference, if there was one.
+        sensitivity: the ranking of roundings, if it was asked for.
         chart: of the least headroom over the size.
     """
 
@@ -72,6 +74,7 @@ class ReportView:
     path: tuple[Section, ...]
     sweep: tuple[Section, ...]
     against: tuple[Section, ...]
+    sensitivity: tuple[Section, ...]
     chart: str
 
 
@@ -102,6 +105,9 @@ def _view(report: Report, suite: Suite, heading: str) -> ReportView:
         path=tuple(path_sections(report, len(report.path.lines))) if report.path is not None else (),
         sweep=tuple(sweep_sections(report.sweep)) if report.sweep is not None else (),
         against=tuple(against_sections(report.against)) if report.against is not None else (),
+        sensitivity=()
+        if report.sensitivity is None
+        else tuple(sensitivity_sections(report.sensitivity, full=True)),
         chart=sweep_chart(report.sweep) if report.sweep is not None else "",
     )
 

@@ -1,0 +1,93 @@
+"""``ampaudit tune``: finds the fewest ops that must stay in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ampaudit.cli.options import (
+    FILE,
+    GroupedCommand,
+    config_from,
+    config_options,
+    debug_option,
+    plot_option,
+    quiet_option,
+    report_options,
+    verbose_option,
+)
+from ampaudit.cli.output import deliver_document
+from ampaudit.core.errors import UsageError
+from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import escape_control
+from ampaudit.tuning.config import TuneConfig
+
+if TYPE_CHECKING:
+    from ampaudit.report.tuning import TuningReport
+
+__all__ = ["tune_command"]
+
+_RULES = (".yaml", ".yml")
+
+
+@click.command("tune", cls=GroupedCommand)
+@click.argument("model")
+@config_options(TuneConfig, SourceConfig, leave_out=("stream",))
+@click.option("--policy-file", "tuned_policy", type=FILE, metavar="FILE", help="Write the policy to FILE.")
+@plot_option("accuracy against the share of ops in float32")
+@report_options("tuning", also=_RULES)
+@quiet_option
+@verbose_option("Show every op, and everything that was tried.")
+@debug_option
+@click.pass_context
+def tune_command(context: click.Context, /, model: str, **options: Any) -> None:
+    """Find the fewest ops of MODEL that must stay in float32 for the accuracy you ask for.
+
+    MODEL is what ``ampaudit scan`` takes. Everything else runs and is stored in 16 bits. The result is a rule
+    file: ``-o policy.yaml`` writes it, and ``scan``, ``convert`` and ``check`` take it as ``--policy``.
+    Exit code 1 if no choice of ops has that accuracy.
+    """
+    output: Path | None = options["output"]
+    if output is not None and output.suffix.lower() in _RULES:
+        if options["tuned_policy"] is not None:
+            raise UsageError("-o and --policy-file both name a rule file", hint="leave one out")
+        options["tuned_policy"], options["output"] = output, None
+    report = _tuned(model, options)
+    deliver_document(report, options)
+    _write(report, options)
+    context.exit(report.exit_code)
+
+
+def _tuned(location: str, options: dict[str, Any]) -> TuningReport:
+    from ampaudit.cli.progress import ProgressBar
+
+    with ProgressBar(location) as progress:
+        config = config_from(TuneConfig, options, on_progress=progress.update)
+        config.check()
+
+        from ampaudit.cli.loading import load_source
+        from ampaudit.tuning.tune import tune
+
+        return tune(load_source(location, config_from(SourceConfig, options)), config=config)
+
+
+def _write(report: TuningReport, options: dict[str, Any]) -> None:
+    """Write the rule file and the picture; a policy that falls short is not written."""
+    from ampaudit.core.files import write_text
+    from ampaudit.render.render import keeping
+
+    path, plot = options["tuned_policy"], options["plot"]
+    if path is not None and not report.reached:
+        click.echo(f"no policy written to {path}: the accuracy is not reached", err=True)
+    elif path is not None:
+        with keeping(report):
+            write_text(path, report.policy, force=options["force"])
+        click.echo(escape_control(f"policy written to {path}"), err=True)
+    if plot is not None:
+        from ampaudit.render.tuning_plot import plot_tuning
+
+        with keeping(report):
+            plot_tuning(report, plot, force=options["force"])
+        click.echo(escape_control(f"picture written to {plot}"), err=True)

@@ -1,0 +1,97 @@
+"""Renders a tuning: what stays in float32 and why, what it buys, and what was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.core.text import escape_control
+from ampaudit.render.blocks import Section, headline, line
+from ampaudit.render.tuning_tables import point_words, tuning_policy, tuning_tables, tuning_verdict
+from ampaudit.render.verdict import VERDICT_STYLES
+from ampaudit.render.view import Row, View, ViewPage
+from ampaudit.report.tuning import TuningReport
+
+__all__ = ["TuningView"]
+
+
+class TuningView(View[TuningReport]):
+    """A row per op and weight in float32."""
+
+    about = "model.source"
+    columns = (
+        *("kind", "name", "layer", "op", "why", "text", "without_db", "measured_without_db", "bytes"),
+        *("file", "line"),
+    )
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """Return the verdict, what stays in float32, storage, the frontier, and what was tried."""
+        report, full = self.document, verbosity > 0
+        word, sentence = self.verdict()
+        verdict = Section((line((word, VERDICT_STYLES[word]), f"  {sentence}"),))
+        if verbosity < 0:
+            yield verdict
+            return
+        yield headline(report.tool.version, f"{self.name}: {self.subject()}")
+        yield verdict
+        yield from tuning_tables(report, full=full, grouped=not full)
+        if full:
+            yield tuning_policy(report)
+
+    def verdict(self) -> tuple[str, str]:
+        """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
+        return tuning_verdict(self.document)
+
+    def subject(self) -> str:
+        """Return what was asked for, the format and the device."""
+        report = self.document
+        asked = "" if report.target_db is None else f" for {report.target_db:g} dB"
+        asked = (
+            asked if report.metric_drop is None else f" for a metric within {report.metric_drop:g} of FP32's"
+        )
+        made_up = f", {report.inputs.made_up}" if report.inputs is not None and report.inputs.made_up else ""
+        return escape_control(f"tuned{asked} in {report.dtype} on {report.device}{made_up}")
+
+    def rows(self) -> Iterator[Row]:
+        """Return a row per op and weight in float32."""
+        report = self.document
+        for kept in report.kept:
+            place = kept.source.evident if kept.source is not None else None
+            own = {name: getattr(kept, name) for name in ("layer", "op", "why", "text", "without_db")}
+            own |= {"measured_without_db": kept.measured_without_db}
+            own |= {"file": place.file, "line": place.line} if place is not None else {}
+            yield self._row("op", kept.site, own)
+        for weight in report.weights:
+            names = ("why", "without_db", "bytes")
+            yield self._row("weight", weight.name, {name: getattr(weight, name) for name in names})
+
+    def _row(self, kind: str, name: str, own: Row) -> Row:
+        return {"kind": kind, "name": name, **{n: own.get(n) for n in self.columns[2:]}}
+
+    def digest(self) -> Iterator[Section]:
+        """Return the verdict, the tables and the rule file."""
+        word, sentence = self.verdict()
+        icon = "✅" if word == "PASS" else "❌"
+        yield Section(
+            (line(sentence), line(self.subject())), line(f"{icon} {word}: ", (self.name, "code")), level=2
+        )
+        yield from tuning_tables(self.document, full=False, grouped=True)
+        yield tuning_policy(self.document)
+
+    def page(self) -> ViewPage:
+        """Return the picture of the frontier, the tables, and the rule file of each point."""
+        from ampaudit.render.tuning_plot import frontier_figure
+
+        report = self.document
+        word, sentence = self.verdict()
+        values = {
+            "kind": report.kind,
+            "version": report.tool.version,
+            "word": word,
+            "sentence": sentence,
+            "subject": self.subject(),
+            "sections": list(tuning_tables(report, full=True, grouped=True)),
+            "figure": frontier_figure(report),
+            "points": [(point_words(report, p), p.policy, p.chosen) for p in report.frontier],
+            "policy_text": "" if any(point.chosen for point in report.frontier) else report.policy,
+        }
+        return ViewPage("tuning.html.j2", ("theme.js",), None, values)

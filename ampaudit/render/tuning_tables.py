@@ -1,0 +1,293 @@
+"""Renders the words and tables of a tuning: what stays in float32, storage, the frontier, what was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ampaudit.core.formats import FORMATS
+from ampaudit.core.text import escape_control, format_bytes, format_number, plural
+from ampaudit.render.blocks import Block, Line, Section, facts, line, tabulate
+from ampaudit.render.documents.plan import stacked
+from ampaudit.render.sensitivity import format_accuracy, line_of, noise_section, untrusted
+from ampaudit.report.tuning import FrontierPoint, KeptOp, TriedSet, TuningReport
+
+__all__ = ["point_words", "tuning_policy", "tuning_tables", "tuning_verdict"]
+
+_SHOWN, _POINTS = 25, 10
+_WHY = {"range": "out of range", "accuracy": "accuracy needs it", "decision": "flips a decision"}
+_STEPS = {
+    "start": "start",
+    "solve": "choose",
+    "shrink": "leave out",
+    "exhaustive": "leave out one",
+    "final": "final",
+}
+_COSTS = {
+    "ops": "the number of ops in float32",
+    "bytes": "bytes that ops in float32 and casts read and write",
+    "time": "time of ops in float32 and of casts, estimated by a roofline",
+}
+
+
+def tuning_verdict(report: TuningReport) -> tuple[str, str]:
+    """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
+    said = [f"{_made(report)} has {_reached(report)}"]
+    if report.kept or report.weights:
+        low = format_accuracy(report.low_db, broken=report.low_broken)
+        said.append(f"everything in 16 bits {'is' if low == 'exact' else 'has'} {low}")
+    said += _bound(report)
+    return "PASS" if report.reached else "FAIL", "; ".join(said)
+
+
+def _format(report: TuningReport) -> str:
+    return report.dtype if report.dtype in FORMATS else "16 bits"
+
+
+def _made(report: TuningReport) -> str:
+    """Describe the choice: the format, and what is in float32 beside it."""
+    kept = f"{len(report.kept):,} of {plural(report.ops, 'op')}" if report.kept else "no op"
+    weights = f" and {plural(len(report.weights), 'weight')} stored in float32" if report.weights else ""
+    return f"{_format(report)} with {kept} in float32{weights}"
+
+
+def _reached(report: TuningReport) -> str:
+    """Describe the accuracy that was measured, beside what was asked for."""
+    measured = format_accuracy(report.measured_db, broken=report.broken)
+    measured = "outputs exactly as in FP32" if measured == "exact" else measured
+    if report.metric is not None and report.metric_drop is not None:
+        exact, tuned = map(format_number, report.metric)
+        asked = f"FP32 has {exact}; a drop of {report.metric_drop:g} is allowed"
+        return f"a metric of {tuned} ({asked}) and {measured}"
+    return measured + ("" if report.target_db is None else f" ({report.target_db:g} asked)")
+
+
+def _bound(report: TuningReport) -> Iterator[str]:
+    """Say how few ops would do."""
+    kept, least = len(report.kept), report.lower_bound
+    if not report.reached or not kept:
+        return
+    tried = [op for op in report.kept if op.why != "range"]
+    if report.minimal and tried:
+        yield f"without any one {'of them' if len(tried) == kept else 'that accuracy needs'} it falls short"
+    if least >= kept:
+        yield "fewer do not suffice, under the model of errors"
+    elif least > 0:
+        yield f"at least {least:,} must stay, under the model of errors"
+
+
+def tuning_tables(report: TuningReport, *, full: bool, grouped: bool) -> Iterator[Section]:
+    """Return everything but the rule file: every row if ``full``, stacked layers merged if ``grouped``."""
+    limit = None if full else _SHOWN
+    if report.kept:
+        yield _kept_ops(report, limit, full=full, grouped=grouped)
+    if report.weights:
+        yield _kept_weights(report, limit, grouped=grouped)
+    yield Section((facts(_summary(report)),))
+    if report.frontier:
+        yield _frontier(report)
+    if report.tried:
+        yield _tried(report, full=full)
+    yield from _model_of_errors(report, full=full)
+    if report.rescale:
+        lines = (line(text, wrap=False) for text in report.rescale.splitlines())
+        yield Section(tuple(lines), "Weights rescaled by powers of two make some of it unnecessary")
+    yield Section((facts(_remarks(report)),))
+
+
+def _least(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return format_accuracy(min(known)) if known else ""
+
+
+def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: bool) -> Section:
+    """Return a row per op in float32, merged over stacked layers."""
+    groups = list(stacked(report.kept, lambda k: k.site, lambda k: (k.why, k.op), not grouped))
+    measured = any(kept.measured_without_db is not None or kept.broken_without for kept in report.kept)
+    rows = (_kept_cells(*group, measured=measured, full=full) for group in groups[:limit])
+    without = ("without it", *(("measured",) if measured else ()))
+    heads = ("op", "times", *without, "line", "because", *(("code",) if full else ()))
+    table = tabulate(heads, rows, left=("line", "because", "code"))
+    what = f"Without it: predicted accuracy of the outputs with this op in {_format(report)} after all"
+    what += "; measured: the same, as it was run." if measured else "."
+    title = f"What stays in float32 ({len(report.kept):,} of {plural(report.ops, 'op')})"
+    return Section((line(what, style="dim"), table, *_more(len(groups), limit)), title)
+
+
+def _kept_cells(
+    name: str, times: str, members: list[KeptOp], *, measured: bool, full: bool
+) -> tuple[str, ...]:
+    worst = min(members, key=lambda kept: _rank(kept.without_db))
+    source = worst.source
+    return (
+        name,
+        times,
+        _least([kept.without_db for kept in members]),
+        *((_measured_without(members),) if measured else ()),
+        line_of(source),
+        escape_control(worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
+        *((escape_control(source.evident.code.strip() if source is not None else ""),) if full else ()),
+    )
+
+
+def _measured_without(members: Sequence[KeptOp]) -> str:
+    if any(kept.broken_without for kept in members):
+        return format_accuracy(None, broken=True)
+    return _least([kept.measured_without_db for kept in members])
+
+
+def _rank(without: float | None) -> float:
+    return float("-inf") if without is None else without
+
+
+def _kept_weights(report: TuningReport, limit: int | None, *, grouped: bool) -> Section:
+    groups = list(stacked(report.weights, lambda w: w.name, lambda w: (w.why,), not grouped))
+    rows = [
+        (
+            name,
+            times,
+            _least([weight.without_db for weight in members]),
+            format_bytes(sum(weight.bytes for weight in members)),
+            _WHY[members[0].why],
+        )
+        for name, times, members in groups[:limit]
+    ]
+    heads = ("weight", "times", "without it", "costs", "because")
+    table = tabulate(heads, rows, left=("because",))
+    form = _format(report)
+    what = f"Without it: predicted accuracy with this weight stored in {form}; costs: bytes beyond that."
+    title = f"Weights stored in float32 ({len(report.weights):,})"
+    return Section((line(what, style="dim"), table, *_more(len(groups), limit)), title)
+
+
+def _more(count: int, limit: int | None) -> Iterator[Block]:
+    if limit is not None and count > limit:
+        yield line(f"and {count - limit:,} more; -v shows all", style="dim")
+
+
+def _summary(report: TuningReport) -> Iterator[tuple[str, str]]:
+    """Describe casts, storage, and what was made as small as possible."""
+    kept, casts = f"{len(report.kept):,} of {plural(report.ops, 'op')}", plural(report.casts, "cast")
+    yield "Arithmetic", f"{kept} in float32; {casts} per forward pass"
+    share = f" ({report.bytes_after / report.bytes_before:.0%})" if report.bytes_before else ""
+    sizes = f"{format_bytes(report.bytes_before)} before, {format_bytes(report.bytes_after)} after{share}"
+    beyond = format_bytes(sum(weight.bytes for weight in report.weights))
+    yield "Weights", sizes + (f"; float32 weights cost {beyond} of that" if report.weights else "")
+    yield "Minimized", _COSTS[report.cost_kind]
+
+
+def _frontier(report: TuningReport) -> Section:
+    """Return a few points of the frontier: the ends, the choice, what was measured, and some between."""
+    points = _chosen_points(report.frontier)
+    cost = () if report.cost_kind == "ops" else ("cost",)
+    rows = (
+        (
+            f"{point.ops:,}",
+            f"{point.share:.1%}",
+            f"{point.weights:,}",
+            f"{point.casts:,}",
+            *((_cost(report, point.cost),) if cost else ()),
+            format_accuracy(point.predicted_db),
+            _measured(point),
+            line(("chosen", "bold") if point.chosen else ""),
+        )
+        for point in points
+    )
+    heads = ("ops in float32", "of all", "weights", "values cast", *cost, "predicted", "measured", "")
+    shown = (
+        "" if len(points) == len(report.frontier) else f", {len(points)} of {len(report.frontier)} choices"
+    )
+    what = "The accuracy that each number of ops in float32 buys."
+    return Section((line(what, style="dim"), tabulate(heads, rows, left=("",))), f"Frontier{shown}")
+
+
+def _chosen_points(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
+    """Return at most about ten points, in order."""
+    last = len(points) - 1
+    wanted = {0, last, *(i for i, point in enumerate(points) if point.chosen)}
+    measured = [i for i, point in enumerate(points) if _measured(point)]
+    wanted |= set(measured[: _POINTS - len(wanted)])
+    for index in (round(step * last / (_POINTS - 1)) for step in range(_POINTS)):
+        wanted |= {index} if len(wanted) < _POINTS else set()
+    return [points[index] for index in sorted(wanted)]
+
+
+def _cost(report: TuningReport, cost: float) -> str:
+    unit, factor = ("MB", 1e-6) if report.cost_kind == "bytes" else ("us", 1e6)
+    return f"{format_number(factor * cost)} {unit}"
+
+
+def _measured(point: FrontierPoint) -> str:
+    run = point.broken or point.measured_db is not None
+    return format_accuracy(point.measured_db, broken=point.broken) if run else ""
+
+
+def point_words(report: TuningReport, point: FrontierPoint) -> str:
+    """Describe a point of the frontier in a line."""
+    measured = f", {_measured(point)} measured" if _measured(point) else ""
+    chosen = "; chosen" if point.chosen else ""
+    weights = f" and {plural(point.weights, 'weight')}" if point.weights else ""
+    ops = f"{point.ops:,} of {plural(report.ops, 'op')}{weights} in float32"
+    return f"{ops}: {format_accuracy(point.predicted_db)} predicted{measured}{chosen}"
+
+
+def _tried(report: TuningReport, *, full: bool) -> Section:
+    """Return the choices that were run; those with one op less are counted unless ``full``."""
+    alone = [tried for tried in report.tried if tried.step == "exhaustive"]
+    shown = report.tried if full else [tried for tried in report.tried if tried.step != "exhaustive"]
+    metric = ("metric",) if any(tried.metric is not None for tried in report.tried) else ()
+    heads = ("step", "what", "ops in float32", "predicted", "measured", *metric, "enough")
+    rows = (_tried_cells(tried, metric=bool(metric)) for tried in shown)
+    blocks: list[Block] = [tabulate(heads, rows, left=("what", "enough"))]
+    if alone and not full:
+        enough = sum(tried.reached for tried in alone)
+        said = f"and {plural(len(alone), 'choice')} with one op fewer, {enough or 'none'} of them enough"
+        blocks.append(line(f"{said}; -v shows them", style="dim"))
+    return Section(tuple(blocks), f"Tried ({plural(len(report.tried), 'choice')})")
+
+
+def _tried_cells(tried: TriedSet, *, metric: bool) -> tuple[str | Line, ...]:
+    return (
+        _STEPS[tried.step],
+        tried.what,
+        f"{tried.ops:,}",
+        format_accuracy(tried.predicted_db),
+        format_accuracy(tried.measured_db, broken=tried.broken),
+        *(("" if tried.metric is None else format_number(tried.metric),) if metric else ()),
+        line(("yes", "green") if tried.reached else ("no", "")),
+    )
+
+
+def _model_of_errors(report: TuningReport, *, full: bool) -> Iterator[Section]:
+    """Return the ranking of roundings, and predicted against measured accuracy."""
+    if report.noise:
+        yield noise_section(report.noise, full=full)
+    pairs = [(_made(report), report.predicted_db, report.measured_db, report.broken)]
+    if report.kept or report.weights:
+        pairs.append(
+            (f"everything in {_format(report)}", report.low_predicted_db, report.low_db, report.low_broken)
+        )
+    lines: list[Block] = []
+    for what, predicted, measured, broken in pairs:
+        shown = format_accuracy(measured, broken=broken)
+        lines.append(line(f"{what}: {format_accuracy(predicted)} predicted, {shown} measured"))
+        lines += untrusted(predicted, measured)
+    what = "The error of the outputs is predicted as the sum of what each rounding does to them."
+    yield Section((line(what, style="dim"), *lines), "Model of errors")
+
+
+def _remarks(report: TuningReport) -> Iterator[tuple[str, str]]:
+    """Describe the rule file, the runs, their time, and what else to know."""
+    yield "Rule file", f"{report.name}, {plural(len(report.policy.splitlines()), 'line')}"
+    yield "Runs", f"{report.runs:,}: forward passes in 16 bits, and backward passes that probe the outputs"
+    if report.seconds:
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.seconds.items())
+        yield "Seconds", f"{sum(report.seconds.values()):.1f}: {phases}"
+    if report.inputs is not None and report.inputs.detail:
+        yield "Inputs", report.inputs.detail
+    for note in report.notes:
+        yield "Note", note
+
+
+def tuning_policy(report: TuningReport) -> Section:
+    """Return the rule file."""
+    return Section(tuple(line(text, wrap=False) for text in report.policy.splitlines()), "Rule file")

@@ -1,0 +1,92 @@
+"""Options of ``tune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+from annotated_types import Ge
+from pydantic import BeforeValidator, InstanceOf
+
+from ampaudit.audit.config import TwinFile, check_device
+from ampaudit.core.config import (
+    NOT_NAN,
+    Config,
+    DeviceName,
+    OnProgress,
+    Option,
+    Seed,
+    silent,
+)
+from ampaudit.core.errors import UsageError
+from ampaudit.devices.catalogue import Device, device_named
+
+__all__ = ["CostKind", "TuneConfig", "TuneOptions"]
+
+
+CostKind = Literal["ops", "bytes", "time"]
+TunedDtype = Literal["float16", "bfloat16", "auto"]
+DEFAULT_DB = 40.0
+
+
+def _target(given: Any) -> Any:
+    return device_named(given) if isinstance(given, str) else given
+
+
+class TuneConfig(Config):
+    """Options of ``tune``."""
+
+    min_sqnr: Annotated[
+        float | None,
+        NOT_NAN,
+        Option("Required accuracy of every output.  [default: 40]", metavar="DB"),
+    ] = None
+    metric_drop: Annotated[
+        float | None,
+        Ge(0),
+        Option("Allowed loss of the model file's metric instead.", metavar="X"),
+    ] = None
+    dtype: Annotated[TunedDtype, Option("16-bit format; auto takes the one that needs less float32.")] = (
+        "float16"
+    )
+    cost: Annotated[CostKind, Option("What float32 costs: ops, bytes moved, or time on a device.")] = "ops"
+    target: Annotated[
+        InstanceOf[Device] | None,
+        BeforeValidator(_target),
+        Option("Device for --cost time: ampaudit devices.", metavar="DEVICE", flags=("--for",)),
+    ] = None
+    exhaustive: Annotated[bool, Option("Show that each op is needed: one run per op in float32.")] = False
+    device: DeviceName = "auto"
+    seed: Seed = 0
+    twins: TwinFile = None
+    on_progress: OnProgress = silent
+
+    def check(self) -> None:
+        """Raise early for options that contradict each other, and for a device that is not there."""
+        if self.min_sqnr is not None and self.metric_drop is not None:
+            raise UsageError("--min-sqnr and --metric-drop are two goals", hint="leave one out")
+        if self.target is not None and self.cost != "time":
+            raise UsageError("--for names a device for --cost time", hint="add --cost time, or leave it out")
+        check_device(self.device, audits=True)
+
+    @property
+    def target_db(self) -> float | None:
+        """The required accuracy; ``None`` where the metric decides."""
+        if self.metric_drop is not None:
+            return None
+        return DEFAULT_DB if self.min_sqnr is None else self.min_sqnr
+
+
+class TuneOptions(TypedDict, total=False):
+    """The fields of ``TuneConfig`` as keywords."""
+
+    min_sqnr: float | None
+    metric_drop: float | None
+    dtype: TunedDtype
+    cost: CostKind
+    target: str | Device | None
+    exhaustive: bool
+    device: str
+    seed: int
+    twins: str | Path | None
+    on_progress: OnProgress

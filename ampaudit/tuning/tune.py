@@ -1,0 +1,278 @@
+"""``ampaudit tune``: finds the fewest ops that must stay in float32 for an accuracy."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Unpack
+
+from ampaudit.audit.config import MIN_SQNR, PolicyConfig, ScanConfig
+from ampaudit.audit.inputs import Inputs, ModelLike, as_source
+from ampaudit.audit.metric import metric_of
+from ampaudit.audit.scan import Audited, audit_policies
+from ampaudit.core.errors import RunFailed, UsageError
+from ampaudit.core.source_config import SourceConfig
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy.schema import Cast
+from ampaudit.report.finding import Severity
+from ampaudit.report.model import Report
+from ampaudit.report.tuning import TriedSet, TuningReport
+from ampaudit.run.device import environment_of, pick_device
+from ampaudit.run.sensitivity.precision_graph import ValueKind
+from ampaudit.source import ModelSource
+from ampaudit.source.stored_weights import with_plain_weights
+from ampaudit.source.twins import using_twins
+from ampaudit.trace.graph import Role
+from ampaudit.trace.isolation import preserved
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.tuning.config import TuneConfig, TuneOptions
+from ampaudit.tuning.measured import run_low_precision
+from ampaudit.tuning.problem import Chosen, TuningProblem
+from ampaudit.tuning.report import Final, Tuned, policy_text, tuning_report
+from ampaudit.tuning.rescaled import rescale_text, rescaled_source
+from ampaudit.tuning.rule_file import loaded
+from ampaudit.tuning.search import Accuracy, TuningSearch, noise_of, tried_set
+
+__all__ = ["tune", "tuned_rules"]
+
+BASE = "16-bit"
+ROUNDS = 4  # of a search and an audit of what it found
+
+
+@preserved()
+def tune(
+    model: ModelLike,
+    inputs: Inputs | None = None,
+    *,
+    source: SourceConfig | None = None,
+    config: TuneConfig | None = None,
+    **options: Unpack[TuneOptions],
+) -> TuningReport:
+    """Find the fewest ops and weights that must stay in float32 for the accuracy that is asked for.
+
+    Args:
+        model: the model, in the mode to tune (usually ``eval()``), which is not changed; or its location: a
+            path, or ``package.module:factory``.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        source: how to load a model from its location: weights, inputs, ``trust`` ...
+        config: the options as one record.
+        **options: fields of ``TuneConfig``, which override those of ``config``.
+
+    Returns:
+        The report: a rule file, what it keeps in float32 and why, and the frontier of accuracy and cost.
+
+    Raises:
+        AuditError: see ``ampaudit.core.errors``.
+    """
+    chosen = TuneConfig.given(config, options)
+    chosen.check()
+    opened = with_plain_weights(as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed)))
+    _refuse(opened, chosen)
+    formats = ("float16", "bfloat16") if chosen.dtype == "auto" else (chosen.dtype,)
+    with using_twins(chosen.twins):
+        found = [_Tuning(opened, dtype, chosen).report() for dtype in formats]
+    return min(
+        found, key=lambda report: (not report.reached, len(report.kept), -(report.measured_db or math.inf))
+    )
+
+
+def tuned_rules(source: ModelSource, dtype: str, min_sqnr: float, config: PolicyConfig) -> RuleSet:
+    """Return the policy with the fewest ops in float32 for an accuracy in dB.
+
+    Raises:
+        RunFailed: no choice of ops has that accuracy.
+        AuditError: see ``tune``.
+    """
+    tuning = TuneConfig(
+        min_sqnr=min_sqnr,
+        dtype="bfloat16" if dtype == "bfloat16" else "float16",
+        device=config.device,
+        seed=config.seed,
+        on_progress=config.on_progress,
+    )
+    report = tune(source, config=tuning)
+    if not report.reached:
+        best = "" if report.measured_db is None else f"; the best one has {report.measured_db:.0f} dB"
+        raise RunFailed(
+            f"no choice of ops gives every output {min_sqnr:g} dB{best}",
+            hint="ask for less, or see what ampaudit tune says",
+        )
+    return loaded(report.policy)
+
+
+def _refuse(source: ModelSource, config: TuneConfig) -> None:
+    """Reject what cannot be tuned."""
+    if source.kind == "converted" or source.dtype is not None:
+        hint = "tune the model that it was converted from"
+        raise UsageError(f"{source.location} has its casts in its program", hint=hint)
+    if source.release is not None:
+        raise UsageError("tune keeps the values of a whole run in memory", hint="leave out --stream")
+    if config.metric_drop is not None and source.metric is None:
+        hint = "add to the model file: def metric(output, batch): return ...  # larger is better"
+        raise UsageError(f"--metric-drop: {source.location} has no metric(output, batch)", hint=hint)
+
+
+class _Tuning:
+    """Tunes a model in one 16-bit format."""
+
+    def __init__(self, source: ModelSource, dtype: str, config: TuneConfig) -> None:
+        self._source = source
+        self._config = config
+        self._dtype = dtype
+        where = pick_device(config.device, audits=True)
+        base = _base(source).for_environment(environment_of(where))
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        with self._timing("run and probes"):
+            self._low = run_low_precision(source, base, dtype, config)
+        self._tried: list[TriedSet] = []
+
+    def report(self) -> TuningReport:
+        """Search, audit what was found, and tighten the search until the audit agrees."""
+        config, problem = self._config, self._low.problem
+        target = config.target_db
+        budget = None if target is None else noise_of(target)
+        for _ in range(ROUNDS):
+            with self._timing("search"):
+                search, chosen, needed = self._searched(problem, budget)
+            self._tried += search.tried
+            with self._timing("audits"):
+                final = self._final(chosen if chosen is not None else frozenset(problem.free), problem)
+            broken, low = self._broken(final), self._low_casts(final)
+            if final.accuracy.reached or (chosen is None and not broken):
+                break
+            self._low.probe.keep_low(low)
+            if low:
+                problem = replace(problem, graph=self._low.probe.graph)
+            elif broken:
+                problem = replace(problem, pinned=problem.pinned | broken)
+            elif budget is None or target is None or final.accuracy.noise <= noise_of(target):
+                break  # it is accurate; what else the audit finds is in the notes
+            else:
+                budget *= min(noise_of(target) / final.accuracy.noise, 0.99)
+        if not final.accuracy.reached:
+            final = self._audited_along(search, final) or final
+        made = tuning_report(
+            Tuned(self._low, problem, search, final, needed, tuple(self._tried), dict(self._seconds))
+        )
+        return self._with_rescale(made)
+
+    def _searched(
+        self, problem: TuningProblem, budget: float | None
+    ) -> tuple[TuningSearch, Chosen | None, dict[str, Accuracy]]:
+        """Search a choice; with what the absence of each op shows, if that was asked for."""
+        search = TuningSearch(problem, self._low.accuracy, budget, self._config.on_progress)
+        chosen = search.solved()
+        if chosen is None or not self._config.exhaustive:
+            return search, chosen, {}
+        return search, *search.minimal(chosen)
+
+    def _audited_along(self, search: TuningSearch, short: Final) -> Final | None:
+        """Return the cheapest point of the frontier whose audit is right, where trials were not."""
+        problem = search.problem
+        points = [point.chosen for point in search.solver.frontier()]
+        points = [chosen for chosen in points if problem.cost(chosen) > problem.cost(short.chosen)]
+        points.append(frozenset(problem.free))
+        best: Final | None = None
+        low, high = -1, len(points) - 1
+        middle = high  # everything in float32 first: if that falls short, all do
+        while middle > low:
+            with self._timing("audits"):
+                found = self._final(points[middle], problem)
+            if found.accuracy.reached:
+                best, high = found, middle
+            elif best is None:
+                return None
+            else:
+                low = middle
+            middle = (low + high) // 2
+        return best
+
+    @contextmanager
+    def _timing(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - started
+
+    def _with_rescale(self, report: TuningReport) -> TuningReport:
+        """Add a rescaled residual stream, if less must stay in float32 after it."""
+        if not any(kept.why == "range" for kept in report.kept):
+            return report
+        source, changes = rescaled_source(self._source, self._dtype, self._config)
+        if not changes:
+            return report
+        after = _Tuning(source, self._dtype, self._config.changed(exhaustive=False)).report()
+        better = after.reached and (not report.reached or len(after.kept) < len(report.kept))
+        return replace(report, rescale=rescale_text(changes, after)) if better else report
+
+    def _final(self, chosen: Chosen, problem: TuningProblem) -> Final:
+        """Audit a choice under its rule file."""
+        self._config.on_progress("auditing the policy", 0, 0)
+        text = policy_text(self._low, problem, chosen)
+        kept: dict[int, Any] = {}
+        target, drop = self._config.target_db, self._config.metric_drop
+        settings = ScanConfig(
+            dtype=self._dtype,
+            device=self._config.device,
+            seed=self._config.seed,
+            min_sqnr=MIN_SQNR if target is None else target,
+            keep_outputs=kept.__setitem__,
+        )
+        (audited,) = audit_policies(self._source, [loaded(text)], settings)
+        db = _accuracy(audited.report)
+        if drop is not None:
+            metric = metric_of(self._source, kept)
+            accuracy = Accuracy(db, metric[0] - metric[1] <= drop and db != -math.inf, metric)
+        else:
+            fits = db is None or target is None or db >= target
+            accuracy = Accuracy(db, fits and audited.report.exit_code == 0)
+        self._tried.append(tried_set(problem, chosen, accuracy, "final", "the policy, audited as a whole"))
+        if not accuracy.reached and (appeared := self._appeared(audited) - self._low.appeared):
+            self._low.appeared.update(appeared)
+            return self._final(chosen, problem)
+        return Final(chosen, text, audited, accuracy)
+
+    def _appeared(self, audited: Audited) -> set[str]:
+        """Return 16-bit ops of a policy's trace that are none with everything in 16 bits.
+
+        Some ops are split, or have another name, once their input is in float32.
+        """
+        known = {site.id for site in self._low.audit.sites}
+        sites = (site for site in audited.audit.converted.traced.sites if site.facts is not None)
+        return {s.id for s in sites if s.decision.cast is Cast.LOWER and s.id not in known}
+
+    def _broken(self, final: Final) -> frozenset[str]:
+        """Return ops at which the audit found errors, and which are in 16 bits."""
+        values = self._low.problem.graph.values
+        errors = {f.site for f in final.audited.report.findings if f.severity == Severity.ERROR}
+        return frozenset(s for s in errors if s in values and values[s].free and s not in final.chosen)
+
+    def _low_casts(self, final: Final) -> frozenset[str]:
+        """Return casts in the model's code that are to 16 bits although what they take is in float32.
+
+        What ``x.to(y.dtype)`` does depends on the policy; it is taken for a cast to whatever ``x`` has.
+        """
+        values = self._low.problem.graph.values
+        wide = self._low.problem.graph.in_float32(final.chosen)
+        sites = final.audited.audit.converted.traced.sites
+        casts = (site.id for site in sites if site.role is Role.CAST and site.dtype in LOW_PRECISION_DTYPES)
+        return frozenset(name for name in casts if name in wide and values[name].kind is ValueKind.FOLLOW)
+
+
+def _base(source: ModelSource) -> RuleSet:
+    """Return the policy to begin with: everything in 16 bits."""
+    if source.kind != "onnx":
+        return load_policy(BASE)
+    rules = load_policy("strongly-typed")
+    static = tuple(rule for rule in rules.file.rules if not rule.measured)
+    return RuleSet(rules.file.model_copy(update={"rules": static}), None, rules.environment, rules.location)
+
+
+def _accuracy(report: Report) -> float | None:
+    """Return the accuracy of the worst output; ``None`` if all are exact."""
+    if report.broken_outputs:
+        return -math.inf
+    return None if report.worst_output is None else report.worst_output.accuracy_db

@@ -1,0 +1,142 @@
+"""``tune`` on unusual models: its policy, audited anew, has the accuracy that its search measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.core.errors import AuditError
+from ampaudit.report.tuning import TuningReport
+from ampaudit.tuning.measured import LowPrecisionRun
+from ampaudit.tuning.problem import Chosen
+from ampaudit.tuning.search import Accuracy
+
+Runs = dict[Chosen, Accuracy]
+
+
+class Model(nn.Module):
+    def __init__(self, function: Callable[..., object], size: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(self, x)
+
+
+def tuned(
+    function: Callable[..., object], inputs: torch.Tensor, target: float, runs: pytest.MonkeyPatch
+) -> tuple[TuningReport, set[float]]:
+    """Tune for an accuracy; return the report, and the accuracies in dB that runs of the search had."""
+    found = set[float]()
+    run = LowPrecisionRun.accuracy
+
+    def noted(low: LowPrecisionRun, chosen: Chosen) -> Accuracy:
+        accuracy = run(low, chosen)
+        found.add(round(accuracy.db, 2) if accuracy.db is not None else 999.0)
+        return accuracy
+
+    runs.setattr(LowPrecisionRun, "accuracy", noted)
+    return ampaudit.tune(Model(function, inputs.shape[-1]).eval(), inputs, min_sqnr=target), found
+
+
+def inverse(m: Model, x: torch.Tensor) -> torch.Tensor:
+    y = m.a(x)
+    return torch.linalg.inv(y @ y.transpose(1, 2) + torch.eye(6))
+
+
+def test_an_op_without_a_kernel_takes_what_is_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    report, found = tuned(inverse, torch.randn(4, 6, 6), 75, monkeypatch)
+    assert report.measured_db is not None
+    assert round(report.measured_db, 2) in found
+
+
+def test_an_op_without_a_kernel_is_in_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    report, _ = tuned(inverse, torch.randn(4, 6, 6), 75, monkeypatch)
+    assert "linalg_inv_ex" in report.policy
+    assert "reason: no-kernel" in report.policy
+    assert report.reached
+
+
+def in_place(m: Model, x: torch.Tensor) -> torch.Tensor:
+    y = m.a(x)
+    y.add_(1.0)
+    y[:, :4].mul_(2.0)
+    y.clamp_(-3, 3)
+    return m.b(torch.relu_(y))
+
+
+@pytest.mark.parametrize("target", [72, 75])
+def test_an_op_in_place_has_the_precision_of_what_it_writes_to(
+    target: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    report, found = tuned(in_place, torch.randn(4, 16), target, monkeypatch)
+    assert report.reached
+    assert (999.0 if report.measured_db is None else round(report.measured_db, 2)) in found
+    assert not any(op.site.endswith("_") for op in report.kept)
+
+
+def written(m: Model, x: torch.Tensor) -> torch.Tensor:
+    y = m.a(x)
+    return m.b(torch.empty_like(y).copy_(y))
+
+
+def test_errors_pass_writes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    report, _ = tuned(written, torch.randn(64, 16), 60, monkeypatch)
+    assert "a/linear" in {noise.name for noise in report.noise}
+    assert report.low_predicted_db == pytest.approx(report.low_db, abs=0.7)
+
+
+def test_batch_norm_in_training_is_probed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).train()
+    report = ampaudit.tune(model, torch.randn(64, 16), min_sqnr=60)
+    assert {"0/linear", "2/linear"} <= {noise.name for noise in report.noise}
+    assert report.low_predicted_db == pytest.approx(report.low_db, abs=1.0)
+    (audited,) = (tried for tried in report.tried if tried.step == "final")
+    assert audited.ops == 0
+    assert audited.measured_db == pytest.approx(report.low_db, abs=0.01)
+
+
+class Fourier(nn.Module):
+    """Filters a signal; the transform is another op once its input is in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 8)
+        self.filter = nn.Parameter(torch.rand(17))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.filter, n=32))
+        return made
+
+
+def test_an_op_that_appears_with_float32_inputs_is_kept_there() -> None:
+    torch.manual_seed(1)
+    report = ampaudit.tune(Fourier().eval(), torch.randn(64, 32), min_sqnr=75.0)
+    assert report.reached
+    assert "_fft_r2c" in report.policy
+    assert any("_fft_r2c" in note for note in report.notes)
+
+
+def test_a_metric_that_is_no_number_in_float32_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\n"
+        "def get_model(): return torch.nn.Linear(4, 4).eval()\n"
+        "def example_inputs(): return torch.ones(2, 4)\n"
+        "def metric(output, batch): return float('nan')\n"
+    )
+    with pytest.raises(AuditError, match="NaN or infinite in FP32"):
+        ampaudit.tune(path, metric_drop=0.1)
