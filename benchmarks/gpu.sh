@@ -25,6 +25,8 @@ done
   --modes fp32,tf32,autocast,half,bf16,converted --force -o "$results/$stamp-cuda-efficientnet_b0.json"
 "$python" -m ampaudit bench examples/sentence_encoder.py --batch-size 8,64 --device cuda \
   --modes fp32,tf32,autocast,half,bf16,converted,converted+compile --force -o "$results/$stamp-cuda-bench-sentence.json"
+"$python" -m ampaudit tune examples/sentence_encoder.py --min-sqnr 60 --device cuda --force \
+  -o "$results/$stamp-cuda-tune-sentence.json"
 converted=$(mktemp -d)
 "$python" -m ampaudit convert examples/sentence_encoder.py --device cuda -o "$converted/out"
 "$python" -m ampaudit verify "$converted/out"

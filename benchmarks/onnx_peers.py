@@ -1,8 +1,9 @@
 """Converts an ONNX file to float16 with a converter of somebody else, in a process of its own.
 
-    python benchmarks/onnx_peers.py NAME model.onnx inputs.npz out/model.onnx
+    python benchmarks/onnx_peers.py NAME model.onnx inputs.npz out/model.onnx [LIMIT]
 
-float32 inputs and outputs are kept, and every other setting is its converter's default.
+float32 inputs and outputs are kept, and every other setting is its converter's default, but for LIMIT: the
+largest value that AutoCast leaves in float16.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 
 import onnx
 
-Convert = Callable[[str, str], onnx.ModelProto]
+Convert = Callable[..., onnx.ModelProto]
 LIMIT_BYTES = 2_000_000_000  # a file of protocol buffers holds at most 2 GiB
 
 
-def autocast(model: str, inputs: str) -> onnx.ModelProto:
+def autocast(model: str, inputs: str, limit: float = 512.0) -> onnx.ModelProto:
     from modelopt.onnx.autocast import convert_to_mixed_precision
 
-    return convert_to_mixed_precision(model, keep_io_types=True, calibration_data=inputs)
+    return convert_to_mixed_precision(model, keep_io_types=True, calibration_data=inputs, data_max=limit)
 
 
 def autocast_random(model: str, inputs: str) -> onnx.ModelProto:
@@ -75,8 +76,8 @@ PEERS: dict[str, Convert] = {
 
 
 def main() -> None:
-    name, model, inputs, output = sys.argv[1:]
-    made = PEERS[name](model, inputs)
+    name, model, inputs, output, *limit = sys.argv[1:]
+    made = PEERS[name](model, inputs, *map(float, limit))
     large = made.ByteSize() > LIMIT_BYTES
     onnx.save(made, output, save_as_external_data=large, location=f"{Path(output).name}.data")
 

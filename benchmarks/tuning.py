@@ -1,0 +1,159 @@
+"""Measures `ampaudit tune`: how near predicted accuracy is to measured.
+
+python -m benchmarks.tuning [--parts predictions] [--models bert,t5,cnn,minilm] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ampaudit
+from ampaudit.core.config import silent
+from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.policy import load_policy
+from ampaudit.run.audit import RunConfig, run_audits
+from ampaudit.run.sensitivity.measure import SensitivityProbe
+from ampaudit.source import Batch
+from ampaudit.trace.values import torch_dtype
+from benchmarks.tuning_models import MODELS, Made, made
+from benchmarks.tuning_peers import HIGHEST, OnnxCase
+from tests.support.tuning import sqnr
+
+FORMATS = (FLOAT16, BFLOAT16)
+SUBSETS = 40
+SHARES = (0.25, 0.5, 0.75)  # of ops and weights in float32
+GAINS = (3.0, 6.0, 10.0)  # dB over everything in 16 bits
+PEER_TARGETS = (60.0, 62.0, 64.0)  # dB; AutoCast's default gives the T5 58.5
+
+Row = dict[str, Any]
+
+
+def probed(model: Made, number_format: NumberFormat) -> SensitivityProbe:
+    """Run a model in 16 bits once, and probe its outputs."""
+    batches = [Batch((), dict(model.inputs))]
+    found: list[SensitivityProbe] = []
+
+    def probe(config: RunConfig) -> SensitivityProbe:
+        found.append(SensitivityProbe(config, batches))
+        return found[-1]
+
+    rules, cpu = load_policy("16-bit"), torch.device("cpu")
+    config = RunConfig(rules, load_policy("torch-cuda"), number_format, cpu, differentiator=probe)
+    run_audits(model.model, batches, [config], silent)
+    return found[-1]
+
+
+def predictions(model: Made, number_format: NumberFormat) -> Row:
+    """Compare predicted and measured accuracy, of the worst output, of random sets of float32 values."""
+    started = time.perf_counter()
+    probe = probed(model, number_format)
+    seconds = time.perf_counter() - started
+    free = [name for name, value in probe.graph.values.items() if value.free]
+    draw = random.Random(0)
+    sets = [frozenset(n for n in free if draw.random() < share) for share in SHARES * (SUBSETS // 3 + 1)]
+    started = time.perf_counter()
+    pairs = [both(probe, chosen, number_format) for chosen in (frozenset(), *sets[:SUBSETS])]
+    differences = sorted(abs(p - m) for p, m in pairs[1:])
+    return {
+        "ops": sum(value.kind == "op" for value in probe.graph.values.values()),
+        "weights": sum(value.kind == "weight" for value in probe.graph.values.values()),
+        "all_16_bit_db": {"predicted": round(pairs[0][0], 2), "measured": round(pairs[0][1], 2)},
+        "subsets": SUBSETS,
+        "difference_db": {
+            "median": round(statistics.median(differences), 2),
+            "p90": round(statistics.quantiles(differences, n=10)[-1], 2),
+            "max": round(differences[-1], 2),
+        },
+        "probe_s": round(seconds, 2),
+        "run_s": round((time.perf_counter() - started) / len(pairs), 3),
+    }
+
+
+def both(probe: SensitivityProbe, chosen: frozenset[str], number_format: NumberFormat) -> tuple[float, float]:
+    outputs = probe.batches[0].run(chosen, torch_dtype(number_format)).values()
+    errors = probe.sensitivities.predicted(probe.graph.in_float32(chosen))
+    measured = min(sqnr(reference, value.float()) for reference, value in outputs)
+    return -10 * math.log10(errors.max()), measured
+
+
+def tunings(model: Made, number_format: NumberFormat) -> list[Row]:
+    """Tune for some dB more than everything in 16 bits has."""
+    start = both(probed(model, number_format), frozenset(), number_format)[1]
+    return [tuning(model, number_format, round(start + gain, 1)) for gain in GAINS]
+
+
+def tuning(model: Made, number_format: NumberFormat, target: float) -> Row:
+    started = time.perf_counter()
+    report = ampaudit.tune(model.model, dict(model.inputs), dtype=number_format.name, min_sqnr=target)
+    return {
+        "target_db": target,
+        "reached": report.reached,
+        "measured_db": report.measured_db,
+        "float32_ops": len(report.kept),
+        "lower_bound": report.lower_bound,
+        "ops": report.ops,
+        "float32_weights": len(report.weights),
+        "bytes": [report.bytes_before, report.bytes_after],
+        "casts": report.casts,
+        "runs": report.runs,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def peers(model: Made, python: str) -> list[Row]:
+    """Convert to float16 with AutoCast and with `tune` for the same accuracies."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = OnnxCase.of(model, Path(folder), python)
+        default = {"autocast": case.autocast(HIGHEST)}
+        return [default, *({"target_db": db, **case.compared(db)} for db in PEER_TARGETS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="predictions,runs,peers")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of AutoCast")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: Row = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "scipy")},
+    }
+    if options.json is not None and options.json.exists():  # figures of other runs stay
+        found = json.loads(options.json.read_text(encoding="utf-8")) | found
+    for name in options.models.split(","):
+        model = made(name)
+        found.setdefault("trained", {})[name] = model.trained
+        for part in options.parts.split(","):
+            rows: Row = {}
+            if part == "peers":
+                rows = {"t5": peers(model, options.python)} if name == "t5" else {}
+            else:
+                measure = {"predictions": predictions, "runs": tunings}[part]
+                rows = {name: {form.name: measure(model, form) for form in FORMATS}}
+            found.setdefault(part, {}).update(rows)
+            print(json.dumps({part: rows}, indent=1), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
