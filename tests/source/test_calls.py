@@ -169,7 +169,8 @@ def test_decoding_steps_give_the_logits_of_the_program(name: str, tmp_path: Path
     batches, _ = recorded_calls(tmp_path / "calls", None, model)
     for batch, logits in zip(batches, expected, strict=True):
         with torch.no_grad():
-            assert torch.equal(model(*batch.args, **batch.kwargs).logits, logits)
+            # some processors' kernels round by where a tensor lies in memory
+            torch.testing.assert_close(model(*batch.args, **batch.kwargs).logits, logits)
     leaves = pytree.tree_leaves(batches[-1].kwargs)
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     assert floats, "the cache is an input of the trace, and no constant"
