@@ -123,6 +123,12 @@ ONE_IN = {
     "trace/test_trace.py::test_half_gives_the_dtypes_of_a_real_half_model": 3,
     "trace/test_trace.py::test_thirteen_architectures_trace_with_layers_and_lines": 3,
     "trace/test_trace.py::test_torch_cuda_gives_the_dtypes_of_real_cuda_autocast": 3,
+    "tuning/test_minimal.py::test_it_keeps_at_most_one_op_more_than_the_fewest": 10,
+    "tuning/test_minimal.py::test_no_op_of_an_exhaustive_search_may_go": 10,
+    "tuning/test_oracle.py::test_it_computes_what_16_bit_kernels_compute": 6,
+    "tuning/test_oracle.py::test_it_computes_what_an_audit_computes": 6,
+    "tuning/test_oracle.py::test_targets_need_some_ops_but_not_all": 4,
+    "tuning/test_sensitivity.py::test_a_mixed_run_computes_what_the_judge_does": 6,
 }
 
 
