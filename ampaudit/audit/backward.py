@@ -10,6 +10,7 @@ from ampaudit.core.errors import InputError, UsageError
 from ampaudit.policy.scaling import StartingScale, starting_scale
 from ampaudit.run.audit import RunConfig
 from ampaudit.run.backward.gradients import GradientAudit
+from ampaudit.run.sensitivity.gradients import GradientProbe
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
 
@@ -44,7 +45,8 @@ def _with_backward(plan: RunConfig, settings: ScanConfig) -> RunConfig:
     scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
     if settings.loss_scale is not None:
         scale = StartingScale(settings.loss_scale, False, "as given")
-    return replace(plan, differentiator=lambda p: GradientAudit(p, scale))
+    kind = GradientProbe if settings.sensitivity else GradientAudit
+    return replace(plan, differentiator=lambda p: kind(p, scale))
 
 
 def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:

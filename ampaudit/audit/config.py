@@ -93,7 +93,7 @@ _EXCLUDES = {
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
     "steps": ("ranges", "static", "assume", "prove", "stress", "backward"),
     "sweep": ("ranges", "static", "stress", "advise", "diff"),
-    "sensitivity": ("ranges", "static", "backward", "steps", "against", "contract"),
+    "sensitivity": ("ranges", "static", "steps", "against", "contract"),
     "against": (
         "ranges",
         "static",
@@ -196,7 +196,9 @@ class ScanConfig(PlanConfig):
         str,
         Option("Execution contract: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"),
     ] = ""
-    sensitivity: Annotated[bool, Option("Rank roundings by the error that they make in the outputs.")] = False
+    sensitivity: Annotated[
+        bool, Option("Rank roundings by the error that they make in the outputs, or in gradients.")
+    ] = False
     backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
     loss: Annotated[
         UserFunction | None, python_only("loss(output) or loss(output, batch), for backward.")

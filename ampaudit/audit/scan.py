@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
@@ -20,7 +20,7 @@ from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
-from ampaudit.audit.sensitivity import probing, sensitivity_of
+from ampaudit.audit.sensitivity import probing, probing_gradients, sensitivity_of
 from ampaudit.audit.stress import stressed
 from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.errors import UsageError
@@ -34,7 +34,6 @@ from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.config import Steps
 from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
-from ampaudit.run.sensitivity.measure import SensitivityProbe
 from ampaudit.source import ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
@@ -192,9 +191,10 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         plans = [replace(plan, steps=Steps(config.steps, function, fed_back)) for plan in plans]
     if config.backward:
         source, plans = differentiated(source, plans, config)
-    probes: list[list[SensitivityProbe]] = [[] for _ in plans]
+    probes: list[list[Any]] = [[] for _ in plans]
     if config.sensitivity:
-        plans = [probing(plan, source, into) for plan, into in zip(plans, probes, strict=True)]
+        pairs = zip(plans, probes, strict=True)
+        plans = [probing_gradients(p, into) if p.trains else probing(p, source, into) for p, into in pairs]
     contract = parse_contract(config.contract)
     if contract.words and not (config.static or config.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]

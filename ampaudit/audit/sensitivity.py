@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ampaudit.audit.checks.interface import finding_source
 from ampaudit.core.decibels import ratio_db
 from ampaudit.core.formats import NumberFormat
-from ampaudit.report.sensitivity import Noise, Sensitivity
+from ampaudit.report.sensitivity import Noise, NoiseKind, Sensitivity
 from ampaudit.run.audit import Audit
-from ampaudit.run.config import RunConfig
+from ampaudit.run.config import Differentiator, RunConfig
+from ampaudit.run.sensitivity.gradients import GradientProbe
 from ampaudit.run.sensitivity.measure import SensitivityProbe
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, PrecisionValue, ValueKind
 from ampaudit.run.sensitivity.probe import Sensitivities
 from ampaudit.source import ModelSource
 
-__all__ = ["noise_rows", "probing", "sensitivity_of"]
+__all__ = ["noise_rows", "probing", "probing_gradients", "sensitivity_of"]
 
 _LEAST_SHARE = 1e-6
 
@@ -35,13 +36,15 @@ def noise_rows(
         graph: its values.
         wide: those in float32.
     """
-    rows: dict[tuple[str, Literal["op", "weight", "cast"]], Any] = defaultdict(float)
+    rows: dict[tuple[str, NoiseKind], Any] = defaultdict(float)
     for name, row in sensitivities.own.items():
         if name not in wide:
             rows[name, "weight" if graph.values[name].kind is ValueKind.WEIGHT else "op"] += row
     for (made, reader), row in sensitivities.reads.items():
         if made in wide and reader not in wide:
             rows[(made, "weight") if graph.values[made].is_weight else (reader, "cast")] += row
+    for key, row in sensitivities.backward.items():
+        rows[key] += row
     total = sum(rows.values(), np.zeros(len(sensitivities.columns)))
     worst = int(total.argmax()) if total.any() else 0
     found = [
@@ -52,7 +55,7 @@ def noise_rows(
     return tuple(sorted((n for n in found if n.share > _LEAST_SHARE), key=lambda noise: -noise.share))
 
 
-def _noise(value: PrecisionValue, kind: Literal["op", "weight", "cast"], db: float, share: float) -> Noise:
+def _noise(value: PrecisionValue, kind: NoiseKind, db: float, share: float) -> Noise:
     site = value.site
     if site is None:
         return Noise(value.name, kind, db, share)
@@ -71,15 +74,33 @@ def probing(
     return replace(plan, differentiator=make, probing=True)
 
 
-def sensitivity_of(audit: Audit, probe: SensitivityProbe, form: NumberFormat) -> Sensitivity:
+def probing_gradients(plan: RunConfig, into: list[GradientProbe]) -> RunConfig:
+    """Return a configuration that probes gradients; each run of it appends what probes."""
+    inner = plan.differentiator
+
+    def make(config: RunConfig) -> Differentiator:
+        assert inner is not None
+        probe = inner(config)
+        assert isinstance(probe, GradientProbe)
+        into.append(probe)
+        return probe
+
+    return replace(plan, differentiator=make)
+
+
+def sensitivity_of(audit: Audit, probe: SensitivityProbe | GradientProbe, form: NumberFormat) -> Sensitivity:
     """Return the ranking of a policy's roundings, with the error that they add up to."""
     graph, found = probe.graph, probe.sensitivities
     wide = frozenset(name for name, value in graph.values.items() if not value.low)
     predicted = float(found.predicted(wide).max(initial=0.0))
-    accuracies = [seen.accuracy_db for seen in audit.record.outputs.values()]
-    known = [db for db in accuracies if db is not None]
-    measured = min(known, default=None)
-    broken = measured is not None and math.isinf(measured)
+    if isinstance(probe, GradientProbe):
+        worst = max(probe.measured, default=0.0)
+        measured = ratio_db(1.0, worst) if 0 < worst < math.inf else None
+        broken = math.isinf(worst)
+    else:
+        accuracies = [seen.accuracy_db for seen in audit.record.outputs.values()]
+        measured = min((db for db in accuracies if db is not None), default=None)
+        broken = measured is not None and math.isinf(measured)
     return Sensitivity(
         form.name,
         noise_rows(found, graph, wide),
@@ -87,4 +108,5 @@ def sensitivity_of(audit: Audit, probe: SensitivityProbe, form: NumberFormat) ->
         None if broken else measured,
         probe.probes,
         broken,
+        "gradients" if isinstance(probe, GradientProbe) else "outputs",
     )

@@ -16,6 +16,12 @@ from ampaudit.report.sensitivity import Noise, Sensitivity
 __all__ = ["format_accuracy", "line_of", "noise_section", "sensitivity_sections", "untrusted"]
 
 _ROWS, _MAX_ROWS = 10, 200
+_KINDS = {
+    "weight": "(weight)",
+    "cast": "(its casts)",
+    "gradient": "(its backward)",
+    "jump": "(flips of its derivative)",
+}
 _FINITE = 3000.0  # dB: whose power of ten can be computed
 _DOUBLED = 3.0  # dB: beyond it the error is more than twice, or less than half of what was predicted
 
@@ -36,12 +42,12 @@ def line_of(source: Source | None) -> str:
     return escape_control(f"{PurePath(source.evident.file).name}:{source.evident.line}")
 
 
-def noise_section(rows: Sequence[Noise], *, full: bool = False) -> Section:
+def noise_section(rows: Sequence[Noise], *, full: bool = False, of: str = "outputs") -> Section:
     """Return what is rounded and the error that this makes, merged over stacked layers unless ``full``."""
     groups = [(name, times, _together(members)) for name, times, members in _alike(rows, full)]
     groups.sort(key=lambda group: -group[2].share)
     shown = groups[: _MAX_ROWS if full else _ROWS]
-    what = "Accuracy of the outputs if only this were rounded, and its share of the error of everything."
+    what = f"Accuracy of the {of} if only this were rounded, and its share of the error of everything."
     heads = ("rounded", "times", "op", "accuracy", "share", "line")
     table = tabulate(heads, (_cells(*group) for group in shown), left=("op", "line"))
     blocks: list[Block] = [line(what, style="dim"), table]
@@ -51,7 +57,7 @@ def noise_section(rows: Sequence[Noise], *, full: bool = False) -> Section:
         blocks.append(
             line(f"and {len(groups) - len(shown):,} more, with {_share(rest)}; {where}", style="dim")
         )
-    return Section(tuple(blocks), "What makes the error of the outputs")
+    return Section(tuple(blocks), f"What makes the error of the {of}")
 
 
 def _alike(rows: Sequence[Noise], full: bool) -> Iterator[tuple[str, str, list[Noise]]]:
@@ -66,7 +72,7 @@ def _together(rows: Sequence[Noise]) -> Noise:
 
 
 def _cells(name: str, times: str, row: Noise) -> tuple[str, ...]:
-    op = short_op(row.op) if row.kind == "op" else {"weight": "(weight)", "cast": "(its casts)"}[row.kind]
+    op = short_op(row.op) if row.kind == "op" else _KINDS[row.kind]
     return (name, times, escape_control(op), format_accuracy(row.db), _share(row.share), line_of(row.source))
 
 
@@ -76,7 +82,7 @@ def _share(share: float) -> str:
 
 def sensitivity_sections(found: Sensitivity, *, full: bool = False) -> Iterator[Section]:
     """Return the ranking, and whether it adds up to the error that was measured."""
-    section = noise_section(found.rows, full=full)
+    section = noise_section(found.rows, full=full, of=found.of)
     yield Section((*section.blocks, *_sum(found)), section.title)
 
 

@@ -7,26 +7,29 @@ from typing import Literal
 
 from ampaudit.report.finding import Source
 
-__all__ = ["Noise", "Sensitivity"]
+__all__ = ["Noise", "NoiseKind", "Sensitivity"]
+
+NoiseKind = Literal["op", "weight", "cast", "gradient", "jump"]
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The error that the rounding of one value makes in the outputs.
+    """The error that one rounding makes in the outputs, or in the gradients of the parameters.
 
     Attributes:
         name: the site's id, or the name of a weight or input.
-        kind: ``op``, ``weight``, or ``cast`` for the casts of what an op reads.
-        db: accuracy that the outputs would have if nothing else were rounded, in the output that suffers
-            most; null if that were exact.
-        share: of the error of the outputs.
+        kind: ``op``, ``weight``, ``cast`` for the casts of what an op reads, ``gradient`` for what its
+            backward computes, or ``jump`` for values that rounding carries over an edge of its derivative.
+        db: accuracy that the outputs or gradients would have if nothing else were rounded, in the batch and
+            output that suffer most; null if that were exact.
+        share: of their error.
         layer: module path of an op.
         op: the ATen op.
         source: line of the model's code.
     """
 
     name: str
-    kind: Literal["op", "weight", "cast"]
+    kind: NoiseKind
     db: float | None
     share: float
     layer: str = ""
@@ -53,3 +56,4 @@ class Sensitivity:
     measured_db: float | None
     probes: int
     broken: bool = False
+    of: Literal["outputs", "gradients"] = "outputs"

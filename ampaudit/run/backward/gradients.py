@@ -23,7 +23,7 @@ from ampaudit.run.program import Program
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, mark_number, marked_values
 
-__all__ = ["GradientAudit"]
+__all__ = ["GradientAudit", "gradient_dtypes"]
 
 
 class GradientAudit:
@@ -66,7 +66,7 @@ class GradientAudit:
                 "no parameter gets a gradient: the loss depends on none that requires one",
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
-        dtypes = _dtypes(program)
+        dtypes = gradient_dtypes(program)
         if id(program) not in self._custom:
             self._custom[id(program)] = CustomBackwards(program, self._backend, self._device)
         customs = self._custom[id(program)]
@@ -148,7 +148,8 @@ def _parameters(program: Program) -> list[Placeholder]:
     return [p for p in program.traced.placeholders if p.slot is Slot.PARAMETER]
 
 
-def _dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None, ...]]:
+def gradient_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None, ...]]:
+    """Return the dtypes of each node's values in the converted model, which its gradients have, too."""
     places = {p.node: p.dtype for p in program.traced.placeholders}
     found: dict[fx.Node, tuple[torch.dtype | None, ...]] = {n: (places[n.name],) for n in program.inputs}
     found.update({step.node: step.dtypes for step in program.steps})

@@ -16,20 +16,21 @@ from ampaudit.run.guards import guarded, refuse_more_than_memory
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.program import Program
+from ampaudit.run.sensitivity.error_tape import ErrorTape, float_nodes
 from ampaudit.run.sensitivity.mixed import MixedRun
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueNames, values_of
-from ampaudit.run.sensitivity.probe import Collected, ErrorTape, Sensitivities, float_nodes, probe
+from ampaudit.run.sensitivity.probe import Collected, Sensitivities, probe
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.values import torch_dtype
 
-__all__ = ["ProbedBatch", "SensitivityProbe"]
+__all__ = ["ProbedBatch", "SensitivityProbe", "enough_probes", "most_probes", "signs_like"]
 
 SEPARATE = 4  # outputs up to which each is probed by itself; more are probed together
 MIN_PROBES, MAX_PROBES = 2, 32
 SPREAD = 0.06  # standard error of the sum over all values at which there are enough probes: 0.25 dB
 COPIES = 4  # of the bytes of values in 16 bits: FP32's values, and their errors in float32
-ELEMENTS = 1 << 26  # of values that all probes of an output may pass: large models need few
+ELEMENTS = 1 << 26  # of values that all probes of an output may pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +131,29 @@ class SensitivityProbe:
         self.batches.append(ProbedBatch(executor, names, tensors, seed, references, tuple(columns)))
         generator = torch.Generator().manual_seed(seed)
         for name, group in columns.items():
-            most = min(max(ELEMENTS // tape.elements, MIN_PROBES), MAX_PROBES)
-            seeds = ({node: _signs(r, generator) for node, r in group.items()} for _ in range(most))
+            seeds = (
+                {node: signs_like(r, generator) for node, r in group.items()}
+                for _ in range(most_probes(tape))
+            )
             found = (
                 probe(executor, names, tape, seed, self._dtype, decisions=bool(decided)) for seed in seeds
             )
-            probes = _enough(found)
+            probes = enough_probes(found)
             self.probes += len(probes)
             self.sensitivities.add(f"{name} of {title}", probes)
 
 
-def _enough(probes: Iterator[Collected]) -> list[Collected]:
+def most_probes(tape: ErrorTape) -> int:
+    """Return how many probes there may be: large models need few."""
+    return min(max(ELEMENTS // tape.elements, MIN_PROBES), MAX_PROBES)
+
+
+def enough_probes(probes: Iterator[Collected]) -> list[Collected]:
     """Return as many probes as their mean needs to settle: outputs of few elements need more."""
     found, totals = list[Collected](), list[float]()
     for one in probes:
         found.append(one)
-        totals.append(sum(one.own.values()))
+        totals.append(sum(one.own.values()) + sum(one.backward.values()))
         if len(found) >= MIN_PROBES:
             spread = statistics.stdev(totals) / math.sqrt(len(totals))
             if spread <= SPREAD * statistics.fmean(totals):
@@ -153,10 +161,18 @@ def _enough(probes: Iterator[Collected]) -> list[Collected]:
     return found
 
 
-def _signs(reference: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return random signs, scaled so that squared errors are relative to the squares of the output."""
+def signs_like(
+    reference: torch.Tensor, generator: torch.Generator, norm: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return random signs, scaled so that squared errors are relative to the squares of the output.
+
+    Args:
+        reference: the output.
+        generator: of the signs.
+        norm: of all that is probed together, if that is more.
+    """
     signs = torch.randint(0, 2, reference.shape, generator=generator).mul_(2).sub_(1)
-    scale = torch.linalg.vector_norm(reference.detach().double())
+    scale = torch.linalg.vector_norm(reference.detach().double()) if norm is None else norm
     scaled: torch.Tensor = signs.to(reference.device, reference.dtype) / scale.to(reference.dtype)
     return scaled
 

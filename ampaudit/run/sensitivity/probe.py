@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,24 +20,22 @@ from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.run.backends import Emulated, Float32Backend, rounded
 from ampaudit.run.backward.backward import BackwardPass, GradientObserver, GradientPair
 from ampaudit.run.backward.custom_backward import CustomBackwards, FaultSource
-from ampaudit.run.backward.tape import Tape, TapeEntry
-from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer, StepCall, resolved
 from ampaudit.run.program import Program
+from ampaudit.run.sensitivity.error_tape import ErrorTape, finite_difference
 from ampaudit.run.sensitivity.precision_graph import ValueKind, ValueNames
 from ampaudit.run.step import Step, widened_tensor
 from ampaudit.trace.functional import DETACH_OPS
-from ampaudit.trace.marks import is_mark
 from ampaudit.trace.values import WIDE, float_value
 
-__all__ = ["Collected", "ErrorTape", "Sensitivities", "float_nodes", "probe"]
+__all__ = ["BackwardKind", "Collected", "DifferentiableBackend", "ErrorCollector", "Sensitivities", "probe"]
 
 Key = TypeVar("Key", bound=Hashable)
+BackwardKind = Literal["gradient", "jump"]
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
 
-class _DifferentiableBackend(Float32Backend):
+class DifferentiableBackend(Float32Backend):
     """FP32 ops with a gradient for every floating-point input, whether or not training has one."""
 
     follows_writes = True
@@ -70,10 +68,11 @@ def _normalized(
 
 
 class Collected(NamedTuple):
-    """The squared errors that one probe found, by value, and by value and reader."""
+    """The squared errors that one probe found: by value, by value and reader, and by op for its backward."""
 
     own: dict[str, float]
     reads: dict[tuple[str, str], float]
+    backward: dict[tuple[str, BackwardKind], float]
 
 
 @dataclass(slots=True)
@@ -84,11 +83,13 @@ class Sensitivities:
         columns: what each number of a row is about: outputs of a batch.
         own: by value, what its own rounding adds where it is in 16 bits.
         reads: by value and reader, what casting a float32 value for a reader in 16 bits adds.
+        backward: by value, what its op's backward adds, by rounding or because its derivative jumps.
     """
 
     columns: list[str] = field(default_factory=list)
     own: dict[str, Row] = field(default_factory=dict)
     reads: dict[tuple[str, str], Row] = field(default_factory=dict)
+    backward: dict[tuple[str, BackwardKind], Row] = field(default_factory=dict)
 
     def add(self, column: str, probes: Sequence[Collected]) -> None:
         """Add a column: the mean of its probes."""
@@ -96,10 +97,14 @@ class Sensitivities:
         self.columns.append(column)
         _extend(self.own, [found.own for found in probes], at)
         _extend(self.reads, [found.reads for found in probes], at)
+        _extend(self.backward, [found.backward for found in probes], at)
 
     def predicted(self, wide: Collection[str]) -> Row:
-        """Return the relative squared error of each column with these values in float32."""
-        total = np.zeros(len(self.columns))
+        """Return the relative squared error of each column with these values in float32.
+
+        Errors of gradients are those of the run, whatever is in float32.
+        """
+        total = sum(self.backward.values(), np.zeros(len(self.columns)))
         for name, row in self.own.items():
             if name not in wide:
                 total += row
@@ -116,69 +121,7 @@ def _extend(rows: dict[Key, Row], probes: Sequence[Mapping[Key, float]], at: int
         rows[key] = np.append(rows.get(key, np.zeros(at)), mean)
 
 
-class ErrorTape(Tape):
-    """Records FP32's values for backward passes, and the rounding error that each op adds in 16 bits.
-
-    Attributes:
-        errors: by node, the op's result in 16 bits minus its result in FP32 on the same inputs; a list for an
-            op with several results.
-    """
-
-    def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
-        super().__init__(observer, needed)
-        self.needed = needed
-        self.errors: dict[fx.Node, Any] = {}
-        self._exact = Float32Backend()
-
-    @property
-    def references(self) -> dict[fx.Node, Any]:
-        """FP32's values of all nodes that some step reads."""
-        return {node: pair[0] for entry in self.steps for node, pair in entry.inputs.items()}
-
-    @property
-    def elements(self) -> int:
-        """How many numbers a backward pass over the tape computes gradients of, at least 1."""
-        return sum(v.numel() for v in self.references.values() if isinstance(v, torch.Tensor)) or 1
-
-    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Record the step with FP32's inputs only, and the error of its result."""
-        result = self._observer.observe(step, reference, value, call)
-        if is_mark(step.target) or step.node in self.needed or step.decides:
-            inputs = {node: (pair[0], pair[0]) for node, pair in call.inputs.items()}
-            self.steps.append(TapeEntry(step, inputs, True, call.state))
-            if is_mark(step.target):
-                self.marks.append(self.steps[-1])
-        if step.low_precision and step.makes_values and not call.shared and not step.mutates:
-            self.errors[step.node] = self._error(step, result, call)
-        return result
-
-    def _error(self, step: Step, value: Any, call: StepCall) -> Any:
-        inputs = {n: (_widened(p[1]), None) for n, p in call.inputs.items()}
-        args, kwargs = self._exact.arguments(step)
-        if call.state is not None:
-            device = next((p[0].device for p in inputs.values() if isinstance(p[0], torch.Tensor)), None)
-            restore_random_state(call.state, device or torch.device("cpu"))
-        exact = self._exact.call(step, resolved(args, inputs, 0), resolved(kwargs, inputs, 0))
-        if isinstance(exact, torch.Tensor):
-            return _difference(value, exact)
-        return [
-            _difference(v, x) if isinstance(x, torch.Tensor) else None
-            for v, x in zip(value, exact, strict=True)
-        ]
-
-
-def _widened(value: Any) -> Any:
-    return widened_tensor(value) if isinstance(value, torch.Tensor) else value
-
-
-def _difference(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return the error of finite elements; what overflows is not a matter of rounding."""
-    if value.shape != exact.shape or not (exact.is_floating_point() or exact.is_complex()):
-        return torch.zeros_like(exact)
-    return torch.nan_to_num(widened_tensor(value) - exact, 0.0, 0.0, 0.0)
-
-
-class _Collector(GradientObserver):
+class ErrorCollector(GradientObserver):
     """Adds up (g e)^2 by value and by reader, on the device."""
 
     def __init__(self, names: ValueNames, tape: ErrorTape, dtype: torch.dtype) -> None:
@@ -188,6 +131,7 @@ class _Collector(GradientObserver):
         self._given = tape.references
         self.own: dict[str, torch.Tensor] = {}
         self.reads: dict[tuple[str, str], torch.Tensor] = {}
+        self.backward: dict[tuple[str, BackwardKind], torch.Tensor] = {}
 
     def made(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
@@ -215,6 +159,23 @@ class _Collector(GradientObserver):
             if is_op and float_value(user.meta.get("val")) is None:
                 self._add(self.reads, (names.of[node], names.of[user]), gradient, self._rounding(node))
 
+    def backward_made(
+        self, node: fx.Node, kind: BackwardKind, effect: torch.Tensor, error: torch.Tensor
+    ) -> None:
+        """Add what the error of a gradient that the node's op computes costs."""
+        if node in self._names.of:
+            self._add(self.backward, (self._names.of[node], kind), effect, error)
+
+    def fetched(self) -> Collected:
+        """Return everything as numbers, fetched from the device at once."""
+        tables: tuple[dict[Any, torch.Tensor], ...] = (self.own, self.reads, self.backward)
+        every = [energy for table in tables for energy in table.values()]
+        numbers = iter(
+            torch.stack([energy.to(every[0].device) for energy in every]).tolist() if every else []
+        )
+        own, reads, backward = ({key: next(numbers) for key in table} for table in tables)
+        return Collected(own, reads, backward)
+
     def _own_error(self, node: fx.Node) -> torch.Tensor | None:
         if node.op == "placeholder":
             stored = self._names.graph.values[self._names.of[node]].kind is ValueKind.WEIGHT
@@ -230,7 +191,7 @@ class _Collector(GradientObserver):
         reference = self._given.get(node)
         if not isinstance(reference, torch.Tensor):
             return None
-        return _difference(rounded(reference.detach(), self._dtype), widened_tensor(reference.detach()))
+        return finite_difference(rounded(reference.detach(), self._dtype), widened_tensor(reference.detach()))
 
     def _add(
         self, into: dict[Any, torch.Tensor], key: Any, gradient: torch.Tensor, error: torch.Tensor | None
@@ -258,9 +219,9 @@ def probe(
     Raises:
         RunFailed: an op has no gradient.
     """
-    collector = _Collector(names, tape, dtype)
+    collector = ErrorCollector(names, tape, dtype)
     customs = CustomBackwards(executor.program, Emulated(), executor.device)
-    dtypes, backend = _float32_dtypes(executor.program), _DifferentiableBackend()
+    dtypes, backend = _float32_dtypes(executor.program), DifferentiableBackend()
     backward = BackwardPass(tape, tape.needed, dtypes, backend, customs, backend)
     try:
         backward.run({node: (gradient, gradient) for node, gradient in seed.items()}, collector)
@@ -269,22 +230,7 @@ def probe(
     if decisions:
         for node, gradient in seed.items():
             collector.decide(node, gradient)
-    every = [*collector.own.values(), *collector.reads.values()]
-    fetched = torch.stack([energy.to(executor.device) for energy in every]).tolist() if every else []
-    count = len(collector.own)
-    return Collected(
-        dict(zip(collector.own, fetched[:count], strict=True)),
-        dict(zip(collector.reads, fetched[count:], strict=True)),
-    )
-
-
-def float_nodes(program: Program) -> frozenset[fx.Node]:
-    """Return the nodes that a gradient may be for: all that hold floating-point values."""
-    found = {node for node in program.inputs if float_value(node.meta.get("val")) is not None}
-    for step in program.steps:
-        if any(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in step.dtypes):
-            found.add(step.node)
-    return frozenset(found)
+    return collector.fetched()
 
 
 def _float32_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None, ...]]:
