@@ -20,7 +20,7 @@ _KINDS = {
     "weight": "(weight)",
     "cast": "(its casts)",
     "gradient": "(its backward)",
-    "jump": "(flips of its derivative)",
+    "jump": "(jumps of its derivative)",
 }
 _FINITE = 3000.0  # dB: whose power of ten can be computed
 _DOUBLED = 3.0  # dB: beyond it the error is more than twice, or less than half of what was predicted

@@ -34,6 +34,7 @@ from ampaudit.trace.values import torch_dtype
 
 __all__ = ["GradientProbe"]
 
+LEAST = 8  # probes: a few jumps may be most of the error, and two that agree say little of them
 COPIES = 10  # of the bytes of values in 16 bits: both runs', their errors, and two passes of autograd's
 
 
@@ -95,7 +96,7 @@ class GradientProbe(GradientAudit):
         try:
             with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():  # fused kernels lack second derivatives
                 double = DoubleBackward(errors, found, loss, self.record.scale, parameters)
-                probes = enough_probes(double.probe(names, self._dtype, seed) for seed in seeds)
+                probes = enough_probes((double.probe(names, self._dtype, seed) for seed in seeds), LEAST)
         except (RuntimeError, NotImplementedError) as error:
             raise RunFailed(
                 f"the gradient of an op has no gradient itself: {first_line(error)}",

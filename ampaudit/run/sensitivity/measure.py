@@ -148,13 +148,13 @@ def most_probes(tape: ErrorTape) -> int:
     return min(max(ELEMENTS // tape.elements, MIN_PROBES), MAX_PROBES)
 
 
-def enough_probes(probes: Iterator[Collected]) -> list[Collected]:
+def enough_probes(probes: Iterator[Collected], least: int = MIN_PROBES) -> list[Collected]:
     """Return as many probes as their mean needs to settle: outputs of few elements need more."""
     found, totals = list[Collected](), list[float]()
     for one in probes:
         found.append(one)
         totals.append(sum(one.own.values()) + sum(one.backward.values()))
-        if len(found) >= MIN_PROBES:
+        if len(found) >= least:
             spread = statistics.stdev(totals) / math.sqrt(len(totals))
             if spread <= SPREAD * statistics.fmean(totals):
                 break

@@ -164,7 +164,8 @@ class ErrorCollector(GradientObserver):
     ) -> None:
         """Add what the error of a gradient that the node's op computes costs."""
         if node in self._names.of:
-            self._add(self.backward, (self._names.of[node], kind), effect, error)
+            # a jump moves a gradient from one place to another: its places in a row err together
+            self._add(self.backward, (self._names.of[node], kind), effect, error, by_row=kind == "jump")
 
     def fetched(self) -> Collected:
         """Return everything as numbers, fetched from the device at once."""
@@ -194,11 +195,19 @@ class ErrorCollector(GradientObserver):
         return finite_difference(rounded(reference.detach(), self._dtype), widened_tensor(reference.detach()))
 
     def _add(
-        self, into: dict[Any, torch.Tensor], key: Any, gradient: torch.Tensor, error: torch.Tensor | None
+        self,
+        into: dict[Any, torch.Tensor],
+        key: Any,
+        gradient: torch.Tensor,
+        error: torch.Tensor | None,
+        *,
+        by_row: bool = False,
     ) -> None:
         if error is None or error.shape != gradient.shape:
             return
         product = torch.nan_to_num(gradient.detach() * error, 0.0, 0.0, 0.0)
+        if by_row and product.dim() > 1:
+            product = product.flatten(1).sum(1)
         energy = torch.linalg.vector_norm(product).double().square()
         into[key] = into[key] + energy if key in into else energy
 
