@@ -259,9 +259,9 @@ def run(command: str, place: Path) -> str:
     for long, short in SHORTER.items():
         command = command.replace(long, short)
     words = shlex.split(command)[1:]
-    written = [words[words.index(option) + 1] for option in ("-o", "--advise-policy") if option in words]
-    if any((place / name).exists() for name in written):
-        words.append("--force")
+    for option in ("-o", "--advise-policy"):
+        if option in words and (place / words[words.index(option) + 1]).exists():
+            words.insert(words.index(option) + 2, "--force")
     found = invoke(*words, given=given)
     assert found.exit_code in (0, 1), f"{command}\n{found.output}"
     assert "Traceback" not in found.output
