@@ -116,7 +116,7 @@ class Sensitivities:
 
 def _extend(rows: dict[Key, Row], probes: Sequence[Mapping[Key, float]], at: int) -> None:
     """Append the mean of some probes to each row; what a batch lacks adds nothing there."""
-    for key in {key for found in probes for key in found} | rows.keys():
+    for key in dict.fromkeys((*rows, *(key for found in probes for key in found))):
         mean = sum(found.get(key, 0.0) for found in probes) / len(probes)
         rows[key] = np.append(rows.get(key, np.zeros(at)), mean)
 
