@@ -54,6 +54,8 @@ PLANTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "bias": lambda net, x: x + 1.0,
     "compared": lambda net, x: torch.where(x > 3.0, x, 0.0),
     "square": lambda net, x: x + x * x,
+    "integers": lambda net, x: x + x.to(torch.int32),
+    "bits": lambda net, x: x + x.view(torch.int32),
     "layer": lambda net, x: x + torch.tanh(net.probe(x)),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit import convert
+from ampaudit import convert, scan
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.config import ConvertConfig
@@ -73,6 +73,52 @@ def test_the_converted_program_is_right_where_half_overflows(tmp_path: Path, pol
     power = float(ratio.flatten()[0])
     assert torch.equal(master["down.weight"], before["down.weight"] * power)
     assert power in (2.0**-n for n in range(3, 9))
+
+
+class Padded(PreNorm):
+    """Keeps rows of padding at zero, by whether the stream is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.head(self.last(x * x.bool()))
+
+
+def test_an_eps_is_right_where_it_matters(tmp_path: Path) -> None:
+    """A norm's eps acts on small values only; those of the example are large."""
+    model, x = made(Padded)
+    _, result = convert(model, x, tmp_path / "out", policy="ampaudit", rescale=True)
+    assert result is not None
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    with torch.no_grad():
+        for parameter in (model.stem.bias, model.down.bias, model.up.bias):
+            assert parameter is not None
+        for scale in (1.0, 1e-3, 1e-6):
+            assert decibels(model(x * scale), program(x * scale)) > 45
+
+
+class Routed(PreNorm):
+    """Runs the experts that its input asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.other.weight.mul_(1e6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        for expert in (x[:, 0] < -100).long().unique().tolist():
+            h = h + (self.down, self.other)[expert](self.norm(h))
+        return self.head(self.last(h))
+
+
+def test_a_stream_is_not_rescaled_along_one_of_several_paths() -> None:
+    model, x = made(Routed)
+    report = scan(model, x, policy="half", advise=True)
+    assert report.exit_code == 1
+    tried = [trial.change for finding in report.findings for trial in finding.tried]
+    assert not any("the same function" in text for text in tried), tried
 
 
 def test_without_the_option_half_is_refused(tmp_path: Path) -> None:

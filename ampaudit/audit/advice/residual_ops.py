@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from ampaudit.audit.advice.residual_call import Degree, Needed, ScaledCall
@@ -103,7 +104,14 @@ def _linear(call: ScaledCall) -> Degree:
         call.only_zero(name)
     if call.given.get("value") and call.base == "constant_pad_nd":
         raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} pads the stream with a number")
-    return call.of(name)
+    degree = call.of(name)
+    made = call.node.meta.get("val")
+    floats = not isinstance(made, torch.Tensor) or made.is_floating_point() or made.is_complex()
+    if degree and (call.node.target is torch.ops.aten.view.dtype or not floats):
+        if isinstance(made, torch.Tensor) and made.dtype is torch.bool:
+            return 0  # what is zero stays zero
+        raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} makes integers, or bits, of the stream")
+    return degree
 
 
 def _additive(call: ScaledCall) -> Degree:

@@ -49,6 +49,8 @@ def find_stream(flow: Flow, site: Site, limit: float) -> Stream | Refusal:
         site: whose value is to shrink.
         limit: largest number of the 16-bit format.
     """
+    if any(traced.path for traced in flow.every):
+        return Refusal("the model's code decides by values, and its graph shows only the path that it took")
     search = _Search(flow, limit)
     try:
         search.solve(flow.node(site))
