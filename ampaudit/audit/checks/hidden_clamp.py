@@ -67,6 +67,10 @@ def limited_peak(context: CheckContext, site: Site) -> float | None:
     makers = (context.observed(maker.id).ref_peak for maker in context.flow.makers(site)[:1])
     peak = next(makers, 0.0)
     at_the_end = _NEAR * FLOAT16.max <= limit < FLOAT16.overflow_at
+    node = context.flow.node(site)
+    bounds = [b for b in (*node.args[1:], *node.kwargs.values()) if isinstance(b, int | float)]
+    if bounds and all(abs(bound) < _NEAR * FLOAT16.max for bound in bounds):
+        return None  # it cuts something else, such as what is negative
     return peak if at_the_end and peak >= FLOAT16.overflow_at else None
 
 
