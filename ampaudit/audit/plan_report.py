@@ -100,10 +100,11 @@ def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
     before: dict[int, int] = {}
     after: dict[int, int] = {}
     kept: dict[int, int] = {}
+    read = {id(t) for name, t in traced.tensors.items() if name in nodes and nodes[name].users}
     for place in traced.placeholders:
         tensor = traced.tensors.get(place.node)
-        if tensor is None:
-            continue
+        if tensor is None or (id(tensor) in read and not nodes[place.node].users):
+            continue  # none, or tied to a weight that is read under another name
         size = tensor.numel() * tensor.element_size()
         stored = _stored_size(nodes[place.node], place.dtype, tensor)
         before[id(tensor)] = size

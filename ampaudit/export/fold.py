@@ -77,10 +77,14 @@ def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
         elif node.name in traced.tensors and (dtype := _only_cast(node, traced.site_of_node)) is not None:
             wanted[node.name] = dtype
     tied: dict[int, set[torch.dtype | None]] = {}
+    read = {node.name for node in traced.graph.find_nodes(op="placeholder") if node.users}
     for name, tensor in traced.tensors.items():
-        tied.setdefault(id(tensor), set()).add(wanted.get(name))
-    alike = {name for name in wanted if len(tied[id(traced.tensors[name])]) == 1}
-    return {name: dtype for name, dtype in wanted.items() if name in alike or name in converted.copies}
+        if name in read:
+            tied.setdefault(id(tensor), set()).add(wanted.get(name))
+    agreed = {key: dtypes.copy().pop() for key, dtypes in tied.items() if len(dtypes) == 1}
+    found = {name: agreed.get(id(tensor)) for name, tensor in traced.tensors.items()}
+    made = {name: wanted[name] for name in converted.copies if name in wanted}
+    return {name: dtype for name, dtype in found.items() if dtype is not None} | made
 
 
 def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:

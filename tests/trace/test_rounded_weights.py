@@ -77,3 +77,27 @@ def test_convert_stores_them_in_16_bits(tmp_path: Path) -> None:
     assert stored.pop("2.bias") is torch.float32
     assert set(stored.values()) == {torch.float16}
     assert ampaudit.verify(directory).exit_code == 0
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well, and larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.inner = nn.Embedding(300, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 300, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(self.table(ids))))
+
+
+def test_a_tied_weight_is_stored_in_16_bits_once(tmp_path: Path) -> None:
+    model, ids = Tied().eval(), torch.arange(12).view(2, 6)
+    ampaudit.convert(model, ids, tmp_path / "out", policy="16-bit", program=False)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    assert sum(tensor.numel() for tensor in stored.values()) == 300 * 16 + 16 * 16 + 16
+    report = ampaudit.tune(model, ids, min_sqnr=50.0)
+    assert report.bytes_after == 2 * (300 * 16 + 16 * 16 + 16)
