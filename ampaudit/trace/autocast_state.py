@@ -10,13 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.cuda.amp import common
+from torch.nn.modules.rnn import RNNBase
 
 from ampaudit.trace.internals import Replacement, patched
 
-__all__ = ["Region", "RegionKind", "autocast_visible", "current_region", "region_switched_on"]
+__all__ = [
+    "Region",
+    "RegionKind",
+    "autocast_visible",
+    "current_region",
+    "mixed_recurrent_inputs",
+    "region_switched_on",
+]
 
 _DEVICES = ("cpu", "cuda")
 # torch's own functions, also while those that the model's code calls are replaced
@@ -61,6 +71,20 @@ def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
             torch.set_autocast_enabled(device, was_enabled)
             torch.set_autocast_dtype(device, was_dtype)
         torch.set_autocast_cache_enabled(cache)
+
+
+@contextmanager
+def mixed_recurrent_inputs() -> Iterator[None]:
+    """Let recurrent layers take 16-bit inputs while the code sees float32 weights, as under autocast."""
+    original = RNNBase.check_input
+
+    def check_input(self: RNNBase, input: Any, batch_sizes: Any) -> None:
+        first: Any = self._flat_weights[0]
+        alike: Any = SimpleNamespace(dtype=first.dtype, dim=input.dim, size=input.size)
+        original(self, alike, batch_sizes)
+
+    with patched([Replacement(RNNBase, "check_input", check_input)]):
+        yield
 
 
 def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Region | None:

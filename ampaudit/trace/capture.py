@@ -20,7 +20,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SiteNumbering
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace.assemble import assembled
-from ampaudit.trace.autocast_state import autocast_visible
+from ampaudit.trace.autocast_state import autocast_visible, mixed_recurrent_inputs
 from ampaudit.trace.backward.patches import AFTER_ACCUMULATION, watch_custom_backwards
 from ampaudit.trace.backward.tracer import BackwardTracer
 from ampaudit.trace.caster import Caster
@@ -161,11 +161,13 @@ def capture(
 @contextlib.contextmanager
 def _tracing(config: TraceConfig, caster: Caster, path: PathRecorder | None) -> Iterator[None]:
     """Set up torch's state for an export under a caster."""
+    rounds = config.rules.file.weights.storage == "rounded"
     with (
         quiet(),
         contextlib.nullcontext() if config.seed is None else seeded(config.seed),
         torch.set_grad_enabled(config.differentiated),
         autocast_visible(config.rules.file.autocast, config.low_dtype),
+        mixed_recurrent_inputs() if rounds else contextlib.nullcontext(),
         DispatchHook(caster, path).installed(),
     ):
         yield
