@@ -14,7 +14,7 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.isolation import call_unchanged
 
-__all__ = ["Outputs", "metric_of"]
+__all__ = ["Outputs", "metric_of", "within_drop"]
 
 Outputs = Mapping[int, Mapping[str, tuple[Any, Any]]]  # of each batch, by name: FP32's, the 16-bit run's
 
@@ -36,6 +36,11 @@ def metric_of(source: ModelSource, outputs: Outputs) -> tuple[float, float]:
             tensors = {name: pair[side] for name, pair in pairs.items()}
             found.append(_metric(source.metric, _with(made, tensors), batch))
     return sum(exact) / len(exact), sum(lower) / len(lower)
+
+
+def within_drop(exact: float, lower: float, drop: float) -> bool:
+    """Return whether a metric is at most ``drop`` below FP32's, but for the rounding of the difference."""
+    return exact - lower <= drop + 1e-12 * max(1.0, abs(exact))
 
 
 def _with(output: Any, tensors: Mapping[str, Any]) -> Any:

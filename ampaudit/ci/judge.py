@@ -16,7 +16,7 @@ from ampaudit.report.saved import read_scan_report
 __all__ = ["breaches", "check_codes", "measured_in", "read_baseline"]
 
 # smaller changes are rounding: another order of a sum, another version of a kernel
-_BITS, _DB, _SHARE = 0.05, 0.5, 1e-9
+_BITS, _DB, _SHARE, _ROUNDING = 0.05, 0.5, 1e-9, 1e-12
 
 
 def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) 
                 "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB required"
             )
     drop, most = seen.metric_drop, budgets.max_metric_drop
-    if most is not None and drop is not None and not drop <= most:
+    if most is not None and drop is not None and not drop <= most + _ROUNDING:
         text = f"{seen.metric_fp32:.6g} in FP32, {seen.metric_lower:.6g} in 16 bits: a drop of {drop:.3g}"
         yield Breach("max-metric-drop", "metric", f"{text}, at most {most:g} allowed")
     share, most = seen.fp32_share, budgets.max_fp32_share

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampaudit.audit.metric import metric_of
+from ampaudit.audit.metric import metric_of, within_drop
 from ampaudit.audit.sensitivity import probing
 from ampaudit.core.errors import InputError
 from ampaudit.core.formats import low_precision_format
@@ -71,7 +71,7 @@ class LowPrecisionRun:
             exact, lower = metric_of(self.source, kept)
             if math.isinf(exact):
                 raise InputError("metric(output, batch) is NaN or infinite in FP32", hint="return a number")
-            return Accuracy(worst, exact - lower <= config.metric_drop, (exact, lower))
+            return Accuracy(worst, within_drop(exact, lower, config.metric_drop), (exact, lower))
         assert config.target_db is not None
         return Accuracy(worst, worst is None or worst >= config.target_db)
 

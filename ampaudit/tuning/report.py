@@ -147,7 +147,8 @@ def _least_ops(tuned: Tuned) -> int:
     if target is None or not final.accuracy.reached:
         return len(tuned.problem.ops(tuned.problem.required))
     predicted, measured = tuned.problem.noise(final.chosen), final.accuracy.noise
-    scale = predicted / measured if measured and predicted else 1.0
+    # one run that came out better than predicted says that others may
+    scale = max(predicted / measured, 1.0) if measured and predicted else 1.0
     return tuned.search.solver.least_ops(noise_of(target) * scale)
 
 

@@ -150,6 +150,10 @@ class Solver:
     def _constrain(self) -> None:
         """Say when a value is cast, and that an op without a rule follows its inputs."""
         index, rows = self._index, self._rows
+        for name, value in self.problem.graph.values.items():
+            if value.kind is ValueKind.FOLLOW:  # float32 only if one of its inputs is
+                sources = self.problem.graph.reads.get(name, ())
+                rows.add({**{index[source]: -1.0 for source in sources}, index[name]: 1.0}, most=0.0)
         for (made, reader), number in self._reads.items():
             rows.add({number: 1.0, index[made]: -1.0, index[reader]: 1.0}, least=0.0)
         for source, user in self.problem.graph.readers():

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from ampaudit.audit.config import MIN_SQNR, PolicyConfig, ScanConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
-from ampaudit.audit.metric import metric_of
+from ampaudit.audit.metric import metric_of, within_drop
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.source_config import SourceConfig
@@ -225,7 +225,7 @@ class _Tuning:
         db = _accuracy(audited.report)
         if drop is not None:
             metric = metric_of(self._source, kept)
-            accuracy = Accuracy(db, metric[0] - metric[1] <= drop and db != -math.inf, metric)
+            accuracy = Accuracy(db, within_drop(*metric, drop) and db != -math.inf, metric)
         else:
             fits = db is None or target is None or db >= target
             accuracy = Accuracy(db, fits and audited.report.exit_code == 0)

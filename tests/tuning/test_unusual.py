@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import ampaudit
+from ampaudit.audit.metric import within_drop
 from ampaudit.core.errors import AuditError
 from ampaudit.report.tuning import TuningReport
 from ampaudit.tuning.measured import LowPrecisionRun
@@ -128,6 +130,60 @@ def test_an_op_that_appears_with_float32_inputs_is_kept_there() -> None:
     assert report.reached
     assert "_fft_r2c" in report.policy
     assert any("_fft_r2c" in note for note in report.notes)
+
+
+def test_a_weight_that_python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = tuned(
+        lambda m, x: m.a(x) * m.b.bias.abs().max().item(), torch.randn(32, 16), 72.0, monkeypatch
+    )
+    assert report.reached
+    assert report.kept
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer, self.head = nn.Embedding(40, 16), kind(16, 24), nn.Linear(24, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.table(ids))[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_takes_16_bits(kind: type[nn.RNNBase]) -> None:
+    model, ids = Recurrent(kind).eval(), torch.arange(36).reshape(9, 4)
+    report = ampaudit.tune(model, ids, min_sqnr=50.0)
+    assert (report.reached, len(report.kept)) == (True, 0)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert report.bytes_after == weights * 2
+
+
+class Many(nn.Module):
+    """Eight outputs, of which each alone must have the accuracy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(16, 16)
+        self.heads = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = self.body(x)
+        return [head(x) for head in self.heads]
+
+
+def test_each_of_many_outputs_is_predicted_by_itself() -> None:
+    report = ampaudit.scan(Many().eval(), torch.randn(64, 16), policy="16-bit", sensitivity=True)
+    assert report.sensitivity is not None
+    assert report.sensitivity.predicted_db == pytest.approx(report.sensitivity.measured_db, abs=1.0)
+
+
+def test_a_drop_of_exactly_what_is_allowed_is_allowed() -> None:
+    assert 0.96 - 0.95 > 0.01
+    assert within_drop(0.96, 0.95, 0.01)
+    assert not within_drop(0.96, 0.9499, 0.01)
+    assert not within_drop(math.nan, 0.95, 0.01)
 
 
 def test_a_metric_that_is_no_number_in_float32_is_refused(tmp_path: Path) -> None:

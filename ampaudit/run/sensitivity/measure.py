@@ -26,7 +26,7 @@ from ampaudit.trace.values import torch_dtype
 
 __all__ = ["ProbedBatch", "SensitivityProbe", "enough_probes", "most_probes", "signs_like"]
 
-SEPARATE = 4  # outputs up to which each is probed by itself; more are probed together
+SEPARATE = 16  # outputs up to which each is probed by itself; more are probed together
 MIN_PROBES, MAX_PROBES = 2, 32
 SPREAD = 0.06  # standard error of the sum over all values at which there are enough probes: 0.25 dB
 COPIES = 4  # of the bytes of values in 16 bits: FP32's values, and their errors in float32

@@ -56,7 +56,9 @@ class _MixedBackend(Emulated):
             template = pytree.tree_leaves((step.wide_args, step.wide_kwargs))
             values, structure = pytree.tree_flatten((args, kwargs))
             given = [
-                self.represent(value, self._dtype) if node in exposed else value
+                self.represent(value, self._dtype)
+                if node in exposed and isinstance(value, torch.Tensor)
+                else value
                 for node, value in zip(template, values, strict=True)
             ]
             args, kwargs = pytree.tree_unflatten(given, structure)
