@@ -30,7 +30,6 @@ from ampaudit.cli.memory import keep_freed_memory
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, Runner
-from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
 
 LIMITS = {"scan": 3.0, "ranges": 1.3, "memory": 3.0}
@@ -71,7 +70,7 @@ def forward(case: BenchCase, device: torch.device) -> None:
 def runner(case: BenchCase, level: str, device: torch.device) -> Runner:
     rules = load_policy("torch-cuda")
     plan = RunConfig(None if level == "ranges" else rules, rules, FLOAT16, device)
-    return Runner(case.model, plan, RunRecord(device.type, ""))
+    return Runner(case.model, plan)
 
 
 def time_subject(name: str, repeats: int, device: torch.device) -> dict[str, Any]:

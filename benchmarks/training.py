@@ -32,7 +32,6 @@ from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.run.backward.gradients import GradientAudit
-from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
 
@@ -88,7 +87,7 @@ def backward(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
     # a scale at which nothing overflows: with a fault the way back is gone twice, as a scan is run twice
     scale = StartingScale(256.0, False, "benchmark")
     plan = RunConfig(rules, rules, FLOAT16, device, differentiator=lambda p: GradientAudit(p, scale))
-    runner = Runner(WithLoss(model, loss), plan, RunRecord(device.type, ""))
+    runner = Runner(WithLoss(model, loss), plan)
     batch = Batch(((), kwargs, item_apart((), kwargs, kwargs)))
     runner.prepare(batch, 0)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ampaudit.core.config import Progress
-from ampaudit.core.errors import InputError
+from ampaudit.core.errors import AuditError, InputError
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.config import RunConfig
@@ -19,6 +19,7 @@ from ampaudit.run.guards import guarded
 from ampaudit.run.loop import run_steps
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
+from ampaudit.run.share import ALONE, Failure, PartRecords, Share
 from ampaudit.run.sharing import SharedReference, interleave
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
@@ -53,14 +54,19 @@ class Audit:
 
 
 def run_audits(
-    model: nn.Module, batches: Sequence[Batch], configs: Sequence[RunConfig], progress: Progress
+    model: nn.Module,
+    batches: Sequence[Batch],
+    configs: Sequence[RunConfig],
+    progress: Progress,
+    share: Share = ALONE,
 ) -> list[Audit]:
     """Audit a model under several policies, with one run of the reference for all of them.
 
     The configurations differ in their rules only. A policy whose measured rules promote something is run
-    again under what they decided; those are run together as well.
+    again under what they decided; those are run together as well. Several machines may share the batches.
 
     Raises:
+        PartDone: another machine goes on with what this one has recorded.
         TraceFailed: the model cannot be exported.
         RunFailed: it cannot be run, for lack of memory or of a kernel.
         ReferenceBroken: FP32 is not finite either.
@@ -68,7 +74,7 @@ def run_audits(
     """
     if not batches:
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
-    runners = _run_all(model, batches, configs, progress, "auditing")
+    runners = _run_all(model, batches, configs, progress, "auditing", share)
     again: dict[int, tuple[RunConfig, tuple[SiteId, ...]]] = {}
     for index, (config, runner) in enumerate(zip(configs, runners, strict=True)):
         if config.rules is not None and config.rules.measured:
@@ -78,10 +84,12 @@ def run_audits(
                 again[index] = (replace(config, measured=seen), promoted)
     if again:
         spent = {index: sum(runners[index].record.seconds.values()) for index in again}
-        repeated = _run_all(model, batches, [config for config, _ in again.values()], progress, "re-auditing")
+        changed = [config for config, _ in again.values()]
+        repeated = _run_all(model, batches, changed, progress, "re-auditing", share)
         for index, runner in zip(again, repeated, strict=True):
             runner.record.seconds = {"first pass": spent[index], **runner.record.seconds}
             runners[index] = runner
+    share.finish()
     for runner in runners:
         runner.attribute()
     return [_audit(runner, again[i][1] if i in again else ()) for i, runner in enumerate(runners)]
@@ -95,24 +103,58 @@ def _audit(runner: Runner, promoted: tuple[SiteId, ...]) -> Audit:
 
 
 def _run_all(
-    model: nn.Module, batches: Sequence[Batch], configs: Sequence[RunConfig], progress: Progress, phase: str
+    model: nn.Module,
+    batches: Sequence[Batch],
+    configs: Sequence[RunConfig],
+    progress: Progress,
+    phase: str,
+    share: Share = ALONE,
 ) -> list[Runner]:
     eager = EagerModel(configs[0].device, configs[0].seed, configs[0].release)
-    runners = [
-        Runner(model, config, RunRecord(device=config.device.type, backend=""), eager) for config in configs
-    ]
+    runners = [Runner(model, config, eager) for config in configs]
+    totals = [runner.end_batch() for runner in runners]  # without any batch
+    own: dict[int, list[RunRecord]] = {}
+    failure: Failure | None = None
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
-        with telling_own_failures(model, batch):
-            if (steps := configs[0].steps) is not None:
-                for runner in runners:
-                    run_steps(runner, steps, batch, number, progress)
-            elif len(runners) == 1:
-                runners[0].run(batch, number)
-            else:
-                _run_together(runners, configs[0], batch, number)
+        mine = share.mine(phase, number)
+        try:
+            with telling_own_failures(model, batch):
+                _run_batch(runners, batch, number, progress, mine=mine)
+        except AuditError as error:
+            if share.alone:
+                raise
+            failure = Failure.of(number, error)
+            break
+        ended = [runner.end_batch() for runner in runners]
+        if share.alone:  # as in ``folded``, without keeping them all
+            for total, record in zip(totals, ended, strict=True):
+                total.join(record)
+        elif mine:
+            own[number] = ended
+    if not share.alone:
+        totals = share.joined(phase, PartRecords(own, failure), progress)
+    for runner, total in zip(runners, totals, strict=True):
+        runner.record.join(total)
     progress(phase, len(batches), len(batches))
     return runners
+
+
+def _run_batch(
+    runners: Sequence[Runner], batch: Batch, number: int, progress: Progress, *, mine: bool
+) -> None:
+    """Run a batch under every policy; one that another machine runs is only traced."""
+    first = runners[0]
+    if not mine:
+        for runner in runners:
+            runner.skip(batch, number)
+    elif (steps := first.config.steps) is not None:
+        for runner in runners:
+            run_steps(runner, steps, batch, number, progress)
+    elif len(runners) == 1:
+        first.run(batch, number)
+    else:
+        _run_together(runners, first.config, batch, number)
 
 
 def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, number: int) -> None:

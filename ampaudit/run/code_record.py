@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ampaudit.core.decibels import ratio_db
 from ampaudit.core.sites import SourceLine
@@ -79,6 +79,13 @@ class CodeRecord:
     place: CodeDifference | None = None
     outputs: dict[str, OutputDifference] = field(default_factory=dict)
 
+    def join(self, later: CodeRecord) -> None:
+        """Add what later batches showed."""
+        self.batches += later.batches
+        self.failure = self.failure or later.failure
+        self.untraced |= later.untraced
+        self.note(later.outputs.values(), later.place, later.reads)
+
     def note(
         self, found: Iterable[OutputDifference], place: CodeDifference | None, reads: tuple[SourceLine, ...]
     ) -> None:
@@ -89,4 +96,4 @@ class CodeRecord:
             if difference.name in self.outputs:
                 self.outputs[difference.name].merge(difference)
             else:
-                self.outputs[difference.name] = difference
+                self.outputs[difference.name] = replace(difference)

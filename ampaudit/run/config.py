@@ -29,9 +29,8 @@ NextInputs = Callable[[Any, Any], Any]
 class Differentiator(Protocol):
     """Follows a run and then runs its backward pass."""
 
-    @property
-    def record(self) -> GradientRecord | None:
-        """What it has seen of gradients."""
+    def taken(self) -> GradientRecord | None:
+        """What it has seen of gradients since it was last asked."""
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap an observer so that the values needed by the backward pass are kept."""

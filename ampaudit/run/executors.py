@@ -52,7 +52,7 @@ class ExecutorCache:
         sites: of all graphs, by id.
         parameter_free: ids of sites that no parameter reaches.
         converted: the graphs with sites of their own, or all of them.
-        programs: by identity, where the policy has measured rules.
+        programs: where the policy has measured rules.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, record: RunRecord) -> None:
@@ -61,7 +61,7 @@ class ExecutorCache:
         self.sites: dict[str, Site] = {}
         self.parameter_free: set[str] = set()
         self.converted: list[ConvertedModel] = []
-        self.programs: dict[int, Program] = {}
+        self.programs: list[Program] = []
         self._config = config
         self._record = record
         self._is_copy = False
@@ -93,6 +93,10 @@ class ExecutorCache:
                 self._executors.keep(key, state, executor)
         self._follow(executor.program.traced)
         return executor
+
+    def number_of(self, program: Program) -> int:
+        """Return the position of a program among all."""
+        return next(number for number, known in enumerate(self.programs) if known is program)
 
     def _suits(self, executor: LockStep, carried: Carried, number: int) -> bool:
         """Return whether a batch may run as another one has been traced."""
@@ -134,7 +138,7 @@ class ExecutorCache:
         program = compile_program(traced, config.device)
         executor = LockStep(program, converted, self.backend, config.device, reference_only=config.fp32_only)
         if rules.measured:
-            self.programs[id(program)] = program
+            self.programs.append(program)
         if config.keep_graphs or any(s.id not in self.sites for s in traced.sites) or not self.converted:
             self.converted.append(converted)
         for site in traced.sites:

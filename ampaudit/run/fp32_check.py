@@ -11,12 +11,13 @@ from torch import nn
 
 from ampaudit.core.errors import AuditError, ReferenceBroken, RunFailed, first_line
 from ampaudit.policy import plain_fp32
-from ampaudit.run.code_record import CodeRecord, OutputDifference
+from ampaudit.run.code_record import OutputDifference
 from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.observer import Pair
 from ampaudit.run.outputs import output_kind
 from ampaudit.run.program import Program
+from ampaudit.run.record import RunRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.compare import CodeDifference, first_difference
@@ -38,10 +39,10 @@ class Fp32Check:
     Args:
         config: under which the traces were made.
         eager: runs the model; shared by the policies of an audit.
-        record: where differences are noted.
+        record: of the run; differences are noted in its ``code``.
     """
 
-    def __init__(self, config: RunConfig, eager: EagerModel, record: CodeRecord) -> None:
+    def __init__(self, config: RunConfig, eager: EagerModel, record: RunRecord) -> None:
         self._config = config
         self._eager = eager
         self._record = record
@@ -70,9 +71,9 @@ class Fp32Check:
             fp32 = self._eager.outputs(model, batch, number)
         except Exception as error:
             self._note_failure(error, traced)
-            self._record.place = self._record.place or self._place(model, traced, batch, number)
+            self._record.code.place = self._record.code.place or self._place(model, traced, batch, number)
             return None
-        self._record.batches += 1
+        self._record.code.batches += 1
         named = dict(zip(traced.outputs, pairs, strict=True))
         found = _differences(named, fp32)
         if all(difference.agrees for difference in found):
@@ -84,7 +85,7 @@ class Fp32Check:
             ties = all(d.agrees or (d.integers and d.problem is None) for d in found)
             if ties or any(step.random for step in program.steps):
                 return None
-        self._record.note(found, place, traced.reads)
+        self._record.code.note(found, place, traced.reads)
         apart = {difference.name for difference in found if difference.problem is not None}
         return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
 
@@ -137,8 +138,10 @@ class Fp32Check:
 
     def _note_failure(self, error: Exception, traced: TracedModel) -> None:
         cause = error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error
-        self._record.failure = self._record.failure or f"{type(cause).__name__}: {first_line(cause)}"
-        self._record.reads = self._record.reads or traced.reads
+        self._record.code.failure = (
+            self._record.code.failure or f"{type(cause).__name__}: {first_line(cause)}"
+        )
+        self._record.code.reads = self._record.code.reads or traced.reads
 
     def _place(
         self, model: nn.Module, traced: TracedModel, batch: Batch, number: int
@@ -155,7 +158,7 @@ class Fp32Check:
                 more: dict[str, Any] = {"trace_backward": differentiated, "path": path}
                 fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, **more)
             except AuditError:
-                self._record.untraced = True
+                self._record.code.untraced = True
                 self._places[id(traced)] = traced, None
             else:
                 fp32 = functionalized(fp32) if config.differentiator is not None else fp32

@@ -16,8 +16,9 @@ from ampaudit.run.lockstep import Carried
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.op_faults import OpWatch, first_fault
 from ampaudit.run.outputs import compare_outputs
+from ampaudit.run.prepared import CallResult, PreparedBatch
 from ampaudit.run.record import StepObservation
-from ampaudit.run.runner import CallResult, PreparedBatch, Runner
+from ampaudit.run.runner import Runner
 from ampaudit.run.step import widened_tensor
 from ampaudit.source.interface import Batch
 from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs, refuse_misfit

@@ -10,7 +10,8 @@ from ampaudit.run.samples import SampleStatistics
 
 __all__ = ["Observation"]
 
-_MAXIMA = ("ref_peak", "peak", "bad_ref_peak")
+_MAXIMA = ("ref_peak", "peak", "bad_ref_peak", "inside_peak")
+_APART = ("batch_peaks", "samples")
 
 
 @dataclass(slots=True)
@@ -53,6 +54,16 @@ class Observation:
         for name, value in fields.items():
             old = getattr(self, name)
             setattr(self, name, max(old, value) if name in _MAXIMA else old + value)
+
+    def join(self, later: Observation) -> None:
+        """Add the measurements of later batches."""
+        for name in self.__dataclass_fields__:
+            if name not in _APART:
+                old, new = getattr(self, name), getattr(later, name)
+                setattr(self, name, max(old, new) if name in _MAXIMA else old + new)
+        for number, peak in later.batch_peaks.items():
+            self.batch_peaks[number] = max(self.batch_peaks.get(number, 0.0), peak)
+        self.samples.add(later.samples)
 
     @property
     def bad(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -67,6 +68,16 @@ class ReadStats:
     error_sq: float = 0.0
     signal_sq: float = 0.0
 
+    def join(self, later: ReadStats) -> None:
+        """Add the reads of later batches."""
+        if later.differing and not self.differing:
+            self.fp32, self.low = later.fp32, later.low
+            self.producer = later.producer if self.sizes else self.producer
+        self.batch = later.batch if self.batch is None else self.batch
+        self.answers.update(later.answers)
+        for name in ("reads", "differing", "faults", "error_sq", "signal_sq"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+
     @property
     def place(self) -> SiteId:
         """The op that computed the values, or the read itself where no op did."""
@@ -89,16 +100,25 @@ class PathRecord:
     """What was read along the paths of all batches.
 
     Attributes:
-        reads: by file, line and name.
-        paths: the different sequences of sites that batches ran.
+        reads: by line, layer and name, as text.
+        paths: digests of the different sequences of sites that batches ran.
     """
 
-    reads: dict[tuple[Any, ...], ReadStats] = field(default_factory=dict)
-    paths: set[int] = field(default_factory=set)
+    reads: dict[str, ReadStats] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)
+
+    def join(self, later: PathRecord) -> None:
+        """Add what later batches have read."""
+        self.paths |= later.paths
+        for key, stats in later.reads.items():
+            if key in self.reads:
+                self.reads[key].join(stats)
+            else:
+                self.reads[key] = replace(stats, answers=Counter(stats.answers))
 
     def stats(self, made: ReadStats) -> ReadStats:
         """Return the statistics of a line, which begin with the given ones."""
-        key = (made.source, made.caller, made.layer, made.name)
+        key = repr((made.source, made.caller, made.layer, made.name))
         return self.reads.setdefault(key, made)
 
     def add(
@@ -107,7 +127,7 @@ class PathRecord:
         """Add what one batch has read, and what it reads once its faults are repaired, if it has any."""
         if traced.path is None:
             return
-        self.paths.add(hash(tuple(site.id for site in traced.sites)))
+        self.paths.add(sha256("\n".join(site.id for site in traced.sites).encode()).hexdigest())
         runs = [_Reads(run.results()) for run in (values, repaired) if run is not None]
         producers = dict(_producers(traced))
         for read in traced.path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
 
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.gap import Gap
@@ -14,7 +16,7 @@ from ampaudit.run.buffers import BufferUpdate
 from ampaudit.run.code_record import CodeRecord
 from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.observation import Observation
-from ampaudit.run.outputs import OutputComparison
+from ampaudit.run.outputs import OutputComparison, merge_outputs
 from ampaudit.run.path_record import PathRecord
 
 __all__ = ["Fate", "Origin", "RunRecord", "StateFault", "StepObservation"]
@@ -130,7 +132,13 @@ class RunRecord:
         traces: how often the model was traced.
         comparison: with the reference model of ``--against``.
         fed_back: what makes the inputs of a step, in words.
+        given: peaks of the batches' tensors, by number of the graph and placeholder, for measured rules.
     """
+
+    # parts of an audit travel as JSON; what a reference model gave, which holds tensors, never does
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        arbitrary_types_allowed=True, ser_json_inf_nan="constants"
+    )
 
     device: str
     backend: str
@@ -155,10 +163,60 @@ class RunRecord:
     traces: int = 0
     comparison: ModelComparison | None = None
     fed_back: str = ""
+    given: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add wall-clock time to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def taken(self) -> RunRecord:
+        """Return what was recorded since this was last called, as a record of its own."""
+        found, empty = replace(self), RunRecord(self.device, self.backend)
+        for item in fields(self):
+            setattr(self, item.name, getattr(empty, item.name))
+        return found
+
+    def join(self, later: RunRecord) -> None:
+        """Add the record of later batches.
+
+        Records are joined in the order of their batches, so that the result, and the rounding of its sums,
+        does not depend on who has run which.
+        """
+        self._join_sites(later)
+        self.batches += later.batches
+        self.traces += later.traces
+        self.names |= later.names
+        self.twins |= {op: self.twins.get(op) or why for op, why in later.twins.items()}
+        for phase, seconds in later.seconds.items():
+            self.add_seconds(phase, seconds)
+        if later.gradients is not None:
+            if self.gradients is None:
+                self.gradients = later.gradients.emptied()
+            self.gradients.join(later.gradients)
+        merge_outputs(self.outputs, later.outputs)
+        merge_outputs(self.edited, later.edited)
+        self.buffers |= later.buffers
+        self.code.join(later.code)
+        self.path.join(later.path)
+        self.steps += later.steps
+        known, found = self.comparison, later.comparison
+        if known is None or (found is not None and found.wrong and not known.wrong):
+            self.comparison = found
+        self.fed_back = self.fed_back or later.fed_back
+        for graph, peaks in later.given.items():
+            mine = self.given.setdefault(graph, {})
+            mine.update({name: max(mine.get(name, 0.0), peak) for name, peak in peaks.items()})
+
+    def _join_sites(self, later: RunRecord) -> None:
+        for site, seen in later.observations.items():
+            self.observation(site).join(seen)
+        for site, choices in later.decisions.items():
+            self.decisions.setdefault(site, DecisionStats()).add(choices.elements, choices.differing)
+        known = {origin.site for origin in self.origins}
+        self.origins += [origin for origin in later.origins if origin.site not in known]
+        self.masks |= later.masks
+        self.by_design |= later.by_design
+        self.gaps |= later.gaps
 
     def observation(self, site: SiteId) -> Observation:
         """Return the observation of a site, creating it if necessary."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,7 +23,8 @@ from ampaudit.run.lockstep import Carried, LockStep
 from ampaudit.run.measurements import measurements, weight_peaks
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.observer import Observer, Pair
-from ampaudit.run.outputs import compare_outputs, merge_outputs, paired_with_fp32
+from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs, paired_with_fp32
+from ampaudit.run.prepared import CallResult, PreparedBatch
 from ampaudit.run.program import Program
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord
@@ -32,29 +32,7 @@ from ampaudit.run.repair import RepairingMeter
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["CallResult", "PreparedBatch", "Runner"]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch that is ready to run, the model's state before it, and what the 16-bit run carries."""
-
-    executor: LockStep
-    tensors: list[torch.Tensor]
-    meter: Meter
-    batch: Batch
-    number: int
-    model: nn.Module
-    own: Carried | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CallResult:
-    """The results of one call, after repairs if something broke; ``origins`` are the sites that did."""
-
-    outputs: list[Pair]
-    measured: list[MeasuredValue]
-    origins: tuple[SiteId, ...] = ()
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -63,31 +41,39 @@ class Runner:
     Args:
         model: the user's.
         config: what to run.
-        record: takes what is measured.
         eager: runs the FP32 model; shared by the policies of an audit.
 
     Attributes:
         executors: of the model's graphs, with their sites.
+        record: of the current batch; in the end, of all.
     """
 
-    def __init__(
-        self, model: nn.Module, config: RunConfig, record: RunRecord, eager: EagerModel | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: RunConfig, eager: EagerModel | None = None) -> None:
         self.config = config
-        self.record = record
+        self.record = record = RunRecord(device=config.device.type, backend="")
         self.executors = ExecutorCache(model, config, record)
-        self._worst: dict[str, Attribution] = {}  # by output, of its worst batch
-        self._given: dict[int, dict[str, float]] = {}
+        self._outputs: dict[str, OutputComparison] = {}  # the worst so far
+        self._worst: dict[str, Attribution] = {}  # by output, of that batch
+        self._elsewhere: dict[int, tuple[LockStep, Batch]] = {}
         record.backend = self.executors.backend.name
         self._gradients = config.differentiator(config) if config.differentiator is not None else None
-        record.gradients = None if self._gradients is None else self._gradients.record
         self._eager = eager or EagerModel(config.device, config.seed, config.release)
-        self._fp32 = Fp32Check(config, self._eager, record.code)
+        self._fp32 = Fp32Check(config, self._eager, record)
         self._checked: set[int] = set()  # programs whose twins were compared with kernels
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if necessary, run, and run again with repairs if something broke."""
         self.execute(self.prepare(batch, number))
+
+    def skip(self, batch: Batch, number: int) -> None:
+        """Trace a batch that another machine runs, so that sites and graphs are the same on all."""
+        self._elsewhere[number] = self.executors.get(batch, number), batch
+
+    def end_batch(self) -> RunRecord:
+        """Return what was recorded since the last batch, and begin a new record."""
+        if self._gradients is not None:
+            self.record.gradients = self._gradients.taken()
+        return self.record.taken()
 
     def execute(self, ready: PreparedBatch) -> tuple[list[Pair], dict[str, Pair], CallResult]:
         """Run a prepared batch, and again with repairs if something broke.
@@ -189,7 +175,8 @@ class Runner:
         buffers = {} if ready.own is None else ready.own.buffers
         own = Carried(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
         attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number, own)
-        for name in merge_outputs(self.record.outputs, found):
+        merge_outputs(self.record.outputs, found)
+        for name in merge_outputs(self._outputs, found):
             self._worst[name] = attribution
         self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}
 
@@ -202,9 +189,20 @@ class Runner:
         if comparison is not None and comparison.wrong:
             return  # no rounding is to blame
         started = time.perf_counter()
-        self.record.culprits = find_culprits(self.record.outputs, self._worst, least)
+        worst = self._worst | {
+            name: self._attribution(seen.batch)
+            for name, seen in self.record.outputs.items()
+            if seen.batch in self._elsewhere
+        }
+        self.record.culprits = find_culprits(self.record.outputs, worst, least)
         if self.record.culprits:
             self._add_seconds("attribution", started)
+
+    def _attribution(self, number: int) -> Attribution:
+        """Prepare to trace errors of a batch that another machine has run."""
+        executor, batch = self._elsewhere[number]
+        tensors = tensor_leaves(batch.args, batch.kwargs)
+        return Attribution(executor, tensors, self.config.seed + number, Carried(tensors))
 
     def fp32_outputs(self, ready: PreparedBatch, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
         """Return the FP32 model's own outputs by name; ``None`` if the reference is that model.
@@ -252,7 +250,7 @@ class Runner:
     def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
         if self.config.rules is None or not self.config.rules.measured:
             return
-        seen = self._given.setdefault(id(executor.program), {})
+        seen = self.record.given.setdefault(self.executors.number_of(executor.program), {})
         floats = [node for node in executor.program.inputs if executor.is_given_float(node)]
         for node in floats:
             seen[node.name] = max(seen.get(node.name, 0.0), executor.given_peak(node, tensors))
@@ -260,9 +258,9 @@ class Runner:
     def measurements(self) -> dict[SiteId, Measurement]:
         """Return the measurements so far, for the policy's second phase."""
         found: dict[SiteId, Measurement] = {}
-        for number, program in self.executors.programs.items():
+        for number, program in enumerate(self.executors.programs):
             weights = weight_peaks(program, self.config.release)
-            given = self._given.get(number, {})
+            given = self.record.given.get(number, {})
             for site, seen in measurements(program, self.record, given, weights).items():
                 found[site] = seen.joined(found[site]) if site in found else seen
         return found

@@ -441,7 +441,7 @@ def test_an_fp32_model_that_is_not_finite_ends_the_audit_in_one_line() -> None:
 
 def run(model: nn.Module, *batches: torch.Tensor) -> RunRecord:
     policy = load_policy("half")
-    runner = Runner(model, RunConfig(policy, policy, FLOAT16, torch.device("cpu")), RunRecord("cpu", ""))
+    runner = Runner(model, RunConfig(policy, policy, FLOAT16, torch.device("cpu")))
     for number, x in enumerate(batches):
         runner.run(Batch((x,), {}), number)
     return runner.record

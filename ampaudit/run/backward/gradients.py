@@ -42,8 +42,11 @@ class GradientAudit:
         self._device = config.device
         self._custom: dict[int, CustomBackwards] = {}
         self._tape: Tape | None = None
-        self._reached: set[str] = set()
-        self._behind: set[str] = set()  # parameters behind a custom backward that could not run
+
+    def taken(self) -> GradientRecord:
+        """Return what was recorded since this was last called."""
+        found, self.record = self.record, self.record.emptied()
+        return found
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in a tape."""
@@ -93,7 +96,6 @@ class GradientAudit:
         meter.into(self.record)
         self._note_unpaired(meter)
         self._note_untraced(customs, names, tape)
-        self._note_unused(program)
 
     def _note_origins(self, repairing: RepairingObserver) -> None:
         known = {(origin.site, origin.value) for origin in self.record.origins}
@@ -112,7 +114,11 @@ class GradientAudit:
         frozen = {p.name for p in places if not program.traced.tensors[p.node].requires_grad}
         self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
         self.record.frozen = tuple(sorted(frozen | set(self.record.frozen)))
-        self._reached |= {p.name for p in places} - frozen
+        first: dict[int, str] = {}
+        for place in places:
+            same = first.setdefault(id(program.traced.tensors[place.node]), place.name)
+            if place.name not in frozen:
+                self.record.trainable.setdefault(place.name, same)
 
     def _note_untraced(self, customs: CustomBackwards, names: GradientNames, tape: Tape) -> None:
         known = {(found.site, found.name) for found in self.record.untraced}
@@ -124,7 +130,7 @@ class GradientAudit:
                 custom, (reason, instead) = customs.backwards[number], customs.untraced[number]
                 site = names.op_site(mark)
                 if not instead:
-                    self._behind |= names.parameters_behind(marked_values(mark))
+                    self.record.behind |= names.parameters_behind(marked_values(mark))
                 if (site, custom.name) not in known:
                     self.record.untraced.append(
                         UntracedBackward(site, custom.name, reason, custom.source, instead)
@@ -135,13 +141,6 @@ class GradientAudit:
             note = f"{site}: its gradient is not audited; its size depends on values and differs in 16 bits"
             if note not in self.record.notes:
                 self.record.notes.append(note)
-
-    def _note_unused(self, program: Program) -> None:
-        """Record unused parameters; a tied one counts as used under any of its names."""
-        names = {p.name: id(program.traced.tensors[p.node]) for p in _parameters(program)}
-        used = {names[name] for name in self.record.parameters if name in names}
-        left = self._reached - set(self.record.parameters) - self._behind
-        self.record.unused = tuple(sorted(name for name in left if names.get(name) not in used))
 
 
 def _parameters(program: Program) -> list[Placeholder]:

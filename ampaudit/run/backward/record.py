@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.observation import Observation
@@ -33,6 +34,15 @@ class GradientStats:
     exponents: Counter[int] = field(default_factory=Counter)
     peak: float = 0.0
     cancelled: bool = False
+
+    def join(self, later: GradientStats) -> None:
+        """Add the gradients of later batches."""
+        self.values.join(later.values)
+        self.nonzero += later.nonzero
+        self.flushed += later.flushed
+        self.exponents.update(later.exponents)
+        self.peak = max(self.peak, later.peak)
+        self.cancelled |= later.cancelled
 
     @property
     def flushed_share(self) -> float:
@@ -96,7 +106,8 @@ class GradientRecord:
         origins: ops whose backward broke a gradient, in the order of the backward pass.
         losses: per batch the loss in FP32 and in 16 bits, without the scale.
         frozen: parameters that ask for no gradient.
-        unused: parameters that ask for one, and that no batch's loss depends on.
+        trainable: by name, parameters that ask for one; the value is the first name of a tied one.
+        behind: those behind a custom backward that could not run.
         notes: what was not as in training.
         untraced: custom backwards that could not be traced.
     """
@@ -110,9 +121,40 @@ class GradientRecord:
     origins: list[GradientOrigin] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
     frozen: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    trainable: dict[str, str] = field(default_factory=dict)
+    behind: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     untraced: list[UntracedBackward] = field(default_factory=list)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return trainable parameters that no loss depends on, under none of their names."""
+        used = {self.trainable[name] for name in self.parameters if name in self.trainable}
+        left = self.trainable.keys() - self.parameters.keys() - self.behind
+        return tuple(sorted(name for name in left if self.trainable[name] not in used))
+
+    def emptied(self) -> GradientRecord:
+        """Return a record of the same loss scale without gradients."""
+        return GradientRecord(self.scale, self.dynamic, self.scale_from, self.least)
+
+    def join(self, later: GradientRecord) -> None:
+        """Add the gradients of later batches."""
+        tables: tuple[tuple[dict[Any, GradientStats], dict[Any, GradientStats]], ...] = (
+            (self.sites, later.sites),
+            (self.parameters, later.parameters),
+        )
+        for mine, theirs in tables:
+            for name, stats in theirs.items():
+                mine.setdefault(name, GradientStats(stats.low_precision)).join(stats)
+        origins = {(origin.site, origin.value) for origin in self.origins}
+        self.origins += [o for o in later.origins if (o.site, o.value) not in origins]
+        untraced = {(found.site, found.name) for found in self.untraced}
+        self.untraced += [u for u in later.untraced if (u.site, u.name) not in untraced]
+        self.losses += later.losses
+        self.frozen = tuple(sorted({*self.frozen, *later.frozen}))
+        self.trainable = later.trainable | self.trainable
+        self.behind |= later.behind
+        self.notes += [note for note in later.notes if note not in self.notes]
 
     def broken_at(self, origin: GradientOrigin) -> GradientStats | None:
         """Return the gradient that broke there; ``None`` if it was not measured."""

@@ -79,8 +79,6 @@ class SensitivityProbe:
         probes: backward passes so far.
     """
 
-    record = None
-
     def __init__(self, config: RunConfig, batches: Sequence[Batch], *, decisions: bool = False) -> None:
         self._decisions = decisions
         self.sensitivities = Sensitivities()
@@ -93,6 +91,9 @@ class SensitivityProbe:
         self._device = config.device
         self._names: dict[int, ValueNames] = {}
         self._tape: ErrorTape | None = None
+
+    def taken(self) -> None:
+        """Return that there is no record of gradients."""
 
     def keep_low(self, casts: Collection[str]) -> None:
         """Note that these casts in the model's code are to 16 bits, whatever they take."""

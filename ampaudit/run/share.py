@@ -1,0 +1,124 @@
+"""Divides the batches of an audit among machines, and joins what they have recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ampaudit.core.config import Progress
+from ampaudit.core.errors import AuditError
+from ampaudit.run.record import RunRecord
+
+__all__ = ["ALONE", "Failure", "PartDone", "PartRecords", "Share", "folded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The error that ended a run, as data.
+
+    Attributes:
+        batch: number of the batch that could not be audited.
+        kind: name of the error's class.
+        message: what failed.
+        hint: what to do next.
+    """
+
+    batch: int
+    kind: str
+    message: str
+    hint: str
+
+    @classmethod
+    def of(cls, batch: int, error: AuditError) -> Failure:
+        """Return an error as data."""
+        return cls(batch, type(error).__name__, str(error.args[0]), error.hint)
+
+    def as_error(self) -> AuditError:
+        """Return the error again."""
+        kinds = {kind.__name__: kind for kind in _subclasses(AuditError)}
+        return kinds.get(self.kind, AuditError)(self.message, hint=self.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecords:
+    """What one machine has recorded in one pass over its batches.
+
+    Attributes:
+        records: by number of the batch, the record under each policy.
+        failure: what ended the pass, if something did.
+    """
+
+    records: dict[int, list[RunRecord]]
+    failure: Failure | None = None
+
+
+class PartDone(Exception):
+    """Raised where another machine goes on with what this one has recorded."""
+
+
+class Share(Protocol):
+    """The batches that this machine runs, and how it joins what all have recorded."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this machine runs all batches."""
+
+    def mine(self, phase: str, number: int) -> bool:
+        """Return whether this machine runs a batch in a phase."""
+
+    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
+        """Return the record under each policy over all batches, on every machine.
+
+        Raises:
+            AuditError: the first batch, by number, that could not be audited; or a machine is lost.
+            PartDone: another machine goes on.
+        """
+
+    def finish(self) -> None:
+        """End the work of machines that have no report to make.
+
+        Raises:
+            PartDone: this is one of them.
+        """
+
+
+class _Alone:
+    alone = True
+
+    def finish(self) -> None:
+        pass
+
+    def mine(self, phase: str, number: int) -> bool:
+        del phase, number
+        return True
+
+    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
+        del phase, progress
+        return folded([own])
+
+
+ALONE: Share = _Alone()
+
+
+def folded(parts: Sequence[PartRecords]) -> list[RunRecord]:
+    """Join the records of all parts in the order of their batches.
+
+    Raises:
+        AuditError: the first batch, by number, that could not be audited.
+    """
+    failures = [part.failure for part in parts if part.failure is not None]
+    if failures:
+        raise min(failures, key=lambda failure: failure.batch).as_error()
+    batches = {number: records for part in parts for number, records in part.records.items()}
+    totals: list[RunRecord] = []
+    for number in sorted(batches):
+        records = batches[number]
+        totals = totals or [RunRecord(record.device, record.backend) for record in records]
+        for total, record in zip(totals, records, strict=True):
+            total.join(record)
+    return totals
+
+
+def _subclasses(kind: type[AuditError]) -> list[type[AuditError]]:
+    return [kind, *(found for sub in kind.__subclasses__() for found in _subclasses(sub))]
