@@ -22,7 +22,7 @@ FLOORS = {
     "source": 4, "bounds": 4, "devices": 4,
     "run": 5, "recording": 5,
     "audit": 6,
-    "tuning": 7,
+    "tuning": 7, "parallel": 7,
     "export": 8, "training": 8,
     "benchmarking": 9, "ci": 9,
     "cli": 10,

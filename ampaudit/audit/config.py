@@ -234,6 +234,7 @@ class ScanConfig(PlanConfig):
     keep_outputs: Annotated[
         KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
     ] = None
+    share: Annotated[Any, python_only("The part of the batches that this machine runs.")] = None
 
     def check(self) -> None:
         """Raise early for options that are invalid, or that another one leaves without effect."""
@@ -285,6 +286,7 @@ class ScanKeywords(_RunOptions, total=False):
     against: Any
     backend: Backend | None
     keep_outputs: KeepOutputs | None
+    share: Any
 
 
 class ScanOptions(ScanKeywords, total=False):

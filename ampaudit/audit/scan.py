@@ -34,6 +34,7 @@ from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.config import Steps
 from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
+from ampaudit.run.share import ALONE
 from ampaudit.source import ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
@@ -195,16 +196,16 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
     if config.sensitivity:
         pairs = zip(plans, probes, strict=True)
         plans = [probing_gradients(p, into) if p.trains else probing(p, source, into) for p, into in pairs]
-    contract = parse_contract(config.contract)
+    contract, share = parse_contract(config.contract), config.share or ALONE
     if contract.words and not (config.static or config.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]
         plans = [replace(plan, backend=ContractBackend(contract)) for plan in plans]
-        both = run_audits(source.model, source.batches, [*plans, *usual], config.on_progress)
+        both = run_audits(source.model, source.batches, [*plans, *usual], config.on_progress, share)
         audits, before = both[: len(plans)], both[len(plans) :]
     elif config.static:
         audits, before = [static_audit(source, plan) for plan in plans], []
     else:
-        audits, before = run_audits(source.model, source.batches, plans, config.on_progress), []
+        audits, before = run_audits(source.model, source.batches, plans, config.on_progress, share), []
     made: list[Audited] = []
     for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
         asked = config.prove or config.static or config.stress > 0

@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "main", "run_command"]
 # where each command is, and its line in the list of all
 COMMANDS = {
     "scan": ("scan_command:scan_command", "Find the layers that overflow."),
+    "merge": ("merge_command:merge_command", "Make one report of the parts of a scan."),
     "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
     "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
     "tune": ("tune_command:tune_command", "Find the fewest ops that must stay in float32."),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +30,14 @@ from ampaudit.report.finding import Severity
 
 if TYPE_CHECKING:
     from ampaudit.core.errors import AuditError
+    from ampaudit.parallel.identity import CommandShare
     from ampaudit.policy import RuleSet
     from ampaudit.report.comparison import Comparison
     from ampaudit.report.model import Report
 
     Audits = tuple[list[Report], list[tuple[str, AuditError]]]
 
-__all__ = ["scan_command"]
+__all__ = ["audited", "report_scan", "scan_command"]
 
 
 @click.command("scan", cls=GroupedCommand)
@@ -43,6 +46,7 @@ __all__ = ["scan_command"]
 @click.option(
     "--advise-policy", type=FILE, metavar="FILE", help="Write one policy for all errors; implies --advise."
 )
+@click.option("--part", metavar="N/COUNT", help="Run every COUNT-th batch, for 'ampaudit merge'; needs -o.")
 @report_options("scan")
 @quiet_option
 @verbose_option("Show notes and every site.")
@@ -61,7 +65,33 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       file.onnx                an ONNX graph
       directory/               what ``ampaudit convert`` wrote: scanned as it is
     """  # noqa: D301  (click wants the character, not its escape)
-    reports, failures = _audit(model, options)
+    if options["part"] is not None:
+        from ampaudit.cli.part import write_scan_part
+
+        write_scan_part(scan_command, audited, model, options)
+        return
+    with _among_ranks() as share:
+        report_scan(context, model, options, share, given=given(options))
+
+
+def report_scan(
+    context: click.Context,
+    model: str,
+    options: dict[str, Any],
+    share: CommandShare | None,
+    *,
+    given: Collection[str],
+) -> None:
+    """Scan a model, print the report, and end with its exit code.
+
+    Args:
+        context: of the command.
+        model: its location.
+        options: of the command.
+        share: the part of the batches that this process runs, if it is not all.
+        given: names of the options that the user has given.
+    """
+    reports, failures = audited(model, options, share, given)
     document = _document(reports, compared=len(reports) + len(failures) > 1)
     deliver_document(document, options)
     if options["advise_policy"] is not None:
@@ -70,6 +100,15 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
         lines = f"ampaudit: policy {policy}: {failure}".splitlines()
         click.echo("\n".join(escape_control(line) for line in lines), err=True)
     context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
+
+
+def _among_ranks() -> AbstractContextManager[CommandShare | None]:
+    """Return this process's share of the batches, if torchrun has started several."""
+    if "RANK" not in os.environ:
+        return nullcontext()
+    from ampaudit.parallel.ranks import with_ranks
+
+    return with_ranks()
 
 
 def _write_policy(report: Report, path: Path, *, force: bool) -> None:
@@ -115,7 +154,10 @@ def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet
     return reports, failures
 
 
-def _audit(location: str, options: dict[str, Any]) -> Audits:
+def audited(
+    location: str, options: dict[str, Any], share: CommandShare | None, asked: Collection[str]
+) -> Audits:
+    """Load a model and audit it under each policy."""
     from ampaudit.cli.progress import ProgressBar
 
     policies = policies_of(options["policy"])  # their mistakes show before torch is loaded
@@ -126,7 +168,6 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
             raise click.UsageError("--advise-policy writes one policy: scan under one --policy")
         if options["ranges"] or options["static"]:
             raise click.UsageError("--advise-policy needs a run in 16 bits: leave out --ranges and --static")
-    asked = given(options)
     loading = config_from(SourceConfig, options)
     if options["backward"] and "train" not in asked:
         loading = loading.changed(train=True)
@@ -145,4 +186,10 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
 
             source = beside(source, config.against, loading)
         policies, config = as_converted(source, policies, config, asked)
+        if share is not None:
+            from ampaudit.parallel.identity import identity_of, refuse_undivided
+
+            refuse_undivided(config)
+            share.describe(location, identity_of(source, policies, config))
+            config = config.changed(share=share)
         return _each(lambda chosen: scan_policies(source, chosen, config), policies)

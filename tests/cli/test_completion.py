@@ -129,4 +129,4 @@ def test_every_option_is_in_one_group_of_the_help_text() -> None:
                     assert text.count(f"{parameter.opts[-1]} ") >= 1, parameter.name
             assert text.rstrip().endswith("Show this message and exit.")
             assert text.index("\nOptions:") < text.index("\nOutput:")
-    assert grouped == 9
+    assert grouped == 10

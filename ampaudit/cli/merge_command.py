@@ -1,0 +1,63 @@
+"""``ampaudit merge``: makes one report of the parts of an audit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ampaudit.cli.options import (
+    FILE,
+    GroupedCommand,
+    debug_option,
+    quiet_option,
+    report_options,
+    verbose_option,
+)
+from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import describe
+
+__all__ = ["merge_command"]
+
+
+@click.command("merge", cls=GroupedCommand)
+@click.argument("parts", nargs=-1, required=True, type=FILE)
+@click.option("--model", metavar="MODEL", help="Location of the model.  [default: as in the parts]")
+@report_options("scan")
+@quiet_option
+@verbose_option("Show notes and every site.")
+@debug_option
+@click.pass_context
+def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options: Any) -> None:
+    """Make one report of PARTS, which ``ampaudit scan --part`` wrote.
+
+    The report is that of one scan over all batches. The model is loaded and traced again, with the options of
+    the parts; its batches do not run, unless measured rules of the policy ask for a second pass.
+    """
+    from ampaudit.cli.part import options_of_words
+    from ampaudit.cli.scan_command import report_scan, scan_command
+    from ampaudit.parallel.parts import MergedParts, read_parts
+
+    found = read_parts(parts)
+    first = found[0][1]
+    model = options["model"] or _named(first.location)
+    asked, words = options_of_words(scan_command, model, first.words)
+    own = {name: options[name] for name in ("form", "output", "force", "quiet", "verbose", "debug")}
+    report_scan(context, model, asked | own, MergedParts(found), given=words)
+
+
+def _named(location: str) -> str:
+    """Return the model's location in a part, if it is a file or directory below the current one.
+
+    Raises:
+        InputError: it is elsewhere; the user has to name what a file from elsewhere would run.
+    """
+    path = Path(location.partition(":")[0])
+    here = Path.cwd().resolve()
+    if path.exists() and path.resolve().is_relative_to(here):
+        return location
+    raise InputError(
+        f"the parts are of {describe(location)}, which is not below the current directory",
+        hint=f"if that is the model to load, add --model {describe(location)}",
+    )

@@ -1,0 +1,87 @@
+"""Runs one part of a scan, and keeps its options for the merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import click
+
+from ampaudit.audit.config import ScanConfig
+from ampaudit.cli.options import given
+from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import escape_control
+
+__all__ = ["options_of_words", "write_scan_part"]
+
+# options that a part keeps: those of the audit, but not that to run what a checkpoint contains
+_PART_OPTIONS = {*ScanConfig.model_fields, *SourceConfig.model_fields} - {"trust", "stress_dir", "share"}
+
+
+def write_scan_part(
+    command: click.Command,
+    audit: Callable[..., Any],
+    model: str,
+    options: dict[str, Any],
+) -> None:
+    """Run a part of the batches, and write what was recorded.
+
+    Args:
+        command: whose options these are.
+        audit: runs the batches.
+        model: its location.
+        options: of the command.
+    """
+    from ampaudit.parallel.parts import FilePart, parse_part
+    from ampaudit.run.share import PartDone
+
+    if options["output"] is None:
+        raise click.UsageError("--part writes a file: add -o part-1.json")
+    asked = given(options)
+    part = FilePart(*parse_part(options["part"]), _words(command, options, asked))
+    try:
+        audit(model, options, part, asked)
+    except PartDone:
+        click.echo(escape_control(part.save(options["output"], force=options["force"])), err=True)
+
+
+def _words(command: click.Command, options: dict[str, Any], asked: Collection[str]) -> list[str]:
+    """Return the options of the audit that the user has given, as on the command line."""
+    words: list[str] = []
+    for parameter in command.params:
+        name = parameter.name or ""
+        if name not in asked or name not in _PART_OPTIONS:
+            continue
+        value = options[name]
+        if isinstance(value, bool):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                words += [parameter.opts[0], str(item)]
+    return words
+
+
+def options_of_words(
+    command: click.Command, model: str, words: Sequence[str]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the options that a part was written with, and the names of those that were given.
+
+    Raises:
+        InputError: one is none of an audit.
+    """
+    from click.core import ParameterSource
+
+    from ampaudit.core.errors import InputError
+
+    try:
+        parsed = command.make_context("scan", [model, *words])
+    except click.ClickException as error:
+        raise InputError(f"the options of the parts: {error.format_message()}") from None
+    names = frozenset(
+        n for n in parsed.params if parsed.get_parameter_source(n) is ParameterSource.COMMANDLINE
+    )
+    if strange := sorted(names - _PART_OPTIONS - {"model"}):
+        raise InputError(
+            f"the parts name an option that is none of an audit: {strange[0]}", hint="write them again"
+        )
+    return {name: value for name, value in parsed.params.items() if name != "model"}, names - {"model"}

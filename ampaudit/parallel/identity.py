@@ -1,0 +1,142 @@
+"""Tells whether two machines audit the same thing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ampaudit.audit.config import Rules, ScanConfig, rules_of
+from ampaudit.core.errors import UsageError
+from ampaudit.core.version import __version__
+from ampaudit.run.share import Share
+from ampaudit.source import ModelSource
+from ampaudit.trace.entry import tensor_leaves
+
+__all__ = ["CommandShare", "Identity", "first_mismatch", "identity_of", "refuse_undivided"]
+
+_SAMPLES = 256  # elements of each tensor
+_ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device"})
+
+
+class CommandShare(Share, Protocol):
+    """A share of a command's batches, which is told what the command audits."""
+
+    def describe(self, location: str, identity: Identity) -> None:
+        """Say what is audited."""
+
+
+_UNDIVIDED = {
+    "static": "nothing is run",
+    "steps": "each step needs the one before it",
+    "sweep": "each size is an audit of its own",
+    "sensitivity": "probes stay where the batch was run",
+    "against": "the reference runs beside each batch",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What is audited, and by what.
+
+    Attributes:
+        version: of ampaudit.
+        torch: version of PyTorch.
+        model: digest of the model's file, its modules, and a sample of its weights.
+        inputs: digest of a sample of all batches.
+        batches: how many there are.
+        policies: digest of their rules.
+        options: digest of the options of the audit.
+    """
+
+    version: str
+    torch: str
+    model: str
+    inputs: str
+    batches: int
+    policies: str
+    options: str
+
+    def difference(self, other: Identity) -> str:
+        """Return what the other has another one of, in words; empty if it is the same."""
+        if self.version != other.version:
+            return f"ampaudit {other.version} instead of {self.version}"
+        if self.torch != other.torch:
+            return f"PyTorch {other.torch} instead of {self.torch}"
+        if self.batches != other.batches:
+            return f"{other.batches} batches instead of {self.batches}"
+        words = {
+            "model": "another model, or other weights",
+            "inputs": "other inputs",
+            "policies": "another policy",
+            "options": "other options",
+        }
+        return next((text for name, text in words.items() if getattr(self, name) != getattr(other, name)), "")
+
+
+def identity_of(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> Identity:
+    """Return what an audit is about.
+
+    Weights and inputs are compared by a sample of their elements: enough to see that a model was made with
+    other random numbers on another machine.
+    """
+    model = source.model
+    modules = [f"{name}: {type(module).__qualname__}" for name, module in model.named_modules()]
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    inputs = (tensor for batch in source.batches for tensor in tensor_leaves(batch.args, batch.kwargs))
+    options = config.model_dump(mode="python", exclude=set(_ELSEWHERE))
+    rules = [rules_of(policy).file.model_dump(mode="json") for policy in policies]
+    return Identity(
+        __version__,
+        torch.__version__,
+        _digest(source.sha256, modules, _sampled(weights)),
+        _digest(_sampled({str(number): tensor for number, tensor in enumerate(inputs)})),
+        len(source.batches),
+        _digest(rules),
+        _digest(options),
+    )
+
+
+def refuse_undivided(config: ScanConfig) -> None:
+    """Refuse options of audits whose batches cannot be shared.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for option, why in _UNDIVIDED.items():
+        if getattr(config, option):
+            raise UsageError(
+                f"--{option} cannot be shared among processes: {why}",
+                hint=f"run it in one, or leave out --{option}",
+            )
+
+
+def _digest(*parts: Any) -> str:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sampled(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    return [f"{name} {tuple(t.shape)} {t.dtype} {_sample(t)}" for name, t in tensors.items()]
+
+
+@torch.no_grad()
+def _sample(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
+        return ""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // _SAMPLES)
+    taken = flat[::step]
+    wide = taken.to(torch.complex128 if taken.is_complex() else torch.float64)
+    return hashlib.sha256(str(wide.cpu().tolist()).encode()).hexdigest()
+
+
+def first_mismatch(identities: Iterable[tuple[str, Identity]]) -> str:
+    """Return who audits something else than the first, and what; empty if all audit the same."""
+    (_, first), *others = identities
+    found = ((name, first.difference(identity)) for name, identity in others)
+    return next((f"{name} has {what}" for name, what in found if what), "")

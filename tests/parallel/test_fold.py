@@ -1,0 +1,85 @@
+"""Joining records gives the same for every division of the batches, in whatever order their parts come."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.scan import scan_policies
+from ampaudit.core.sites import SiteId
+from ampaudit.core.source_config import SourceConfig
+from ampaudit.parallel.identity import identity_of
+from ampaudit.parallel.parts import FilePart, read_parts
+from ampaudit.parallel.wire import AuditPart, part_from_json, part_to_json
+from ampaudit.policy import load_policy
+from ampaudit.run.share import PartDone, PartRecords, folded
+from ampaudit.source.open import open_source
+from tests.support.parallel import BATCHES, written
+
+
+@cache
+def whole() -> AuditPart:
+    """Return all batches as one part."""
+    with TemporaryDirectory() as folder:
+        path = written(Path(folder))
+        source = open_source(str(path), SourceConfig(batches=BATCHES, train=True))
+        policies, config = [load_policy("half")], ScanConfig(backward=True)
+        share = FilePart(0, 1, [])
+        share.describe(str(path), identity_of(source, policies, config))
+        try:
+            scan_policies(source, policies, config.changed(share=share))
+        except PartDone:
+            share.save(Path(folder) / "part.json", force=False)
+        return read_parts([Path(folder) / "part.json"])[0][1]
+
+
+def again() -> AuditPart:
+    """Return the same, in objects of its own."""
+    return part_from_json(part_to_json(whole()), "part")
+
+
+def test_a_part_is_the_same_after_a_journey() -> None:
+    assert again() == whole()
+    assert len(whole().records) == BATCHES
+    assert any(record.origins for records in whole().records.values() for record in records)
+    assert all(record.gradients is not None for records in whole().records.values() for record in records)
+
+
+@given(
+    owners=st.lists(st.integers(0, 4), min_size=BATCHES, max_size=BATCHES),
+    order=st.permutations(range(5)),
+)
+def test_every_division_gives_the_same(owners: list[int], order: list[int]) -> None:
+    one = folded([PartRecords(again().records)])
+    records = again().records
+    parts = [
+        PartRecords({n: records[n] for n, owner in enumerate(owners) if owner == part}) for part in order
+    ]
+    assert folded(parts) == one
+    assert one[0].batches == BATCHES
+
+
+@given(cut=st.integers(1, BATCHES - 1))
+def test_sums_of_counts_do_not_depend_on_where_a_run_is_cut(cut: int) -> None:
+    """Counts, extremes and sets are joined in any grouping; sums of squares only in order."""
+    records = again().records
+    first = folded([PartRecords({n: records[n] for n in range(cut)})])[0]
+    last = folded([PartRecords({n: records[n] for n in range(cut, BATCHES)})])[0]
+    first.join(last)
+    (one,) = folded([PartRecords(again().records)])
+    for site, seen in one.observations.items():
+        joined = first.observations[site]
+        for name in ("elements", "batches", "ref_peak", "peak", "pos_inf", "nan", "batch_peaks", "samples"):
+            assert getattr(joined, name) == getattr(seen, name), (site, name)
+    assert (first.masks, first.gaps, first.decisions) == (one.masks, one.gaps, one.decisions)
+    assert [origin.site for origin in first.origins] == [origin.site for origin in one.origins]
+
+
+def test_a_batch_peak_keeps_its_number() -> None:
+    (one,) = folded([PartRecords(again().records)])
+    assert set(one.observations[SiteId("down/linear")].batch_peaks) == set(range(BATCHES))

@@ -1,0 +1,184 @@
+"""``scan --part`` and ``merge``: the report of all parts is that of one scan, byte for byte but for times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ampaudit.cli.program import main
+from ampaudit.core.errors import AuditError
+from tests.support.parallel import BATCHES, MODEL, without_times, written
+
+PROMOTING = """
+name: promoting
+title: large sums in float32
+extends: [half]
+rules:
+- id: promoting/large
+  match: {op: [pow.Tensor_Scalar, sum.dim_IntList]}
+  when: {dtype: [float16], evidence: {headroom_bits: {below: 2}, mask: false}}
+  cast: float32
+  reason: range
+  why: the test's.
+  source: the test
+"""
+
+
+def run(*words: object) -> Result:
+    """Run the program; an error is its exit code and its text, as a user has them."""
+    done = CliRunner().invoke(main, [str(word) for word in words], catch_exceptions=True)
+    if isinstance(done.exception, AuditError):
+        done.exit_code = done.exception.exit_code
+    else:
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def scanned(folder: Path, *options: str, parts: int = 0) -> Path:
+    """Scan in one process, or in parts that are merged; return the report."""
+    words = ("scan", "mixed.py", "--batches", BATCHES, "--fail-on", "never", "--force", *options)
+    if not parts:
+        done = run(*words, "-o", "one.json")
+        assert done.exit_code == 0, done.output
+        return folder / "one.json"
+    files = [f"part-{number}.json" for number in range(1, parts + 1)]
+    for number, file in enumerate(files, 1):
+        done = run(*words, "--part", f"{number}/{parts}", "-o", file)
+        assert (done.exit_code, done.stdout) == (0, ""), done.output
+        assert f"part {number} of {parts} written to {file}" in done.stderr
+    done = run("merge", *reversed(files), "-o", "merged.json", "--force")
+    assert done.exit_code == 0, done.output
+    return folder / "merged.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    written(tmp_path)
+    (tmp_path / "promoting.yaml").write_text(PROMOTING)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (("--policy", "torch-cuda"), (1, 2, 3, 7)),
+        (("--policy", "half", "--backward"), (3, 5)),
+        (("--ranges",), (2, 5)),
+        (("--policy", "promoting.yaml"), (5,)),
+        (("--policy", "half,torch-cuda", "--dtype", "bfloat16"), (2,)),
+        (("--policy", "half", "--prove", "--assume", "input=-100:300"), (4,)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) and isinstance(value[0], str) else "",
+)
+def test_any_number_of_parts_gives_the_report_of_one(
+    folder: Path, options: tuple[str, ...], counts: tuple[int, ...]
+) -> None:
+    one = without_times(scanned(folder, *options))
+    for count in counts:
+        assert without_times(scanned(folder, *options, parts=count)) == one, count
+
+
+def test_a_measured_rule_decides_on_all_parts(folder: Path) -> None:
+    """The batch that needs float32 belongs to one part; the merge runs the second pass."""
+    report = json.loads(scanned(folder, "--policy", "promoting.yaml", parts=4).read_text())
+    promoted = [site["site"] for site in report["sites"] if site["rule"] == "promoting/large"]
+    assert promoted
+    assert report["run"]["batches"] == BATCHES
+
+
+def test_the_first_batch_that_fails_is_the_error_of_all(folder: Path) -> None:
+    body = MODEL.replace("yield {", "ids = ids + (1000 if number in (4, 6) else 0)\n        yield {")
+    written(folder, body)
+    one = run("scan", "mixed.py", "--batches", 9)
+    assert one.exit_code == 2
+    for number in (1, 2, 3):
+        done = run("scan", "mixed.py", "--batches", 9, "--part", f"{number}/3", "-o", f"{number}.json")
+        assert done.exit_code == (0 if number == 3 else 2)
+    merged = run("merge", "1.json", "2.json", "3.json")
+    assert merged.exit_code == one.exit_code
+    assert str(merged.exception) == str(one.exception)
+
+
+def parts(folder: Path, count: int, *options: str) -> list[str]:
+    files = [f"{number}.json" for number in range(1, count + 1)]
+    for number, file in enumerate(files, 1):
+        words = ("scan", "mixed.py", "--batches", 4, "--part", f"{number}/{count}", "-o", file, "--force")
+        assert run(*words, *options).exit_code == 0
+    return files
+
+
+def test_missing_doubled_and_foreign_parts_are_named(folder: Path) -> None:
+    files = parts(folder, 3)
+    assert "missing: part 2/3" in str(run("merge", files[0], files[2]).exception)
+    assert "the same part twice: 1.json, 1.json" in str(run("merge", files[0], *files).exception)
+    run("scan", "mixed.py", "--batches", 4, "--part", "3/3", "-o", "other.json", "--policy", "half")
+    foreign = run("merge", *files[:2], "other.json")
+    assert "other.json is of another audit than 1.json: it has another policy" in str(foreign.exception)
+    assert foreign.exit_code == 2
+
+
+def test_a_model_that_has_changed_since_is_refused(folder: Path) -> None:
+    files = parts(folder, 2)
+    written(folder, MODEL.replace("Linear(32, 5)", "Linear(32, 6)"))
+    assert "another model, or other weights" in str(run("merge", *files).exception)
+
+
+def test_a_part_of_an_older_version_is_named(folder: Path) -> None:
+    files = parts(folder, 2)
+    part = json.loads(Path(files[1]).read_text())
+    part["identity"]["version"] = "0.0.9"
+    Path(files[1]).write_text(json.dumps(part))
+    assert "2.json is of another audit than 1.json: it has ampaudit 0.0.9" in str(
+        run("merge", *files).exception
+    )
+
+
+def broken(part: dict[str, Any], how: str) -> str:
+    if how == "cut off":
+        return json.dumps(part)[:-40]
+    if how == "not a part":
+        return json.dumps({"kind": "report"})
+    if how == "newer":
+        return json.dumps(part | {"schema": 99})
+    if how == "a number that is text":
+        part["records"]["0"][0]["batches"] = "many"
+    if how == "an option to write":
+        part["words"] = ["-o", "stolen.json"]
+    if how == "an option to trust":
+        part["words"] = ["--trust"]
+    if how == "no option":
+        part["words"] = ["--no-such-option"]
+    if how == "a model elsewhere":
+        part["location"] = "/etc/passwd"
+    if how == "a module":
+        part["location"] = "antigravity:main"
+    return json.dumps(part)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("cut off", "not a part", "newer", "a number that is text", "an option to write"),
+        *("an option to trust", "no option", "a model elsewhere", "a module"),
+    ],
+)
+def test_a_hostile_part_is_one_line(folder: Path, how: str) -> None:
+    (file,) = parts(folder, 1)
+    Path(file).write_text(broken(json.loads(Path(file).read_text()), how))
+    done = run("merge", file)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    assert "next: " in str(done.exception)
+    assert not (folder / "stolen.json").exists()
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "1/0", "-1/2", ""])
+def test_a_part_that_is_none_is_refused(folder: Path, text: str) -> None:
+    done = run("scan", "mixed.py", "--part", text, "-o", "part.json")
+    assert done.exit_code == 2
+    assert not (folder / "part.json").exists()
