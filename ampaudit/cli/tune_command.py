@@ -84,7 +84,8 @@ def _write(report: TuningReport, options: dict[str, Any]) -> None:
     elif path is not None:
         with keeping(report):
             write_text(path, report.policy, force=options["force"])
-        click.echo(escape_control(f"policy written to {path}"), err=True)
+        use = "" if report.dtype == "float16" else f"; use it with --dtype {report.dtype}"
+        click.echo(escape_control(f"policy written to {path}{use}"), err=True)
     if plot is not None:
         from ampaudit.render.tuning_plot import plot_tuning
 
