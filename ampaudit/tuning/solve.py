@@ -27,6 +27,7 @@ SECONDS = 60.0  # the same, for a machine that is stuck
 GAP = 0.005  # of the cost, at which a choice is good enough: half an op in a hundred
 _POINTS = 12  # of the frontier
 _POINTS_GAP = 0.02  # the frontier is a picture
+_TIE = 0.1  # of the least price: among choices that cost the same, the most accurate
 _NEGLIGIBLE = 1e-9  # share of the budget; smaller coefficients only trouble the solver
 
 
@@ -80,7 +81,7 @@ class Solver:
     """Solves one problem for any budget.
 
     Variables are 1 for a value in float32; for a value in float32 that a reader in 16 bits casts; and for a
-    cast of a value, which is paid once per direction.
+    cast of a value, which is paid once per direction. One more is the error of the worst column.
     """
 
     def __init__(self, problem: TuningProblem) -> None:
@@ -89,6 +90,7 @@ class Solver:
         self._rows = _Rows()
         self._count = len(self._index)
         self._reads = {key: self._variable() for key in problem.sensitivities.reads}
+        self._noise = self._variable()  # of the worst column, in units of the budget
         self._casts: dict[tuple[str, bool], int] = {}
         self._constrain()
 
@@ -111,9 +113,11 @@ class Solver:
         least, most = self._limits()
         kinds = np.zeros(self._count)
         kinds[: len(self._index)] = [v.free for v in self.problem.graph.values.values()]
+        objective = self._objective(prices or self.problem.prices)
+        objective[self._noise] = tie = _TIE * min(objective[objective > 0], default=0.0)
         with _silenced():
             found = milp(
-                self._objective(prices or self.problem.prices),
+                objective,
                 constraints=LinearConstraint(*self._matrix(budget)),
                 bounds=Bounds(least, most),
                 integrality=kinds,
@@ -123,7 +127,7 @@ class Solver:
             return None
         chosen = frozenset(name for name in self.problem.free if found.x[self._index[name]] > 0.5)
         cost, noise = self.problem.cost(chosen), self.problem.noise(chosen)
-        return Point(chosen, cost, noise, float(found.mip_dual_bound or 0.0))
+        return Point(chosen, cost, noise, max(float(found.mip_dual_bound or 0.0) - tie, 0.0))
 
     def least_ops(self, budget: float) -> int:
         """Return how many ops any choice within the budget has at least."""
@@ -198,7 +202,8 @@ class Solver:
                 terms[self._index[name]] = -row[column] / budget
             for key, row in errors.reads.items():
                 terms[self._reads[key]] = row[column] / budget
-            rows.add({n: x for n, x in terms.items() if abs(x) > _NEGLIGIBLE}, most=1.0 - constant)
+            large = {number: x for number, x in terms.items() if abs(x) > _NEGLIGIBLE}
+            rows.add({**large, self._noise: -1.0}, most=-constant)
         numbers, columns, values = zip(*rows.entries, strict=True)
         shape = len(rows.least), self._count
         return coo_array((values, (numbers, columns)), shape=shape).tocsr(), rows.least, rows.most
