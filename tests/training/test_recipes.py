@@ -65,13 +65,18 @@ def test_accumulation_is_one_large_batch() -> None:
 
 
 def run(
-    script: str, *arguments: str, launcher: tuple[str, ...] = (), timeout: int = 120
+    script: str, *arguments: str, launcher: tuple[str, ...] = (), timeout: int = 120, tries: int = 2
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *launcher, script, *arguments],
         capture_output=True, text=True, timeout=timeout, check=False, env=environment,
     )  # fmt: skip
+    # torch 2.13 keeps gloo's threads after `destroy_process_group` where DDP was used, and one of them
+    # can abort the interpreter while it ends (pytorch#190489): such a run says nothing about the recipe.
+    if tries > 1 and "terminate called without an active exception" in done.stderr:
+        return run(script, *arguments, launcher=launcher, timeout=timeout, tries=tries - 1)
+    return done
 
 
 @pytest.mark.slow
