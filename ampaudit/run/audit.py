@@ -20,7 +20,7 @@ from ampaudit.run.loop import run_steps
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
 from ampaudit.run.share import ALONE, Failure, PartRecords, Share
-from ampaudit.run.sharing import SharedReference, interleave
+from ampaudit.run.sharing import Interleaved, SharedReference
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
 from ampaudit.trace.caster import TWIN
@@ -169,8 +169,10 @@ def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, nu
     shared = SharedReference(programs)
     started = time.perf_counter()
     with guarded(config.device, batch), torch.no_grad():
-        runs = [item.executor.steps(item.tensors, item.meter, shared) for item in ready]
-        outputs = interleave(runs, shared)
+        starts = [item.executor.start(item.tensors) for item in ready]
+        runs = [i.executor.proceed(state, i.meter, shared) for i, state in zip(ready, starts, strict=True)]
+        outputs = Interleaved(runs, shared).advance()
+    assert outputs is not None, "nothing stops them"
     share = (time.perf_counter() - started) / len(runners)
     for runner, item, found in zip(runners, ready, outputs, strict=True):
         runner.record.add_seconds("run", share)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Carried", "LockStep"]
+__all__ = ["Carried", "GraphState", "LockStep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,26 @@ class Carried:
     buffers: Mapping[str, Pair] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class GraphState:
+    """Where a run stands between two groups of steps.
+
+    Attributes:
+        values: what is alive, of both runs.
+        buffers: those of the model that are written, which the end of the run does not free.
+        group: the next group.
+    """
+
+    values: dict[fx.Node, Pair]
+    buffers: dict[fx.Node, Pair] = field(default_factory=dict)
+    group: int = 0
+
+
 class LockStep:
     """Runs one converted model on one device; holds weights, but no activations, between runs.
 
-    With ``converted_only``, the reference is left out where the 16-bit run does not need it.
+    With ``converted_only``, the reference is left out where the 16-bit run does not need it. With
+    ``by_segment``, weights stay where they are until they are held, or used.
     """
 
     def __init__(
@@ -46,6 +62,7 @@ class LockStep:
         *,
         reference_only: bool = False,
         converted_only: bool = False,
+        by_segment: bool = False,
     ) -> None:
         self.program = program
         self.buffers: dict[fx.Node, Pair] = {}  # those that the last run wrote
@@ -57,8 +74,10 @@ class LockStep:
         self.converted = converted
         self._reference = Float32Backend()
         self._places = {p.node: p for p in program.traced.placeholders}
-        streamed = converted.release is not None  # then they are moved for each use
-        self._masters = {n: t if streamed else t.to(device) for n, t in converted.masters.items()}
+        on_demand = converted.release is not None or by_segment  # then they are moved for each use
+        self._masters = {n: t if on_demand else t.to(device) for n, t in converted.masters.items()}
+        self._held: dict[str, torch.Tensor] = {}
+        self._held_at: set[int] = set()  # their addresses, which views share
 
     @property
     def placed(self) -> ConvertedModel:
@@ -71,13 +90,7 @@ class LockStep:
 
         A value is dropped after its last use; what both runs would do to the same tensors is done once.
         """
-        return _last(self._steps(self._start(inputs, own), observer, None))
-
-    def steps(
-        self, inputs: list[torch.Tensor], observer: Observer, shared: SharedReference | None = None
-    ) -> Generator[tuple[Step, ...], None, list[Pair]]:
-        """Like ``run``, but yield before each group of steps; gradients must be off."""
-        return self._steps(self._start(inputs), observer, shared)
+        return _last(self.proceed(self.start(inputs, own), observer))
 
     @torch.no_grad()
     def run_pairs(self, pairs: list[Pair], observer: Observer) -> list[Pair]:
@@ -87,23 +100,48 @@ class LockStep:
         for node, pair in given:
             written = node in self.program.written
             values[node] = (pair[0].clone(), pair[1].clone()) if written else pair
-        return _last(self._steps(values, observer, None))
+        return _last(self.proceed(self._state(values), observer))
 
-    def _steps(
-        self, values: dict[fx.Node, Pair], observer: Observer, shared: SharedReference | None
+    def hold(self, weights: Iterable[str]) -> None:
+        """Keep weights on the device until ``let_go``, however often they are used.
+
+        Args:
+            weights: names of their placeholders.
+        """
+        for name in weights:
+            if name not in self._held:
+                self._held[name] = self._masters[name].detach().to(self.device)
+                self._held_at.add(self._held[name].data_ptr())
+
+    def let_go(self) -> None:
+        """Free the weights that are held."""
+        held, self._held, self._held_at = self._held, {}, set()
+        if self.converted.release is not None:
+            for name in held:
+                self.converted.release(self._masters[name])
+
+    def proceed(
+        self, state: GraphState, observer: Observer, shared: SharedReference | None = None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
-        self.buffers = {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER}
-        for group in self.program.groups:
+        """Go on from where a run stands, and yield before each group of steps; gradients must be off.
+
+        Between two groups, the values may be moved elsewhere and back.
+        """
+        values = state.values
+        for state.group in range(state.group, len(self.program.groups)):
+            group = self.program.groups[state.group]
             yield group
-            state = random_state(self.device) if group[0].random else None
+            drawn = random_state(self.device) if group[0].random else None
             references = self._references(group, values, shared)
             for step, reference in zip(group, references, strict=True):
                 inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
-                values[step.node] = self._advance(step, inputs_of, reference, state, observer)
+                values[step.node] = self._advance(step, inputs_of, reference, drawn, observer)
                 del inputs_of
                 for node in step.frees:
                     self._free(node, values)
             del references
+        state.group = len(self.program.groups)
+        self.buffers = state.buffers
         return [self._value(node, values) for node in self.program.outputs]
 
     def _free(self, node: fx.Node, values: dict[fx.Node, Pair]) -> None:
@@ -113,7 +151,7 @@ class LockStep:
         if release is None:
             return
         shown = self._masters.get(node.name) if pair is None else pair[0]
-        if isinstance(shown, torch.Tensor):
+        if isinstance(shown, torch.Tensor) and shown.data_ptr() not in self._held_at:
             release(shown)
 
     def _references(
@@ -223,7 +261,8 @@ class LockStep:
             return 0.0
         return float(tensor.detach().float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
 
-    def _start(self, inputs: list[torch.Tensor], carried: Carried | None = None) -> dict[fx.Node, Pair]:
+    def start(self, inputs: list[torch.Tensor], carried: Carried | None = None) -> GraphState:
+        """Return the state before the first step, with the inputs in their dtypes."""
         values: dict[fx.Node, Pair] = {}
         carried = carried or Carried(inputs)
         remaining = zip(inputs, carried.inputs, strict=True)
@@ -239,7 +278,10 @@ class LockStep:
             elif node in self.program.written or kept is not None:
                 reference, value = kept or self._weight(node, place)
                 values[node] = (reference.clone(), value.clone())
-        return values
+        return self._state(values)
+
+    def _state(self, values: dict[fx.Node, Pair]) -> GraphState:
+        return GraphState(values, {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER})
 
     def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
         reference = self._reference.represent(tensor, place.dtype)
@@ -256,7 +298,7 @@ class LockStep:
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Return a weight: masters are used directly, 16-bit copies are made for each use."""
-        master = self._masters[node.name].detach().to(self.device)
+        master = self._master(node)
         # a weight that the model itself keeps in 16 bits is one for the backend as well
         if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
             stored = self._reference_weight(node)
@@ -265,8 +307,11 @@ class LockStep:
         return reference, self.backend.represent(self.converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
-        master = self._masters[node.name].detach().to(self.device)
-        return self._reference.represent(master, self._places[node.name].dtype)
+        return self._reference.represent(self._master(node), self._places[node.name].dtype)
+
+    def _master(self, node: fx.Node) -> torch.Tensor:
+        held = self._held.get(node.name)
+        return self._masters[node.name].detach().to(self.device) if held is None else held
 
 
 def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:

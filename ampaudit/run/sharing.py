@@ -8,7 +8,7 @@ graphs differ (code that asks for a dtype), the inputs differ too, and the op is
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
 
-__all__ = ["MISSING", "SharedReference", "interleave"]
+__all__ = ["MISSING", "Interleaved", "SharedReference"]
 
 MISSING = object()
 Upcoming = Generator[tuple[Step, ...], None, list[Any]]
@@ -90,29 +90,51 @@ class SharedReference:
         self._done |= self._leading
 
 
-def interleave(runs: Sequence[Upcoming], shared: SharedReference) -> list[list[Any]]:
-    """Advance all runs group by group, the first one ahead; return the results of each in order."""
-    results: list[list[Any]] = [[] for _ in runs]
-    waiting: dict[int, tuple[Step, ...]] = {}
+class Interleaved:
+    """Runs that go side by side, group by group, the first one ahead.
 
-    def advance(index: int) -> None:
+    Args:
+        runs: one for each policy.
+        shared: the results of the first; ``None`` if there is only one.
+    """
+
+    def __init__(self, runs: Sequence[Upcoming], shared: SharedReference | None) -> None:
+        self._runs, self._shared = runs, shared
+        self._results: list[list[Any]] = [[] for _ in runs]
+        self._waiting: dict[int, tuple[Step, ...]] = {}
+        for index in range(len(runs)):
+            self._next(index)
+
+    def advance(self, stops: Callable[[int], bool] = lambda index: False) -> list[list[Any]] | None:
+        """Advance every run until it stops; return the results of all once all have ended.
+
+        Args:
+            stops: whether a run, by its index, is not to go on with the group that is next.
+        """
+        moved = True
+        while moved:
+            moved = self._may_go(0, stops)
+            if moved:
+                self._next(0)
+            for index in range(1, len(self._runs)):
+                while self._may_go(index, stops):
+                    moved = True
+                    self._next(index)
+        return None if self._waiting else self._results
+
+    def _may_go(self, index: int, stops: Callable[[int], bool]) -> bool:
+        if index not in self._waiting or stops(index):
+            return False
+        return index == 0 or self._shared is None or self._shared.ready(self._waiting[index])
+
+    def _next(self, index: int) -> None:
         try:
-            waiting[index] = next(runs[index])
+            self._waiting[index] = next(self._runs[index])
         except StopIteration as end:
-            results[index] = end.value
-            waiting.pop(index, None)
-            if index == 0:
-                shared.finish()
-
-    for index in range(len(runs)):
-        advance(index)
-    while waiting:
-        if 0 in waiting:
-            advance(0)
-        for index in range(1, len(runs)):
-            while index in waiting and shared.ready(waiting[index]):
-                advance(index)
-    return results
+            self._results[index] = end.value
+            self._waiting.pop(index, None)
+            if index == 0 and self._shared is not None:
+                self._shared.finish()
 
 
 def _shareable(step: Step, program: Program) -> bool:
