@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.device import random_state, restore_random_state
+from ampaudit.run.masters import MasterWeights
 from ampaudit.run.observer import Observer, Pair, StepCall, resolved
 from ampaudit.run.path import call_on_path
 from ampaudit.run.program import Program
@@ -74,15 +75,12 @@ class LockStep:
         self.converted = converted
         self._reference = Float32Backend()
         self._places = {p.node: p for p in program.traced.placeholders}
-        on_demand = converted.release is not None or by_segment  # then they are moved for each use
-        self._masters = {n: t if on_demand else t.to(device) for n, t in converted.masters.items()}
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_at: set[int] = set()  # their addresses, which views share
+        self.weights = MasterWeights(converted.masters, device, converted.release, on_demand=by_segment)
 
     @property
     def placed(self) -> ConvertedModel:
         """The model with its weights on the device, for another executor that need not move them again."""
-        return replace(self.converted, masters=self._masters)
+        return replace(self.converted, masters=self.weights.all)
 
     @torch.no_grad()
     def run(self, inputs: list[torch.Tensor], observer: Observer, own: Carried | None = None) -> list[Pair]:
@@ -102,24 +100,6 @@ class LockStep:
             values[node] = (pair[0].clone(), pair[1].clone()) if written else pair
         return _last(self.proceed(self._state(values), observer))
 
-    def hold(self, weights: Iterable[str]) -> None:
-        """Keep weights on the device until ``let_go``, however often they are used.
-
-        Args:
-            weights: names of their placeholders.
-        """
-        for name in weights:
-            if name not in self._held:
-                self._held[name] = self._masters[name].detach().to(self.device)
-                self._held_at.add(self._held[name].data_ptr())
-
-    def let_go(self) -> None:
-        """Free the weights that are held."""
-        held, self._held, self._held_at = self._held, {}, set()
-        if self.converted.release is not None:
-            for name in held:
-                self.converted.release(self._masters[name])
-
     def proceed(
         self, state: GraphState, observer: Observer, shared: SharedReference | None = None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
@@ -128,7 +108,7 @@ class LockStep:
         Between two groups, the values may be moved elsewhere and back.
         """
         values = state.values
-        for state.group in range(state.group, len(self.program.groups)):
+        while state.group < len(self.program.groups):
             group = self.program.groups[state.group]
             yield group
             drawn = random_state(self.device) if group[0].random else None
@@ -140,19 +120,14 @@ class LockStep:
                 for node in step.frees:
                     self._free(node, values)
             del references
-        state.group = len(self.program.groups)
+            state.group += 1
         self.buffers = state.buffers
         return [self._value(node, values) for node in self.program.outputs]
 
     def _free(self, node: fx.Node, values: dict[fx.Node, Pair]) -> None:
         """Drop a value after its last use; a streamed weight is released with its views."""
         pair = values.pop(node, None)
-        release = self.converted.release
-        if release is None:
-            return
-        shown = self._masters.get(node.name) if pair is None else pair[0]
-        if isinstance(shown, torch.Tensor) and shown.data_ptr() not in self._held_at:
-            release(shown)
+        self.weights.free(node.name, None if pair is None else pair[0])
 
     def _references(
         self, group: tuple[Step, ...], values: dict[fx.Node, Pair], shared: SharedReference | None
@@ -253,7 +228,7 @@ class LockStep:
 
     def given_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
         """Return the largest finite FP32 magnitude of a placeholder; 0 for integers."""
-        tensor = self._masters.get(node.name)
+        tensor = self.weights.all.get(node.name)
         if tensor is None:
             given = [n for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
             tensor = inputs[given.index(node)]
@@ -281,7 +256,9 @@ class LockStep:
         return self._state(values)
 
     def _state(self, values: dict[fx.Node, Pair]) -> GraphState:
-        return GraphState(values, {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER})
+        return GraphState(
+            values, {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER}
+        )
 
     def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
         reference = self._reference.represent(tensor, place.dtype)
@@ -298,7 +275,7 @@ class LockStep:
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Return a weight: masters are used directly, 16-bit copies are made for each use."""
-        master = self._master(node)
+        master = self.weights[node.name]
         # a weight that the model itself keeps in 16 bits is one for the backend as well
         if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
             stored = self._reference_weight(node)
@@ -307,11 +284,7 @@ class LockStep:
         return reference, self.backend.represent(self.converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
-        return self._reference.represent(self._master(node), self._places[node.name].dtype)
-
-    def _master(self, node: fx.Node) -> torch.Tensor:
-        held = self._held.get(node.name)
-        return self._masters[node.name].detach().to(self.device) if held is None else held
+        return self._reference.represent(self.weights[node.name], self._places[node.name].dtype)
 
 
 def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:

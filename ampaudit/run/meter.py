@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.path_values import PathValues
-from ampaudit.run.samples import Samples
+from ampaudit.run.samples import Samples, SampleStatistics
 from ampaudit.run.step import Step
 from ampaudit.run.views import components, flat_pair
 from ampaudit.trace.functional import overload_of
@@ -159,6 +159,29 @@ class Meter(Observer):
         if isinstance(step.target, HigherOrderOperator):
             reason = "control flow: only its outputs are checked, not its branches"
             self._note_gap(step, GapKind.CONTROL_FLOW, reason)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that was seen, as plain data and tensors, for another process to go on with."""
+        self.samples.flush()
+        return {
+            "samples": [(site, asdict(found)) for site, found in self.samples.results.items()],
+            "path": self.path.state(),
+            "gaps": [(gap.site, gap.kind.value, gap.op, gap.reason) for gap in self.gaps],
+            "updated": self._updated,
+            "rows": self._rows,
+            "local": self._local_rows,
+            "inside": self._inside_rows,
+            "choices": self._choices,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take what a meter of another process has seen."""
+        self.samples.results = {site: SampleStatistics(**found) for site, found in state["samples"]}
+        self.path.restore(state["path"])
+        self.gaps = {Gap(site, GapKind(kind), op, reason) for site, kind, op, reason in state["gaps"]}
+        self._updated, self._rows = state["updated"], state["rows"]
+        self._local_rows, self._inside_rows = state["local"], state["inside"]
+        self._choices = state["choices"]
 
     def results(self) -> Iterator[MeasuredValue]:
         """Return all measurements since the start, fetched from the device at once."""

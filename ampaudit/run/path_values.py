@@ -36,6 +36,14 @@ class PathValues:
             low = copied if value is reference else value.detach().clone()
             self._read.append((mark_number(step.node), copied, low))
 
+    def state(self) -> dict[str, Any]:
+        """Return what was read, as plain data and tensors."""
+        return {"read": self._read, "resized": self.resized}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take what another process has read."""
+        self._read, self.resized = state["read"], state["resized"]
+
     def results(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return both values of each read, fetched from their device together."""
         numbers = [number for number, _, _ in self._read]

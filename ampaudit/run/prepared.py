@@ -11,9 +11,10 @@ from ampaudit.core.sites import SiteId
 from ampaudit.run.lockstep import Carried, LockStep
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.observer import Pair
+from ampaudit.run.propagation import FaultPropagation
 from ampaudit.source.interface import Batch
 
-__all__ = ["CallResult", "PreparedBatch"]
+__all__ = ["CallResult", "Judged", "PreparedBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,20 @@ class PreparedBatch:
     number: int
     model: nn.Module
     own: Carried | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A run without repairs, its measurements, and where its faults lead."""
+
+    ready: PreparedBatch
+    measured: list[MeasuredValue]
+    faults: FaultPropagation
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether the batch has to run again, with repairs."""
+        return self.faults.need_repair
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,18 @@ class RepairingMeter(Observer):
         # which elements of a node's value were repaired
         self._repaired: dict[fx.Node, torch.Tensor] = {}
 
+    def state(self) -> dict[str, Any]:
+        """Return what was seen and repaired, as plain data and tensors."""
+        repaired = {node.name: mask for node, mask in self._repaired.items()}
+        return {"meter": self.meter.state(), "origins": list(self.origins), "repaired": repaired}
+
+    def restore(self, state: dict[str, Any], graph: fx.Graph) -> None:
+        """Take what another process has seen and repaired, at the nodes of a graph."""
+        self.meter.restore(state["meter"])
+        self.origins = state["origins"]
+        nodes = {node.name: node for node in graph.nodes}
+        self._repaired = {nodes[name]: mask for name, mask in state["repaired"].items()}
+
     def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
         """Delegate to the meter."""
         return self.meter.block_measure(step, reference)

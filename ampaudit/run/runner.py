@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,17 +14,17 @@ from ampaudit.policy import Measurement
 from ampaudit.run.attribution import Attribution, find_culprits
 from ampaudit.run.buffers import buffer_updates
 from ampaudit.run.config import Against, RunConfig
-from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.guards import guarded, refuse_broken_inputs
 from ampaudit.run.lockstep import Carried, LockStep
 from ampaudit.run.measurements import measurements, weight_peaks
+from ampaudit.run.merging import merge_measured, note_origins
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs, paired_with_fp32
-from ampaudit.run.prepared import CallResult, PreparedBatch
+from ampaudit.run.prepared import CallResult, Judged, PreparedBatch
 from ampaudit.run.program import Program
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord
@@ -122,8 +122,23 @@ class Runner:
     def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> CallResult:
         """Read the measurements of a run, run again with repairs if something broke, and merge."""
         started = time.perf_counter()
-        executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
-        measured = list(meter.results())
+        judged, repairing = self.judge(ready, outputs), None
+        if judged.needs_repair:
+            repairing = self.repairing(judged)
+            outputs = self.outputs(ready, repairing)
+        result = self.conclude(judged, repairing, outputs)
+        self._add_seconds("run", started)
+        if self._gradients is not None:
+            started = time.perf_counter()
+            with guarded(self.config.device):
+                self._gradients.run(ready.executor, outputs, ready.number, ready.batch.title(ready.number))
+            self._add_seconds("backward", started)
+        return result
+
+    def judge(self, ready: PreparedBatch, outputs: list[Pair]) -> Judged:
+        """Read the measurements of a run without repairs, compare its outputs, and follow its faults."""
+        executor, tensors, number = ready.executor, ready.tensors, ready.number
+        measured = list(ready.meter.results())
         self._note_inputs(executor, tensors)
         fp32 = self.fp32_outputs(ready, outputs)
         if fp32 is None:
@@ -141,24 +156,26 @@ class Runner:
         )
         self.record.masks |= faults.masks
         self.record.by_design |= faults.by_design
+        return Judged(ready, measured, faults)
+
+    def repairing(self, judged: Judged) -> RepairingMeter:
+        """Return the observer of the second run of a batch in which something broke."""
+        return RepairingMeter(self._meter(local=judged.ready.meter.local), judged.faults.masks)
+
+    def conclude(self, judged: Judged, repairing: RepairingMeter | None, outputs: list[Pair]) -> CallResult:
+        """Merge the measurements of a batch; those with repairs, if it had to run again."""
+        ready, measured = judged.ready, judged.measured
+        meter, number = ready.meter, ready.number
         origins: tuple[SiteId, ...] = ()
-        if faults.need_repair:
-            repairing = RepairingMeter(self._meter(local=meter.local), faults.masks)
-            outputs = self.outputs(ready, repairing)
+        if repairing is not None:
             meter, measured = repairing.meter, list(repairing.meter.results())
             origins = tuple(repairing.origins)
-            self._note_origins(origins, faults, number)
+            note_origins(self.record, origins, judged.faults, number)
         repaired = None if meter is ready.meter else meter.path
-        self.record.path.add(ready.meter.path, executor.program.traced, number, repaired)
-        self._merge(meter, measured, number)
+        self.record.path.add(ready.meter.path, ready.executor.program.traced, number, repaired)
+        merge_measured(self.record, meter, measured, number)
         if ready.batch.name and self.config.steps is None:
             self.record.names[number] = ready.batch.name
-        self._add_seconds("run", started)
-        if self._gradients is not None:
-            started = time.perf_counter()
-            with guarded(self.config.device):
-                self._gradients.run(executor, outputs, number, ready.batch.title(number))
-            self._add_seconds("backward", started)
         return CallResult(outputs, measured, origins)
 
     def _compare(
@@ -264,30 +281,6 @@ class Runner:
             for site, seen in measurements(program, self.record, given, weights).items():
                 found[site] = seen.joined(found[site]) if site in found else seen
         return found
-
-    def _note_origins(self, origins: Sequence[SiteId], faults: FaultPropagation, number: int) -> None:
-        known = {origin.site for origin in self.record.origins}
-        for site in origins:
-            if site not in known:
-                self.record.origins.append(faults.origin(site, number))
-
-    def _merge(self, meter: Meter, measured: Sequence[MeasuredValue], number: int) -> None:
-        for row in measured:
-            self.record.observation(row.site).merge(row.fields, row.elements, number)
-        for site, error, signal, elements in meter.local_results():
-            observation = self.record.observation(site)
-            observation.local_err_sq += error
-            observation.local_ref_sq += signal
-            observation.local_elements += elements
-        for site, peak in meter.inside_results():
-            observation = self.record.observation(site)
-            observation.inside_peak = max(observation.inside_peak, peak)
-        for site, elements, differing in meter.choices():
-            self.record.decisions.setdefault(site, DecisionStats()).add(elements, differing)
-        for name, statistics in meter.samples.results.items():
-            self.record.observation(self.executors.sites[name].id).samples.add(statistics)
-        self.record.gaps |= meter.gaps
-        self.record.batches += 1
 
     def _refuse_broken_reference(
         self, outputs: list[Pair], measured: list[MeasuredValue], title: str

@@ -1,0 +1,266 @@
+"""Cuts a program into segments that fit a memory, where the least is alive.
+
+All batches run through one segment before the next, so that each weight is moved once, whatever the number
+of batches. What is alive at a cut, the boundary, is kept for each batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ampaudit.core.errors import UsageError
+from ampaudit.core.text import format_bytes
+from ampaudit.run.program import Program
+from ampaudit.run.step import Step
+from ampaudit.trace.graph import Slot
+
+__all__ = ["Group", "Segment", "aligned_ends", "best_ends", "cut_evenly", "cut_program", "weights_by_group"]
+
+_WIDE = 4  # bytes of a float in either run: 16-bit values are emulated in float32
+_COPIES = 1.5  # a weight's 16-bit copy, and the float32 tensor that carries it, per byte of the master
+_PER_CUT = 1 << 16  # bytes that a cut has to save before it is made
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Groups of steps that run for every batch before the next segment begins.
+
+    Attributes:
+        start: its first group.
+        end: the group after its last.
+        weights: placeholders of the weights that it reads.
+        weight_bytes: of those, as FP32 masters.
+        value_bytes: most that is alive inside, of both runs of one batch, with copies of weights.
+        boundary_bytes: alive at its end, of both runs of one batch.
+    """
+
+    start: int
+    end: int
+    weights: frozenset[str]
+    weight_bytes: int
+    value_bytes: int
+    boundary_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """What it needs beside the boundaries of other batches."""
+        return self.weight_bytes + self.value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What a group of steps reads, and the bytes that are alive in it and after it, of both runs."""
+
+    weights: frozenset[str]
+    peak: int
+    after: int
+
+
+def cut_program(program: Program, limit: int | None) -> tuple[Segment, ...]:
+    """Cut a program so that each segment fits the limit and the boundaries are as small as can be.
+
+    Args:
+        program: with the shapes of its values.
+        limit: in bytes; ``None`` for one segment.
+
+    Raises:
+        UsageError: one group of ops alone needs more.
+    """
+    groups, sizes = _groups(program), _weight_sizes(program)
+    if limit is None:
+        return (_segment(groups, sizes, 0, len(groups)),)
+    ends = best_ends(groups, sizes, limit)
+    pairs = zip([0, *ends], ends, strict=False)
+    return tuple(_segment(groups, sizes, start, end) for start, end in pairs)
+
+
+def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], limit: int) -> list[int]:
+    """Return the ends of segments within a limit with the smallest sum of boundaries.
+
+    Dynamic programming over the ends; the starts that fit one end are a window that only moves on, and its
+    cheapest start is the first of a monotonic queue: linear in the number of groups.
+
+    Raises:
+        UsageError: one group alone needs more.
+    """
+    costs, starts = [0], [0]
+    queue: deque[int] = deque()  # starts that may still be best, the cheapest first
+    low, held = 0, _Window(groups, sizes)
+    for end, group in enumerate(groups, 1):
+        while queue and costs[queue[-1]] >= costs[end - 1]:
+            queue.pop()
+        queue.append(end - 1)
+        held.add(end - 1)
+        while held.bytes > limit:
+            if low == end - 1:
+                raise _too_little(held.bytes, limit)
+            held.remove(low)
+            low += 1
+        while queue[0] < low:
+            queue.popleft()
+        starts.append(queue[0])
+        costs.append(costs[queue[0]] + (group.after + _PER_CUT if end < len(groups) else 0))
+    ends = [len(groups)]
+    while starts[ends[-1]] > 0:
+        ends.append(starts[ends[-1]])
+    return ends[::-1]
+
+
+def cut_evenly(program: Program, count: int) -> tuple[Segment, ...]:
+    """Cut a program into at most so many segments, the largest as small as can be."""
+    found = cut_program(program, None)
+    whole = found[0]
+    low, high = 0, whole.bytes
+    while high - low > max(whole.bytes // 1000, 1):
+        middle = (low + high) // 2
+        try:
+            tried = cut_program(program, middle)
+        except UsageError:
+            low = middle
+            continue
+        if len(tried) <= count:
+            high, found = middle, tried
+        else:
+            low = middle
+    return found
+
+
+def aligned_ends(program: Program, segments: Sequence[Segment], names: Mapping[str, int]) -> list[int]:
+    """Return where the segments of one program end in another, by the weights that they read.
+
+    Args:
+        program: the other one, such as that of a batch of another size.
+        segments: of the first program.
+        names: by name of a weight, the first segment that reads it.
+    """
+    places = {place.node: place.name for place in program.traced.placeholders}
+    ends, current = [0] * len(segments), 0
+    for index, weights in enumerate(weights_by_group(program)):
+        current = max([current, *(names[places[w]] for w in weights if places[w] in names)])
+        for segment in range(current, len(segments)):
+            ends[segment] = index + 1
+    ends[-1] = len(program.groups)
+    return ends
+
+
+def weights_by_group(program: Program) -> list[frozenset[str]]:
+    """Return the placeholders of weights that each group of steps reads."""
+    weights = _weight_sizes(program).keys()
+    return [
+        frozenset(n.name for step in group for n in step.node.all_input_nodes if n.name in weights)
+        for group in program.groups
+    ]
+
+
+def _weight_sizes(program: Program) -> dict[str, tuple[int, int]]:
+    """Return, by placeholder, the identity of a weight and its bytes; written ones are values instead."""
+    written = {node.name for node in program.written}
+    found: dict[str, tuple[int, int]] = {}
+    for place in program.traced.placeholders:
+        tensor = program.traced.tensors.get(place.node)
+        if place.slot is not Slot.INPUT and tensor is not None and place.node not in written:
+            found[place.node] = id(tensor), tensor.numel() * tensor.element_size()
+    return found
+
+
+def _groups(program: Program) -> list[Group]:
+    sizes = _weight_sizes(program)
+    weights = weights_by_group(program)
+    counted: Counter[int] = Counter()  # live nodes by memory, which views share
+    memory: dict[int, int] = {}
+    owned: dict[fx.Node, list[int]] = {}
+    hidden = {key for node in program.inputs if node.name in sizes for key, _ in _memory_of(node)}
+
+    def begin(node: fx.Node) -> None:
+        found = [(key, size) for key, size in _memory_of(node) if key not in hidden]
+        owned[node] = [key for key, _ in found]
+        memory.update(found)
+        counted.update(owned[node])
+
+    def live() -> int:
+        return sum(memory[key] for key in counted)
+
+    for node in program.inputs:
+        if node.name not in sizes:
+            begin(node)
+    found: list[Group] = []
+    for group, read in zip(program.groups, weights, strict=True):
+        for step in group:
+            begin(step.node)
+        copies = max((sizes[name][1] for name in read), default=0)
+        peak = live() + int(_COPIES * copies)
+        for step in group:
+            _end(step, owned, counted)
+        found.append(Group(read, peak, live()))
+    return found
+
+
+def _end(step: Step, owned: dict[fx.Node, list[int]], counted: Counter[int]) -> None:
+    for node in step.frees:
+        for key in owned.pop(node, ()):
+            counted[key] -= 1
+            if not counted[key]:
+                del counted[key]
+
+
+def _memory_of(node: fx.Node) -> Iterator[tuple[int, int]]:
+    """Return the memory of a node's values, and its bytes in both runs as far as they are known."""
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            storage = value.untyped_storage()
+            size = storage.nbytes()
+            if isinstance(size, int):
+                floats = value.is_floating_point() or value.is_complex()
+                wide = max(_WIDE, value.element_size()) / value.element_size()
+                yield storage._cdata, int(2 * wide * size) if floats else size
+
+
+class _Window:
+    """The groups of a segment that grows at its end and shrinks at its start."""
+
+    def __init__(self, groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]]) -> None:
+        self._groups, self._sizes = groups, sizes
+        self._uses: Counter[int] = Counter()
+        self._weights = 0
+        self._peaks: deque[int] = deque()  # groups whose peak no later one exceeds
+
+    @property
+    def bytes(self) -> int:
+        return self._weights + self._groups[self._peaks[0]].peak
+
+    def add(self, index: int) -> None:
+        for key, size in {self._sizes[name] for name in self._groups[index].weights}:
+            self._weights += 0 if self._uses[key] else size
+            self._uses[key] += 1
+        while self._peaks and self._groups[self._peaks[-1]].peak <= self._groups[index].peak:
+            self._peaks.pop()
+        self._peaks.append(index)
+
+    def remove(self, index: int) -> None:
+        for key, size in {self._sizes[name] for name in self._groups[index].weights}:
+            self._uses[key] -= 1
+            self._weights -= 0 if self._uses[key] else size
+        if self._peaks[0] == index:
+            self._peaks.popleft()
+
+
+def _segment(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], start: int, end: int) -> Segment:
+    inside = groups[start:end]
+    weights = frozenset().union(*(group.weights for group in inside))
+    weight_bytes = sum(dict(sizes[name] for name in weights).values())
+    values = max((group.peak for group in inside), default=0)
+    boundary = inside[-1].after if inside and end < len(groups) else 0
+    return Segment(start, end, weights, weight_bytes, values, boundary)
+
+
+def _too_little(needed: int, limit: int) -> UsageError:
+    return UsageError(
+        f"--memory {format_bytes(limit)} is too little: one group of ops needs {format_bytes(needed)}",
+        hint="give more memory, or use a smaller batch",
+    )
