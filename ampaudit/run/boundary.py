@@ -18,6 +18,10 @@ __all__ = ["moved_to", "pack", "unpack"]
 
 State = dict[str, Any]
 _MISFITS = (
+    *(pickle.UnpicklingError, EOFError, RuntimeError),
+    *(ValueError, KeyError, TypeError, AttributeError),
+)
+_MISFITS = (
     pickle.UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError
 )  # fmt: skip
 
@@ -46,7 +50,7 @@ def _moved(
         return tensor.to(device)
     storage = tensor.untyped_storage()
     if storage._cdata not in moved:
-        moved[storage._cdata] = storage, storage.to(device=device)  # type: ignore[arg-type]
+        moved[storage._cdata] = storage, storage.to(device=device)
     made = torch.empty(0, dtype=tensor.dtype, device=device)
     return made.set_(moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -76,15 +80,7 @@ def unpack(data: bytes, program: Program, device: torch.device, name: str) -> tu
             raise ValueError("another program's")
         if any(len(pair) != 2 for pair in (*values.values(), *buffers.values())):
             raise ValueError("not pairs")
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        EOFError,
-    ) as e:
+    except _MISFITS as error:
         raise InputError(
             f"{name} is not a state of this audit: {first_line(error)}", hint="remove it, and start again"
         ) from None

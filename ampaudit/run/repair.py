@@ -9,6 +9,7 @@ elementwise ops this is decided element by element, elsewhere for the whole valu
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class RepairingMeter(Observer):
         """Return what was seen and repaired, as plain data and tensors."""
         repaired = {node.name: mask for node, mask in self._repaired.items()}
         return {"meter": self.meter.state(), "origins": list(self.origins), "repaired": repaired}
+
+    def forget(self, live: Container[fx.Node]) -> None:
+        """Drop the marks of values that are no longer alive."""
+        self._repaired = {node: mask for node, mask in self._repaired.items() if node in live}
 
     def restore(self, state: dict[str, Any], graph: fx.Graph) -> None:
         """Take what another process has seen and repaired, at the nodes of a graph."""
