@@ -27,6 +27,7 @@ from ampaudit.core.config import (
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
 from ampaudit.core.sweep import parse_sweep, sweep_text
+from ampaudit.core.text import parse_size
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn, FailOnGaps
@@ -93,6 +94,7 @@ _EXCLUDES = {
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
     "steps": ("ranges", "static", "assume", "prove", "stress", "backward"),
     "sweep": ("ranges", "static", "stress", "advise", "diff"),
+    "memory": ("static", "backward", "steps", "sensitivity", "against"),
     "sensitivity": ("ranges", "static", "steps", "against", "contract"),
     "against": (
         "ranges",
@@ -234,6 +236,12 @@ class ScanConfig(PlanConfig):
     keep_outputs: Annotated[
         KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
     ] = None
+    memory: Annotated[
+        str,
+        Option(
+            "Run all batches through one part of the model at a time, within this memory.", metavar="SIZE"
+        ),
+    ] = ""
     share: Annotated[Any, python_only("The part of the batches that this machine runs.")] = None
 
     def check(self) -> None:
@@ -257,6 +265,8 @@ class ScanConfig(PlanConfig):
             parse_assumption(text)
         if self.sweep:
             parse_sweep(self.sweep)
+        if self.memory:
+            parse_size(self.memory)
 
 
 class ScanKeywords(_RunOptions, total=False):
@@ -286,6 +296,7 @@ class ScanKeywords(_RunOptions, total=False):
     against: Any
     backend: Backend | None
     keep_outputs: KeepOutputs | None
+    memory: str
     share: Any
 
 

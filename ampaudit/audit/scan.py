@@ -20,6 +20,7 @@ from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
+from ampaudit.audit.segments import by_segment
 from ampaudit.audit.sensitivity import probing, probing_gradients, sensitivity_of
 from ampaudit.audit.stress import stressed
 from ampaudit.audit.sweep import first_sizes, swept
@@ -192,6 +193,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         plans = [replace(plan, steps=Steps(config.steps, function, fed_back)) for plan in plans]
     if config.backward:
         source, plans = differentiated(source, plans, config)
+    plans = by_segment(plans, source, config)
     probes: list[list[Any]] = [[] for _ in plans]
     if config.sensitivity:
         pairs = zip(plans, probes, strict=True)

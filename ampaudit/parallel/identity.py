@@ -13,7 +13,6 @@ import torch
 from ampaudit.audit.config import Rules, ScanConfig, rules_of
 from ampaudit.core.errors import UsageError
 from ampaudit.core.version import __version__
-from ampaudit.run.share import Share
 from ampaudit.source import ModelSource
 from ampaudit.trace.entry import tensor_leaves
 
@@ -23,7 +22,7 @@ _SAMPLES = 256  # elements of each tensor
 _ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device"})
 
 
-class CommandShare(Share, Protocol):
+class CommandShare(Protocol):
     """A share of a command's batches, which is told what the command audits."""
 
     def describe(self, location: str, identity: Identity) -> None:

@@ -14,7 +14,7 @@ from ampaudit.core.untrusted import describe, describe_path, read_bounded
 from ampaudit.parallel.identity import Identity
 from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_from_json, part_to_json
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import PartDone, PartRecords, folded
+from ampaudit.run.share import PartDone, PartRecords, Share, folded
 
 __all__ = ["FilePart", "MergedParts", "parse_part", "read_parts"]
 
@@ -37,7 +37,7 @@ def parse_part(text: str) -> tuple[int, int]:
     return index - 1, count
 
 
-class FilePart:
+class FilePart(Share):
     """Runs every n-th batch, and keeps what was recorded for a file.
 
     Args:
@@ -45,8 +45,6 @@ class FilePart:
         count: of parts.
         words: the options of the audit, as on the command line.
     """
-
-    alone = False
 
     def __init__(self, index: int, count: int, words: Sequence[str]) -> None:
         self._index, self._count, self._words = index, count, tuple(words)
@@ -71,9 +69,6 @@ class FilePart:
         del phase, progress
         self._own = own
         raise PartDone
-
-    def finish(self) -> None:
-        """Do nothing: ``joined`` has ended it."""
 
     def save(self, path: Path, *, force: bool) -> str:
         """Write the part to a file, and return a line that says so.
@@ -142,13 +137,11 @@ def _check_complete(parts: Sequence[tuple[Path, AuditPart]], count: int, batches
             )
 
 
-class MergedParts:
+class MergedParts(Share):
     """Takes the records of parts that others have run.
 
     What a policy's measured rules decide needs a second pass: it runs here.
     """
-
-    alone = False
 
     def __init__(self, parts: Sequence[tuple[Path, AuditPart]]) -> None:
         self._parts = parts
@@ -182,6 +175,3 @@ class MergedParts:
         if phase == "re-auditing":
             return folded([own])
         return folded([PartRecords(part.records, part.failure) for _, part in self._parts])
-
-    def finish(self) -> None:
-        """Go on: the report is made here."""

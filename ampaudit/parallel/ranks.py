@@ -19,7 +19,7 @@ from ampaudit.parallel.board import Board
 from ampaudit.parallel.identity import Identity, first_mismatch
 from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_from_json, part_to_json
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import Failure, PartDone, PartRecords, folded
+from ampaudit.run.share import Failure, PartDone, PartRecords, Share, folded
 
 __all__ = ["RankShare", "started_by_torchrun", "with_ranks"]
 
@@ -45,7 +45,7 @@ class _Seen:
     moved: float = field(default_factory=time.monotonic)
 
 
-class RankShare:
+class RankShare(Share):
     """Runs every n-th batch, and joins the records of all ranks on rank 0.
 
     Args:
@@ -53,8 +53,6 @@ class RankShare:
         rank: of this process.
         count: of processes.
     """
-
-    alone = False
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
         self.rank, self.count = rank, count

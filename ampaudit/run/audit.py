@@ -19,6 +19,7 @@ from ampaudit.run.guards import guarded
 from ampaudit.run.loop import run_steps
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
+from ampaudit.run.segmented import run_segmented
 from ampaudit.run.share import ALONE, Failure, PartRecords, Share
 from ampaudit.run.sharing import Interleaved, SharedReference
 from ampaudit.source.interface import Batch
@@ -113,14 +114,35 @@ def _run_all(
     eager = EagerModel(configs[0].device, configs[0].seed, configs[0].release)
     runners = [Runner(model, config, eager) for config in configs]
     totals = [runner.end_batch() for runner in runners]  # without any batch
+    if configs[0].memory is None:
+        totals = _run_in_order(model, batches, runners, totals, progress, phase, share)
+    else:
+        done = run_segmented(model, runners, batches, share, phase, progress)
+        totals = share.joined(phase, done, progress)
+    for runner, total in zip(runners, totals, strict=True):
+        runner.record.join(total)
+    progress(phase, len(batches), len(batches))
+    return runners
+
+
+def _run_in_order(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    runners: Sequence[Runner],
+    totals: list[RunRecord],
+    progress: Progress,
+    phase: str,
+    share: Share,
+) -> list[RunRecord]:
+    """Run one batch after the other."""
     own: dict[int, list[RunRecord]] = {}
     failure: Failure | None = None
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
-        mine = share.mine(phase, number)
+        mine, known = share.mine(phase, number), share.recorded(phase, number)
         try:
             with telling_own_failures(model, batch):
-                _run_batch(runners, batch, number, progress, mine=mine)
+                _run_batch(runners, batch, number, progress, mine=mine and known is None)
         except AuditError as error:
             if share.alone:
                 raise
@@ -131,13 +153,10 @@ def _run_all(
             for total, record in zip(totals, ended, strict=True):
                 total.join(record)
         elif mine:
-            own[number] = ended
-    if not share.alone:
-        totals = share.joined(phase, PartRecords(own, failure), progress)
-    for runner, total in zip(runners, totals, strict=True):
-        runner.record.join(total)
-    progress(phase, len(batches), len(batches))
-    return runners
+            own[number] = known or ended
+            if known is None:
+                share.record(phase, number, ended)
+    return totals if share.alone else share.joined(phase, PartRecords(own, failure), progress)
 
 
 def _run_batch(

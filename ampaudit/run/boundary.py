@@ -21,9 +21,6 @@ _MISFITS = (
     *(pickle.UnpicklingError, EOFError, RuntimeError),
     *(ValueError, KeyError, TypeError, AttributeError),
 )
-_MISFITS = (
-    pickle.UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError
-)  # fmt: skip
 
 
 def moved_to(state: GraphState, device: torch.device) -> None:

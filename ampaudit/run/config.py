@@ -78,6 +78,8 @@ class RunConfig:
         steps: what is done with each batch; calls are then numbered over all steps of all batches.
         against: the model whose outputs are right, if it is another one.
         probing: whether the differentiator probes outputs instead of a loss.
+        memory: bytes that weights and values may take, for a run of all batches through one segment of the
+            program at a time; ``None`` for a run of one batch after the other.
     """
 
     rules: RuleSet | None
@@ -97,6 +99,7 @@ class RunConfig:
     steps: Steps | None = None
     against: Against | None = None
     probing: bool = False
+    memory: int | None = None
 
     @property
     def trains(self) -> bool:

@@ -136,7 +136,11 @@ class ExecutorCache:
         converted = attach_weights(traced, config.release)
         self._record.add_seconds("trace", time.perf_counter() - started)
         program = compile_program(traced, config.device)
-        executor = LockStep(program, converted, self.backend, config.device, reference_only=config.fp32_only)
+        executor = LockStep(
+            *(program, converted, self.backend, config.device),
+            reference_only=config.fp32_only,
+            by_segment=config.memory is not None,
+        )
         if rules.measured:
             self.programs.append(program)
         if config.keep_graphs or any(s.id not in self.sites for s in traced.sites) or not self.converted:

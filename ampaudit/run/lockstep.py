@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ampaudit.run.masters import MasterWeights
 from ampaudit.run.observer import Observer, Pair, StepCall, resolved
 from ampaudit.run.path import call_on_path
 from ampaudit.run.program import Program
+from ampaudit.run.segments import weights_by_group
 from ampaudit.run.sharing import MISSING, SharedReference
 from ampaudit.run.step import Step, noting_line
 from ampaudit.trace.converted import ConvertedModel
@@ -76,6 +78,11 @@ class LockStep:
         self._reference = Float32Backend()
         self._places = {p.node: p for p in program.traced.placeholders}
         self.weights = MasterWeights(converted.masters, device, converted.release, on_demand=by_segment)
+
+    @cached_property
+    def weight_reads(self) -> list[frozenset[str]]:
+        """The placeholders of weights that each group of steps reads."""
+        return weights_by_group(self.program)
 
     @property
     def placed(self) -> ConvertedModel:

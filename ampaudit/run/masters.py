@@ -41,12 +41,19 @@ class MasterWeights:
         held = self._held.get(name)
         return self.all[name].detach().to(self._device) if held is None else held
 
-    def hold(self, names: Iterable[str]) -> None:
-        """Keep weights on the device until ``let_go``, however often they are used."""
+    def hold(self, names: Iterable[str], pool: dict[int, torch.Tensor]) -> None:
+        """Keep weights on the device until ``let_go``, however often they are used.
+
+        Args:
+            names: of their placeholders.
+            pool: what was moved for others already, by the identity of the master.
+        """
         for name in names:
-            if name not in self._held:
-                self._held[name] = self[name]
-                self._addresses.add(self._held[name].data_ptr())
+            key = id(self.all[name])
+            if key not in pool:
+                pool[key] = self[name]
+            self._held[name] = pool[key]
+            self._addresses.add(pool[key].data_ptr())
 
     def let_go(self) -> None:
         """Free the weights that are held."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -124,7 +124,7 @@ class Runner:
         started = time.perf_counter()
         judged, repairing = self.judge(ready, outputs), None
         if judged.needs_repair:
-            repairing = self.repairing(judged)
+            repairing = self.repairing(ready, judged.faults.masks)
             outputs = self.outputs(ready, repairing)
         result = self.conclude(judged, repairing, outputs)
         self._add_seconds("run", started)
@@ -158,9 +158,9 @@ class Runner:
         self.record.by_design |= faults.by_design
         return Judged(ready, measured, faults)
 
-    def repairing(self, judged: Judged) -> RepairingMeter:
+    def repairing(self, ready: PreparedBatch, masks: Collection[str]) -> RepairingMeter:
         """Return the observer of the second run of a batch in which something broke."""
-        return RepairingMeter(self._meter(local=judged.ready.meter.local), judged.faults.masks)
+        return RepairingMeter(self._meter(local=ready.meter.local), set(map(SiteId, masks)))
 
     def conclude(self, judged: Judged, repairing: RepairingMeter | None, outputs: list[Pair]) -> CallResult:
         """Merge the measurements of a batch; those with repairs, if it had to run again."""

@@ -62,17 +62,18 @@ class Group:
     after: int
 
 
-def cut_program(program: Program, limit: int | None) -> tuple[Segment, ...]:
+def cut_program(program: Program, limit: int | None, runs: int = 1) -> tuple[Segment, ...]:
     """Cut a program so that each segment fits the limit and the boundaries are as small as can be.
 
     Args:
         program: with the shapes of its values.
         limit: in bytes; ``None`` for one segment.
+        runs: how many go side by side, with values of their own.
 
     Raises:
         UsageError: one group of ops alone needs more.
     """
-    groups, sizes = _groups(program), _weight_sizes(program)
+    groups, sizes = _groups(program, runs), _weight_sizes(program)
     if limit is None:
         return (_segment(groups, sizes, 0, len(groups)),)
     ends = best_ends(groups, sizes, limit)
@@ -89,6 +90,13 @@ def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], lim
     Raises:
         UsageError: one group alone needs more.
     """
+    least = max(_bytes_of(group.weights, sizes) + group.peak for group in groups)
+    if least > limit:
+        raise UsageError(
+            f"--memory {format_bytes(limit)} is too little: the largest group of ops needs "
+            f"{format_bytes(least)}",
+            hint="give more memory, or use a smaller batch",
+        )
     costs, starts = [0], [0]
     queue: deque[int] = deque()  # starts that may still be best, the cheapest first
     low, held = 0, _Window(groups, sizes)
@@ -98,8 +106,6 @@ def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], lim
         queue.append(end - 1)
         held.add(end - 1)
         while held.bytes > limit:
-            if low == end - 1:
-                raise _too_little(held.bytes, limit)
             held.remove(low)
             low += 1
         while queue[0] < low:
@@ -134,6 +140,8 @@ def cut_evenly(program: Program, count: int) -> tuple[Segment, ...]:
 def aligned_ends(program: Program, segments: Sequence[Segment], names: Mapping[str, int]) -> list[int]:
     """Return where the segments of one program end in another, by the weights that they read.
 
+    Every program ends in the last segment, whatever it reads.
+
     Args:
         program: the other one, such as that of a batch of another size.
         segments: of the first program.
@@ -145,8 +153,8 @@ def aligned_ends(program: Program, segments: Sequence[Segment], names: Mapping[s
         current = max([current, *(names[places[w]] for w in weights if places[w] in names)])
         for segment in range(current, len(segments)):
             ends[segment] = index + 1
-    ends[-1] = len(program.groups)
-    return ends
+    last = len(program.groups)
+    return [*(min(end, last - 1) for end in ends[:-1]), last]
 
 
 def weights_by_group(program: Program) -> list[frozenset[str]]:
@@ -169,7 +177,7 @@ def _weight_sizes(program: Program) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _groups(program: Program) -> list[Group]:
+def _groups(program: Program, runs: int) -> list[Group]:
     sizes = _weight_sizes(program)
     weights = weights_by_group(program)
     counted: Counter[int] = Counter()  # live nodes by memory, which views share
@@ -197,7 +205,7 @@ def _groups(program: Program) -> list[Group]:
         peak = live() + int(_COPIES * copies)
         for step in group:
             _end(step, owned, counted)
-        found.append(Group(read, peak, live()))
+        found.append(Group(read, peak * runs, live() * runs))
     return found
 
 
@@ -253,14 +261,11 @@ class _Window:
 def _segment(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], start: int, end: int) -> Segment:
     inside = groups[start:end]
     weights = frozenset().union(*(group.weights for group in inside))
-    weight_bytes = sum(dict(sizes[name] for name in weights).values())
+    weight_bytes = _bytes_of(weights, sizes)
     values = max((group.peak for group in inside), default=0)
     boundary = inside[-1].after if inside and end < len(groups) else 0
     return Segment(start, end, weights, weight_bytes, values, boundary)
 
 
-def _too_little(needed: int, limit: int) -> UsageError:
-    return UsageError(
-        f"--memory {format_bytes(limit)} is too little: one group of ops needs {format_bytes(needed)}",
-        hint="give more memory, or use a smaller batch",
-    )
+def _bytes_of(weights: frozenset[str], sizes: Mapping[str, tuple[int, int]]) -> int:
+    return sum(dict(sizes[name] for name in weights).values())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError
 from ampaudit.run.record import RunRecord
+from ampaudit.run.route import HERE, Route
 
 __all__ = ["ALONE", "Failure", "PartDone", "PartRecords", "Share", "folded"]
 
@@ -57,15 +57,29 @@ class PartDone(Exception):
     """Raised where another machine goes on with what this one has recorded."""
 
 
-class Share(Protocol):
-    """The batches that this machine runs, and how it joins what all have recorded."""
+class Share:
+    """The batches that this machine runs, and how it joins what all have recorded: here, all of them.
 
-    @property
-    def alone(self) -> bool:
-        """Whether this machine runs all batches."""
+    Attributes:
+        alone: whether records are joined as they are made, and an error is raised at once.
+        route: the segments that this machine runs.
+    """
+
+    alone = False
+    route: Route = HERE
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether this machine runs a batch in a phase."""
+        del phase, number
+        return True
+
+    def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
+        """Return the record of a batch under each policy, if it was run earlier."""
+        del phase, number
+        return None
+
+    def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
+        """Take the record of a batch under each policy as soon as it is complete."""
 
     def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
         """Return the record under each policy over all batches, on every machine.
@@ -74,6 +88,8 @@ class Share(Protocol):
             AuditError: the first batch, by number, that could not be audited; or a machine is lost.
             PartDone: another machine goes on.
         """
+        del phase, progress
+        return folded([own])
 
     def finish(self) -> None:
         """End the work of machines that have no report to make.
@@ -83,19 +99,8 @@ class Share(Protocol):
         """
 
 
-class _Alone:
+class _Alone(Share):
     alone = True
-
-    def finish(self) -> None:
-        pass
-
-    def mine(self, phase: str, number: int) -> bool:
-        del phase, number
-        return True
-
-    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
-        del phase, progress
-        return folded([own])
 
 
 ALONE: Share = _Alone()
