@@ -39,8 +39,13 @@ def write_scan_part(
         raise click.UsageError("--part writes a file: add -o part-1.json")
     asked = given(options)
     part = FilePart(*parse_part(options["part"]), _words(command, options, asked))
+    share: Any = part
+    if options["resume"] is not None:
+        from ampaudit.parallel.resume import ResumedShare
+
+        share = ResumedShare(options["resume"], part)
     try:
-        audit(model, options, part, asked)
+        audit(model, options, share, asked)
     except PartDone:
         click.echo(escape_control(part.save(options["output"], force=options["force"])), err=True)
 

@@ -47,6 +47,10 @@ __all__ = ["audited", "report_scan", "scan_command"]
     "--advise-policy", type=FILE, metavar="FILE", help="Write one policy for all errors; implies --advise."
 )
 @click.option("--part", metavar="N/COUNT", help="Run every COUNT-th batch, for 'ampaudit merge'; needs -o.")
+@click.option("--pipeline", is_flag=True, help="Divide the model, not the batches, among torchrun's ranks.")
+@click.option(
+    "--resume", type=FILE, metavar="DIR", help="Keep what is done in a directory, and go on from there."
+)
 @report_options("scan")
 @quiet_option
 @verbose_option("Show notes and every site.")
@@ -70,8 +74,9 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
 
         write_scan_part(scan_command, audited, model, options)
         return
-    with _among_ranks() as share:
-        report_scan(context, model, options, share, given=given(options))
+    with _among_ranks(pipeline=options["pipeline"]) as share:
+        kept = _resumed(share, options)
+        report_scan(context, model, options, kept, given=given(options))
 
 
 def report_scan(
@@ -102,13 +107,27 @@ def report_scan(
     context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
 
 
-def _among_ranks() -> AbstractContextManager[CommandShare | None]:
-    """Return this process's share of the batches, if torchrun has started several."""
+def _among_ranks(*, pipeline: bool) -> AbstractContextManager[CommandShare | None]:
+    """Return this process's share of the work, if torchrun has started several."""
     if "RANK" not in os.environ:
+        if pipeline:
+            raise click.UsageError("--pipeline divides the model among ranks: start it with torchrun")
         return nullcontext()
-    from ampaudit.parallel.ranks import with_ranks
+    from ampaudit.parallel.pipeline import PipelineShare
+    from ampaudit.parallel.ranks import RankShare, with_ranks
 
-    return with_ranks()
+    return with_ranks(PipelineShare if pipeline else RankShare)
+
+
+def _resumed(share: CommandShare | None, options: dict[str, Any]) -> CommandShare | None:
+    """Return a share that goes on with what a directory holds, if one is given."""
+    if options["resume"] is None:
+        return share
+    if options["pipeline"]:
+        raise click.UsageError("--resume keeps whole batches, which --pipeline divides: leave one out")
+    from ampaudit.parallel.resume import ResumedShare
+
+    return ResumedShare(options["resume"], share)
 
 
 def _write_policy(report: Report, path: Path, *, force: bool) -> None:

@@ -58,6 +58,12 @@ class Board:
         count = int(self._store.get(key))
         return b"".join(self._store.get(f"{key}/{number}") for number in range(count))
 
+    def remove(self, key: str) -> None:
+        """Remove an entry that is there."""
+        for number in range(int(self._store.get(key))):
+            self._store.delete_key(f"{key}/{number}")
+        self._store.delete_key(key)
+
     def moved(self, rank: int) -> None:
         """Count a rank's progress."""
         self._store.add(f"moved/{rank}", 1)

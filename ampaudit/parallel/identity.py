@@ -19,7 +19,7 @@ from ampaudit.trace.entry import tensor_leaves
 __all__ = ["CommandShare", "Identity", "first_mismatch", "identity_of", "refuse_undivided"]
 
 _SAMPLES = 256  # elements of each tensor
-_ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device"})
+_ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory"})
 
 
 class CommandShare(Protocol):

@@ -188,10 +188,13 @@ def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextmanager
-def with_ranks() -> Iterator[RankShare | None]:
+def with_ranks(kind: type[RankShare] = RankShare) -> Iterator[RankShare | None]:
     """Give this process's share of a command; all ranks end with the exit code of the first.
 
     Processes of other ranks print nothing.
+
+    Args:
+        kind: how the work is divided.
     """
     if not started_by_torchrun():
         yield None
@@ -199,7 +202,7 @@ def with_ranks() -> Iterator[RankShare | None]:
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank > 0:
         _silence()
-    share = RankShare(Board.connect(rank, f"{socket.gethostname()}:{os.getpid()}"), rank, count)
+    share = kind(Board.connect(rank, f"{socket.gethostname()}:{os.getpid()}"), rank, count)
     if rank > 0:
         try:
             yield share

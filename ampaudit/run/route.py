@@ -27,6 +27,10 @@ class Route:
         """Return the segments, of so many, that run in this process."""
         return range(count)
 
+    def limit(self, memory: int) -> int:
+        """Return the memory within which the program is cut."""
+        return memory
+
     def stages(self) -> int:
         """Return how many processes the segments are divided among."""
         return 1

@@ -134,7 +134,8 @@ class _Segmented:
                 self._conclude(call, outputs)
 
     def _cut(self, program: Program) -> tuple[Segment, ...]:
-        limit, stages = self.runners[0].config.memory, self._route.stages()
+        memory, stages = self.runners[0].config.memory, self._route.stages()
+        limit = None if memory is None else self._route.limit(memory)
         segments = cut_program(program, limit, len(self.runners))
         return cut_evenly(program, stages) if len(segments) < stages else segments
 

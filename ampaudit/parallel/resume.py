@@ -1,0 +1,156 @@
+"""Keeps what an audit has done in a directory, so that it goes on from there after an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ampaudit.core.config import Progress
+from ampaudit.core.errors import InputError, OutputError
+from ampaudit.core.files import write_bytes
+from ampaudit.core.untrusted import describe_path, read_bounded
+from ampaudit.parallel.identity import CommandShare, Identity
+from ampaudit.parallel.parts import MAX_BYTES
+from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_from_json, part_to_json
+from ampaudit.run.record import RunRecord
+from ampaudit.run.route import Route
+from ampaudit.run.share import ALONE, PartRecords, Share
+
+__all__ = ["ResumedShare"]
+
+_AUDIT = "audit.json"
+_STATE_BYTES = 1 << 40
+_OTHER = "give another directory, or remove this one to start again"
+
+
+class ResumedShare(Share):
+    """Saves each batch's record, and each segment's states, in a directory; takes what is there.
+
+    Args:
+        directory: made if it does not exist.
+        inner: the part of the batches that this process runs.
+    """
+
+    def __init__(self, directory: Path, inner: CommandShare | None) -> None:
+        self.directory = directory
+        self.route = self._kept = _Kept(directory)
+        self._inner: Share = ALONE
+        self._described = inner
+        if isinstance(inner, Share):
+            self._inner = inner
+        self._about: tuple[str, Identity] | None = None
+
+    def describe(self, location: str, identity: Identity) -> None:
+        """Compare what is audited with what the directory is of.
+
+        Raises:
+            InputError: it is of another audit, or of none.
+            OutputError: it cannot be made.
+        """
+        self._about = location, identity
+        path = self.directory / _AUDIT
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            strange = not path.exists() and any(self.directory.iterdir())
+        except OSError as error:
+            raise OutputError(f"{describe_path(self.directory)}: {error.strerror}", hint=_OTHER) from None
+        if strange:
+            raise InputError(f"{describe_path(self.directory)} holds no audit to resume", hint=_OTHER)
+        if path.exists():
+            known = part_from_json(read_bounded(path, MAX_BYTES, InputError), describe_path(path))
+            if what := identity.difference(known.identity):
+                raise InputError(
+                    f"{describe_path(self.directory)} is of another audit: it has {what}", hint=_OTHER
+                )
+        else:
+            self._write(path, {})
+        if self._described is not None:
+            self._described.describe(location, identity)
+
+    def mine(self, phase: str, number: int) -> bool:
+        """Return whether this process runs a batch, if it was not run earlier."""
+        return self._inner.mine(phase, number)
+
+    def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
+        """Return the record of a batch that was run earlier.
+
+        Raises:
+            InputError: its file is none of this audit.
+        """
+        path = self._path(phase, number)
+        if not self._inner.mine(phase, number) or not path.exists():
+            return None
+        part = part_from_json(read_bounded(path, MAX_BYTES, InputError), describe_path(path))
+        if self._about is None or part.identity != self._about[1] or number not in part.records:
+            raise InputError(f"{describe_path(path)} is not of this audit", hint=_OTHER)
+        return part.records[number]
+
+    def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
+        """Save the record of a batch, and remove the states that led to it."""
+        self._write(self._path(phase, number), {number: records})
+        self._kept.forget(phase, number)
+        self._inner.record(phase, number, records)
+
+    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
+        """Join records as the other share does."""
+        return self._inner.joined(phase, own, progress)
+
+    def finish(self) -> None:
+        """End as the other share does."""
+        self._inner.finish()
+
+    def _path(self, phase: str, number: int) -> Path:
+        return self.directory / f"{phase}-{number}.json"
+
+    def _write(self, path: Path, records: dict[int, list[RunRecord]]) -> None:
+        assert self._about is not None, "it is said what is audited before anything is run"
+        part = AuditPart(KIND, SCHEMA, 0, 1, *self._about, records)
+        write_bytes(path, part_to_json(part), force=True)
+
+
+class _Kept(Route):
+    """All segments run in this process, and their states are kept in a directory."""
+
+    keeps = True
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def limit(self, memory: int) -> int:
+        """Return the memory that was chosen first, so that the program is cut as it was then."""
+        path, number = self._directory / "memory.json", TypeAdapter(int)
+        if not path.exists():
+            write_bytes(path, number.dump_json(memory), force=True)
+            return memory
+        try:
+            return number.validate_json(read_bounded(path, 64, InputError))
+        except ValueError:
+            raise InputError(f"{describe_path(path)} is not a number of bytes", hint=_OTHER) from None
+
+    def passed(self, call: str) -> int:
+        """Return how many segments a call has passed earlier."""
+        return max((int(path.suffixes[-2][1:]) for path in self._states(call)), default=0)
+
+    def load(self, call: str) -> bytes:
+        """Return the state of a call that has passed segments earlier."""
+        path = self._directory / f"{call}.{self.passed(call)}.state"
+        return read_bounded(path, _STATE_BYTES, InputError)
+
+    def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
+        """Keep the state of a call after a segment instead of the one before."""
+        del count
+        earlier = list(self._states(call))
+        write_bytes(self._directory / f"{call}.{passed}.state", pack(), force=True)
+        for path in earlier:
+            path.unlink(missing_ok=True)
+
+    def forget(self, phase: str, number: int) -> None:
+        """Remove all states of a batch."""
+        for path in self._directory.glob(f"{phase}-*-{number}-*.*.state"):
+            path.unlink(missing_ok=True)
+
+    def _states(self, call: str) -> list[Path]:
+        found = self._directory.glob(f"{call}.*.state")
+        return [path for path in found if path.suffixes[-2][1:].isdecimal()]
