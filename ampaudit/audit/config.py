@@ -161,6 +161,16 @@ class PlanConfig(PolicyConfig):
     """Options of ``plan``, which applies a policy without running in 16 bits."""
 
     twins: TwinFile = None
+    memory: Annotated[
+        str,
+        Option("Cut the model into segments that fit; each runs for all batches.", metavar="SIZE"),
+    ] = ""
+
+    def check(self) -> None:
+        """Raise early for a size that is none."""
+        super().check()
+        if self.memory:
+            parse_size(self.memory)
 
 
 class _RunOptions(TypedDict, total=False):
@@ -182,6 +192,7 @@ class PlanOptions(PolicyOptions, total=False):
     """The fields of ``PlanConfig`` as keywords."""
 
     twins: str | Path | None
+    memory: str
 
 
 class ScanConfig(PlanConfig):
@@ -236,12 +247,6 @@ class ScanConfig(PlanConfig):
     keep_outputs: Annotated[
         KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
     ] = None
-    memory: Annotated[
-        str,
-        Option(
-            "Run all batches through one part of the model at a time, within this memory.", metavar="SIZE"
-        ),
-    ] = ""
     share: Annotated[Any, python_only("The part of the batches that this machine runs.")] = None
 
     def check(self) -> None:
@@ -265,8 +270,6 @@ class ScanConfig(PlanConfig):
             parse_assumption(text)
         if self.sweep:
             parse_sweep(self.sweep)
-        if self.memory:
-            parse_size(self.memory)
 
 
 class ScanKeywords(_RunOptions, total=False):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 
 from ampaudit.audit.config import PlanConfig, PlanOptions, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
-from ampaudit.audit.plan_report import build_plan
+from ampaudit.audit.plan_report import build_plan, planned_memory
 from ampaudit.core.config import Progress, silent
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import parse_size
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.inputs import of_made_up
 from ampaudit.report.plan import PlanReport
@@ -65,7 +67,11 @@ def plan(
     with using_twins(chosen.twins):
         traced, notes = trace_under(opened, rules, form, where, chosen.seed, chosen.on_progress)
     masters = rules.file.weights.master
-    return build_plan(attach_weights(traced), opened.location, masters=masters, notes=opened.notes + notes)
+    made = build_plan(attach_weights(traced), opened.location, masters=masters, notes=opened.notes + notes)
+    if not chosen.memory:
+        return made
+    limit, batches = parse_size(chosen.memory), len(opened.batches)
+    return replace(made, memory=planned_memory(traced, where, limit, batches))
 
 
 def trace_under(

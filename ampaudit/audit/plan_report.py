@@ -7,13 +7,22 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ampaudit.report.plan import PlannedSite, PlannedWeights, PlanReport, RuleUse
+from ampaudit.report.plan import (
+    PlannedMemory,
+    PlannedSegment,
+    PlannedSite,
+    PlannedWeights,
+    PlanReport,
+    RuleUse,
+)
+from ampaudit.run.program import Program, compile_program
+from ampaudit.run.segments import Segment, cut_program
 from ampaudit.trace.converted import ConvertedModel
-from ampaudit.trace.graph import Role, Site
+from ampaudit.trace.graph import Role, Site, TracedModel
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
-__all__ = ["build_plan", "planned_weights"]
+__all__ = ["build_plan", "planned_memory", "planned_weights"]
 
 
 def build_plan(
@@ -113,6 +122,23 @@ def planned_weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
             kept[id(tensor)] = size
     total = sum(kept.values()) if masters else 0
     return PlannedWeights(sum(before.values()), sum(after.values()), total)
+
+
+def planned_memory(traced: TracedModel, device: torch.device, limit: int, batches: int) -> PlannedMemory:
+    """Return the segments into which a scan within a memory cuts a model.
+
+    Raises:
+        UsageError: it is too little.
+    """
+    program = compile_program(traced, device)
+    segments = cut_program(program, limit)
+    return PlannedMemory(limit, batches, tuple(_planned_segment(program, segment) for segment in segments))
+
+
+def _planned_segment(program: Program, segment: Segment) -> PlannedSegment:
+    steps = (step for group in program.groups[segment.start :] for step in group)
+    first = next((step.site.id for step in steps if step.site is not None and step.makes_values), "")
+    return PlannedSegment(first, segment.weight_bytes, segment.value_bytes, segment.boundary_bytes)
 
 
 def _stored_size(node: fx.Node, dtype: torch.dtype | None, tensor: torch.Tensor) -> int:

@@ -70,7 +70,7 @@ def validate_command(file: str, debug: bool) -> None:
 @click.argument("first")
 @click.argument("second")
 @click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
-@config_options(PlanConfig, SourceConfig, leave_out=("policy", "device", "twins"))
+@config_options(PlanConfig, SourceConfig, leave_out=("policy", "device", "twins", "memory"))
 @format_option()
 @verbose_option("Show one row per site.")
 @debug_option

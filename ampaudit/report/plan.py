@@ -8,7 +8,7 @@ from typing import Literal
 
 from ampaudit.report.card import CardRows, Shown, counted
 
-__all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse"]
+__all__ = ["PlanReport", "PlannedMemory", "PlannedSegment", "PlannedSite", "PlannedWeights", "RuleUse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,48 @@ class PlannedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedSegment:
+    """A part of the model that all batches pass before the next.
+
+    Attributes:
+        first: its first site.
+        weights: bytes of the FP32 weights that it reads.
+        values: most bytes that are alive inside, of both runs of one batch.
+        boundary: bytes that are alive at its end, of both runs of one batch.
+    """
+
+    first: str
+    weights: int
+    values: int
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """What a scan by segment needs, for batches of the first one's shapes.
+
+    Attributes:
+        limit: bytes that were allowed.
+        batches: how many there are.
+        segments: in the order in which they run.
+    """
+
+    limit: int
+    batches: int
+    segments: tuple[PlannedSegment, ...]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest segment: its weights and values."""
+        return max(segment.weights + segment.values for segment in self.segments)
+
+    @property
+    def waiting(self) -> int:
+        """Most bytes of boundaries of all batches, which wait on the host or on disk."""
+        return max(segment.boundary for segment in self.segments) * self.batches
+
+
+@dataclass(frozen=True, slots=True)
 class RuleUse:
     """A rule and the number of sites that it decides."""
 
@@ -83,6 +125,7 @@ class PlanReport(Shown):
     author_casts: int
     weights: PlannedWeights
     notes: tuple[str, ...]
+    memory: PlannedMemory | None = None
     schema: Literal[1] = 1
     kind: Literal["plan"] = "plan"
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ampaudit.core.sites import pattern_of
-from ampaudit.core.text import escape_control, format_bytes, short_op
+from ampaudit.core.text import escape_control, format_bytes, plural, short_op
 from ampaudit.render.blocks import Block, Line, Section, Table, facts, line, tabulate
 from ampaudit.render.view import Row, View
-from ampaudit.report.plan import PlannedSite, PlanReport
+from ampaudit.report.plan import PlannedMemory, PlannedSegment, PlannedSite, PlanReport
 
 __all__ = ["PlanView", "plans_compared", "stacked"]
 
@@ -39,6 +39,8 @@ class PlanView(View[PlanReport]):
             blocks.append(line(f"and {hidden} sites that only pass on values; -v shows them", style="dim"))
         yield Section(tuple(blocks))
         yield Section((_rule_table(plan, sites),))
+        if plan.memory is not None:
+            yield Section((_segment_table(plan.memory),))
         yield Section((facts(_totals(plan)),))
 
     def rows(self) -> Iterator[Row]:
@@ -100,6 +102,28 @@ def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
     return tabulate(("rule", "sites", "reason", "why"), rows, left=("reason", "why"))
 
 
+def _segment_table(memory: PlannedMemory) -> Table:
+    rows = [
+        (str(number), escape_control(segment.first), *map(format_bytes, _sizes(segment)))
+        for number, segment in enumerate(memory.segments, 1)
+    ]
+    heads = ("segment", "first op", "weights", "values", "boundary")
+    return tabulate(heads, rows, left=("first op",), width=24)
+
+
+def _sizes(segment: PlannedSegment) -> tuple[int, int, int]:
+    return segment.weights, segment.values, segment.boundary
+
+
+def _memory(memory: PlannedMemory) -> str:
+    """Describe what a scan by segment needs."""
+    count = len(memory.segments)
+    cut = f"{plural(count, 'segment')} within {format_bytes(memory.limit)}"
+    needs = f"the largest needs {format_bytes(memory.largest)} for its weights and the values of one batch"
+    waiting = f"; boundaries of {plural(memory.batches, 'batch')}: {format_bytes(memory.waiting)}"
+    return f"{cut}; {needs}{waiting if count > 1 else ''}"
+
+
 def _totals(plan: PlanReport) -> list[tuple[str, str]]:
     """Describe precision, casts and weights."""
     weights = plan.weights
@@ -111,6 +135,7 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
         ("Precision", f"{plan.lower} computing sites in {plan.dtype}, {plan.float32} in float32{other}"),
         ("Casts", f"{moved}; {plan.author_casts} in the model's code"),
         ("Weights", f"{sizes}{masters if weights.masters else ''}"),
+        *((("Memory", _memory(plan.memory)),) if plan.memory is not None else ()),
         *(("Note", escape_control(note)) for note in plan.notes),
     ]
 
