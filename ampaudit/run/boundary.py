@@ -47,7 +47,8 @@ def _moved(
         return tensor.to(device)
     storage = tensor.untyped_storage()
     if storage._cdata not in moved:
-        moved[storage._cdata] = storage, storage.to(device=device)
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        moved[storage._cdata] = storage, flat.to(device).untyped_storage()
     made = torch.empty(0, dtype=tensor.dtype, device=device)
     return made.set_(moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
