@@ -14,7 +14,7 @@ from ampaudit.core.errors import InputError, first_line
 from ampaudit.run.lockstep import GraphState
 from ampaudit.run.program import Program
 
-__all__ = ["moved_to", "pack", "unpack"]
+__all__ = ["moved_to", "pack_state", "unpack_state"]
 
 State = dict[str, Any]
 _MISFITS = (
@@ -53,7 +53,7 @@ def _moved(
     return made.set_(moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def pack(state: GraphState, more: State) -> bytes:
+def pack_state(state: GraphState, more: State) -> bytes:
     """Return a state as bytes, with more plain data; values that share memory still do afterwards."""
     values = {node.name: pair for node, pair in state.values.items()}
     buffers = {node.name: pair for node, pair in state.buffers.items()}
@@ -62,7 +62,7 @@ def pack(state: GraphState, more: State) -> bytes:
     return file.getvalue()
 
 
-def unpack(data: bytes, program: Program, device: torch.device, name: str) -> tuple[GraphState, State]:
+def unpack_state(data: bytes, program: Program, device: torch.device, name: str) -> tuple[GraphState, State]:
     """Return a state from bytes, and what was put with it; nothing in the bytes is ever run.
 
     Raises:

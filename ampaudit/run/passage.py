@@ -10,7 +10,7 @@ import torch
 
 from ampaudit.core.errors import InputError
 from ampaudit.core.files import write_bytes
-from ampaudit.run.boundary import moved_to, pack, unpack
+from ampaudit.run.boundary import moved_to, pack_state, unpack_state
 from ampaudit.run.device import random_state, restore_random_state
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import GraphState
@@ -20,13 +20,13 @@ from ampaudit.run.prepared import PreparedBatch
 from ampaudit.run.repair import RepairingMeter
 from ampaudit.run.sharing import Interleaved, SharedReference
 
-__all__ = ["Call", "Parking", "Passage"]
+__all__ = ["BatchCall", "Parking", "Passage"]
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BatchCall:
     """One run of one batch under one policy.
 
     Attributes:
@@ -63,16 +63,16 @@ class Parking:
     def park(self, name: str, state: GraphState) -> None:
         """Move the values of a state there."""
         if self.directory is not None:
-            write_bytes(self.directory / name, pack(state, {}), force=True)
+            write_bytes(self.directory / name, pack_state(state, {}), force=True)
             state.values.clear()
         elif self.on_host:
             moved_to(state, CPU)
 
-    def fetch(self, name: str, state: GraphState, call: Call) -> None:
+    def fetch(self, name: str, state: GraphState, call: BatchCall) -> None:
         """Move them back."""
         if self.directory is not None:
             path = self.directory / name
-            found, _ = unpack(path.read_bytes(), call.ready.executor.program, self.device, name)
+            found, _ = unpack_state(path.read_bytes(), call.ready.executor.program, self.device, name)
             state.values.update(found.values)
             state.buffers.update(found.buffers)
         elif self.on_host:
@@ -88,7 +88,7 @@ class Passage:
         parking: where values wait between segments.
     """
 
-    def __init__(self, name: str, calls: Sequence[Call], parking: Parking) -> None:
+    def __init__(self, name: str, calls: Sequence[BatchCall], parking: Parking) -> None:
         self.name = name
         self.number = calls[0].ready.number
         self.calls = tuple(calls)
@@ -129,7 +129,7 @@ class Passage:
     def pack(self) -> bytes:
         """Return the state of a single call, for another process or a later one."""
         ((call, state),) = zip(self.calls, self._states, strict=True)
-        return pack(state, {"observer": call.observer.state(), "drawn": self._drawn})
+        return pack_state(state, {"observer": call.observer.state(), "drawn": self._drawn})
 
     def unpack(self, data: bytes, name: str) -> None:
         """Go on where another process was with a single call.
@@ -139,7 +139,7 @@ class Passage:
         """
         (call,) = self.calls
         program = call.ready.executor.program
-        state, more = unpack(data, program, self._parking.device, name)
+        state, more = unpack_state(data, program, self._parking.device, name)
         try:
             if isinstance(call.observer, Meter):
                 call.observer.restore(more["observer"])

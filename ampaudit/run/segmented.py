@@ -23,7 +23,7 @@ from ampaudit.run.eager import telling_own_failures
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.meter import Meter
 from ampaudit.run.observer import Pair
-from ampaudit.run.passage import Call, Parking, Passage
+from ampaudit.run.passage import BatchCall, Parking, Passage
 from ampaudit.run.prepared import Judged, PreparedBatch
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
@@ -153,13 +153,13 @@ class _Segmented:
         with nullcontext() if enough else temporary_directory("ampaudit-segments-") as directory:
             yield Parking(config.device, on_host, directory)
 
-    def _call(self, key: Key, observer: Meter | RepairingMeter) -> Call:
+    def _call(self, key: Key, observer: Meter | RepairingMeter) -> BatchCall:
         number, policy = key
-        return Call(policy, self._ready[key], observer, self.runners[policy].config.seed + number)
+        return BatchCall(policy, self._ready[key], observer, self.runners[policy].config.seed + number)
 
     def _through(
-        self, way: _Way, parking: Parking, run: str, calls: Iterable[Call]
-    ) -> Iterator[tuple[Call, list[Pair]]]:
+        self, way: _Way, parking: Parking, run: str, calls: Iterable[BatchCall]
+    ) -> Iterator[tuple[BatchCall, list[Pair]]]:
         """Run calls through the segments of this process; yield those that end, with their outputs."""
         passages = [Passage(f"{self.phase}-{run}-{name}", c, parking) for name, c in self._grouped(calls)]
         for segment in way.own:
@@ -169,7 +169,7 @@ class _Segmented:
                     self.at = passage.number
                     yield from self._pass(way, segment, passage)
 
-    def _pass(self, way: _Way, segment: int, passage: Passage) -> Iterator[tuple[Call, list[Pair]]]:
+    def _pass(self, way: _Way, segment: int, passage: Passage) -> Iterator[tuple[BatchCall, list[Pair]]]:
         started = time.perf_counter()
         passed = self._route.passed(passage.name) if self._route.keeps else 0
         ends = segment == way.count - 1
@@ -185,23 +185,23 @@ class _Segmented:
         if found is not None:
             yield from zip(passage.calls, found, strict=True)
 
-    def _grouped(self, calls: Iterable[Call]) -> Iterator[tuple[str, list[Call]]]:
+    def _grouped(self, calls: Iterable[BatchCall]) -> Iterator[tuple[str, list[BatchCall]]]:
         """Group the calls of a batch that can share one reference."""
-        groups: dict[str, list[Call]] = {}
+        groups: dict[str, list[BatchCall]] = {}
         for call in calls:
             alone = self._route.keeps or call.draws
             name = f"{call.ready.number}-{call.policy}" if alone else f"{call.ready.number}"
             groups.setdefault(name, []).append(call)
         yield from groups.items()
 
-    def _judge(self, call: Call, outputs: list[Pair]) -> None:
+    def _judge(self, call: BatchCall, outputs: list[Pair]) -> None:
         judged = self.runners[call.policy].judge(call.ready, outputs)
         self._judged[call.key] = judged
         self._keep_record(call.key)
         if not judged.needs_repair:
             self._conclude(call, [])
 
-    def _conclude(self, call: Call, outputs: list[Pair]) -> None:
+    def _conclude(self, call: BatchCall, outputs: list[Pair]) -> None:
         repairing = call.observer if isinstance(call.observer, RepairingMeter) else None
         self.runners[call.policy].conclude(self._judged[call.key], repairing, outputs)
         self._keep_record(call.key)

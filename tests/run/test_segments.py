@@ -29,7 +29,7 @@ from ampaudit.report.model import Report
 from ampaudit.run import passage, segmented
 from ampaudit.run import program as program_module
 from ampaudit.run.audit import RunConfig, run_audits
-from ampaudit.run.boundary import moved_to, pack, unpack
+from ampaudit.run.boundary import moved_to, pack_state, unpack_state
 from ampaudit.run.lockstep import GraphState
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.route import Route
@@ -334,7 +334,7 @@ def test_states_keep_shared_memory_strides_and_identity(program: Program) -> Non
     first, second, third = program.inputs[:3]
     base = torch.arange(24.0).view(4, 6)
     state = GraphState({first: (base, base), second: (base[:, 1:3], base.t())}, {third: (base, base)}, 2)
-    for found in (unpack(pack(state, {"a": 1}), program, CPU, "it")[0], state):
+    for found in (unpack_state(pack_state(state, {"a": 1}), program, CPU, "it")[0], state):
         if found is state:
             moved_to(state, torch.device("meta"))
         whole, same = found.values[first]
@@ -343,11 +343,11 @@ def test_states_keep_shared_memory_strides_and_identity(program: Program) -> Non
         assert found.values[second][1].stride() == (1, 6)
         assert found.buffers[third][0].untyped_storage()._cdata == whole.untyped_storage()._cdata
         assert found.group == 2
-    back = unpack(pack(GraphState({first: (base, base)}), {}), program, CPU, "it")[0]
+    back = unpack_state(pack_state(GraphState({first: (base, base)}), {}), program, CPU, "it")[0]
     assert torch.equal(back.values[first][0], base)
 
 
-@pytest.mark.parametrize("data", [b"", b"no state", b"PK\x03\x04", pack(GraphState({}, {}, -1), {})])
+@pytest.mark.parametrize("data", [b"", b"no state", b"PK\x03\x04", pack_state(GraphState({}, {}, -1), {})])
 def test_bytes_that_are_no_state_are_refused(program: Program, data: bytes) -> None:
     with pytest.raises(InputError, match="it is not a state of this audit"):
-        unpack(data, program, CPU, "it")
+        unpack_state(data, program, CPU, "it")

@@ -157,7 +157,9 @@ class Runs:
         group: tuple[Step, ...] = ()
         try:
             with torch.no_grad(), torchs_own_kernels():
-                for steps in self._executors[native].steps([tensor.clone() for tensor in inputs], observer):
+                executor = self._executors[native]
+                state = executor.start([tensor.clone() for tensor in inputs])
+                for steps in executor.proceed(state, observer):
                     group = steps  # that is about to run
         except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
             found.failed = tuple(step.node.name for step in group), str(error).partition("\n")[0]
