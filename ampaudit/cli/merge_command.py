@@ -40,7 +40,7 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
     from ampaudit.parallel.parts import MergedParts, read_parts
 
     found = read_parts(parts)
-    first = found[0][1]
+    first = found[0].part
     model = options["model"] or _named(first.location)
     asked, words = options_of_words(scan_command, model, first.words)
     own = {name: options[name] for name in ("form", "output", "force", "quiet", "verbose", "debug")}

@@ -58,11 +58,13 @@ class Board:
         count = int(self._store.get(key))
         return b"".join(self._store.get(f"{key}/{number}") for number in range(count))
 
-    def remove(self, key: str) -> None:
-        """Remove an entry that is there."""
+    def take(self, key: str) -> bytes:
+        """Return an entry that is there, and remove it."""
+        found = self.get(key)
         for number in range(int(self._store.get(key))):
             self._store.delete_key(f"{key}/{number}")
         self._store.delete_key(key)
+        return found
 
     def moved(self, rank: int) -> None:
         """Count a rank's progress."""

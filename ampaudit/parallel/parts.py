@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -9,16 +10,24 @@ from pathlib import Path
 
 from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.core.files import write_text
-from ampaudit.core.untrusted import describe, describe_path, read_bounded
+from ampaudit.core.files import write_bytes
+from ampaudit.core.untrusted import describe, describe_path, open_regular
 from ampaudit.parallel.identity import Identity
-from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_from_json, part_to_json
+from ampaudit.parallel.wire import (
+    KIND,
+    SCHEMA,
+    AuditPart,
+    part_from_json,
+    part_to_json,
+    records_from_json,
+    records_to_json,
+)
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import PartDone, PartRecords, Share, folded
+from ampaudit.run.share import PartDone, PartRecords, Share, folded, joined_in_order, raise_first
 
-__all__ = ["FilePart", "MergedParts", "parse_part", "read_parts"]
+__all__ = ["FilePart", "MergedParts", "PartFile", "parse_part", "read_parts"]
 
-MAX_BYTES = 1 << 30
+MAX_LINE = 1 << 28  # bytes: the records of one batch
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -81,44 +90,90 @@ class FilePart(Share):
         assert self._own is not None
         own, (location, identity) = self._own, self._about
         part = AuditPart(
-            *(KIND, SCHEMA, self._index, self._count, location, identity, own.records),
+            *(KIND, SCHEMA, self._index, self._count, location, identity, tuple(sorted(own.records))),
             own.failure,
             self._words,
         )
-        write_text(path, part_to_json(part).decode(), force=force)
+        lines = (part_to_json(part), *(records_to_json(own.records[number]) for number in part.batches))
+        write_bytes(path, b"".join(line + b"\n" for line in lines), force=force)
         if own.failure is not None:
             raise own.failure.as_error()
         share = f"{len(own.records)} of {identity.batches} batches"
         return f"part {self._index + 1} of {self._count} written to {path}: {share}"
 
 
-def read_parts(paths: Sequence[Path]) -> list[tuple[Path, AuditPart]]:
-    """Read the files of all parts of one audit.
+class PartFile:
+    """A part in a file, of which one line at a time is in memory.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        part: what it is about.
+
+    Raises:
+        InputError: it is no part.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self.name = describe_path(path)
+        self.part = part_from_json(self._line(), self.name)
+
+    def records(self) -> list[RunRecord]:
+        """Return the records of the next of its batches.
+
+        Raises:
+            InputError: they are none.
+        """
+        return records_from_json(self._line(), self.name)
+
+    def check_end(self) -> None:
+        """Refuse a file that holds more than its batches.
+
+        Raises:
+            InputError: it does.
+        """
+        if self._line():
+            raise InputError(f"{self.name}: more records than batches", hint="write the part again")
+
+    def _line(self) -> bytes:
+        """Read the next line: the file is not kept open, as there may be more parts than files may be."""
+        with os.fdopen(open_regular(self._path, InputError), "rb") as stream:
+            stream.seek(self._offset)
+            line = stream.readline(MAX_LINE + 1)
+            self._offset = stream.tell()
+        if len(line) > MAX_LINE:
+            raise InputError(f"{self.name}: a line of more than {MAX_LINE:,} bytes", hint="check the file")
+        return line
+
+
+def read_parts(paths: Sequence[Path]) -> list[PartFile]:
+    """Open the files of all parts of one audit.
 
     Raises:
         InputError: a file is no part, of another audit, there twice, or missing.
     """
-    parts = [
-        (path, part_from_json(read_bounded(path, MAX_BYTES, InputError), describe_path(path)))
-        for path in paths
-    ]
-    (first, whole), *others = parts
-    for path, part in others:
+    files = [PartFile(path) for path in paths]
+    first, *others = files
+    whole = first.part
+    for file in others:
+        part = file.part
         what = whole.identity.difference(part.identity)
         if not what and (part.count, part.location) != (whole.count, whole.location):
             what = f"{part.count} parts of {describe(part.location)}"
         if what:
             raise InputError(
-                f"{describe_path(path)} is of another audit than {describe_path(first)}: it has {what}",
+                f"{file.name} is of another audit than {first.name}: it has {what}",
                 hint="merge parts that were written with the same files and options",
             )
-    _check_complete(parts, whole.count, whole.identity.batches)
-    return parts
+    _check_complete(files, whole.count, whole.identity.batches)
+    return files
 
 
-def _check_complete(parts: Sequence[tuple[Path, AuditPart]], count: int, batches: int) -> None:
-    seen = Counter(part.index for _, part in parts)
-    twice = [describe_path(path) for path, part in parts if seen[part.index] > 1]
+def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None:
+    seen = Counter(file.part.index for file in files)
+    twice = [file.name for file in files if seen[file.part.index] > 1]
     if twice:
         raise InputError(f"the same part twice: {', '.join(twice)}", hint="give each part once")
     missing = [f"{index + 1}/{count}" for index in range(count) if index not in seen]
@@ -128,23 +183,40 @@ def _check_complete(parts: Sequence[tuple[Path, AuditPart]], count: int, batches
             + (f" and {len(missing) - 8} more" if len(missing) > 8 else ""),
             hint=f"write it with: ampaudit scan MODEL --part {missing[0]} -o FILE, and the same options",
         )
-    for path, part in parts:
-        wanted = set(range(part.index, batches, count))
-        if part.failure is None and part.records.keys() != wanted:
+    for file in files:
+        part = file.part
+        if part.failure is None and part.batches != tuple(range(part.index, batches, count)):
             raise InputError(
-                f"{describe_path(path)} does not hold the batches of part {part.index + 1}/{count}",
+                f"{file.name} does not hold the batches of part {part.index + 1}/{count}",
                 hint="write the part again",
             )
+
+
+def _folded(files: Sequence[PartFile]) -> list[RunRecord]:
+    """Join the records of files, of which each holds its batches in their order."""
+    owners = sorted((number, place) for place, file in enumerate(files) for number in file.part.batches)
+    totals = joined_in_order(files[place].records() for _, place in owners)
+    for file in files:
+        file.check_end()
+    return totals
 
 
 class MergedParts(Share):
     """Takes the records of parts that others have run.
 
     What a policy's measured rules decide needs a second pass: it runs here.
+
+    Args:
+        files: all parts.
+
+    Raises:
+        InputError: the records of a part cannot be read.
     """
 
-    def __init__(self, parts: Sequence[tuple[Path, AuditPart]]) -> None:
-        self._parts = parts
+    def __init__(self, files: Sequence[PartFile]) -> None:
+        self._first = files[0]
+        self._failures = [file.part.failure for file in files]
+        self._totals = _folded(files) if not any(self._failures) else []
 
     def describe(self, location: str, identity: Identity) -> None:
         """Compare the model, as it is here, with what was audited.
@@ -153,10 +225,9 @@ class MergedParts(Share):
             InputError: it is another one.
         """
         del location
-        path, part = self._parts[0]
-        if what := identity.difference(part.identity):
+        if what := identity.difference(self._first.part.identity):
             raise InputError(
-                f"{describe_path(path)} was written with {what}",
+                f"{self._first.name} was written with {what}",
                 hint="merge where the model, its inputs and the versions are those of the parts",
             )
 
@@ -174,4 +245,5 @@ class MergedParts(Share):
         del progress
         if phase == "re-auditing":
             return folded([own])
-        return folded([PartRecords(part.records, part.failure) for _, part in self._parts])
+        raise_first(self._failures)
+        return self._totals

@@ -46,11 +46,9 @@ class PipelineShare(RankShare):
         Raises:
             RunFailed: that rank has failed, or is lost.
         """
-        data = self._awaited(key, rank)
-        if not keep:
-            self._board.remove(key)
+        self._awaited(key, rank)
         self.moved()
-        return data
+        return self._board.get(key) if keep else self._board.take(key)
 
 
 class _Stage(Route):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NoReturn
 
 import click
@@ -17,23 +18,40 @@ from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, RunFailed, first_line
 from ampaudit.parallel.board import Board
 from ampaudit.parallel.identity import Identity, first_mismatch
-from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_from_json, part_to_json
+from ampaudit.parallel.wire import (
+    KIND,
+    SCHEMA,
+    AuditPart,
+    part_from_json,
+    part_to_json,
+    records_of_rank,
+    records_to_json,
+)
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import Failure, PartDone, PartRecords, Share, folded
+from ampaudit.run.share import Failure, PartDone, PartRecords, Share, joined_in_order, raise_first
 
 __all__ = ["RankShare", "started_by_torchrun", "with_ranks"]
 
 _POLL_SECONDS = 0.05
+_AT_ONCE = 64  # batches whose records may lie on the board
 _LOST_SECONDS = 20.0  # without a sign of life
 _HUNG_SECONDS = 600.0  # without progress; a batch of a large model takes minutes
 
 
 @dataclass(frozen=True, slots=True)
-class _Total:
-    """What rank 0 tells all ranks after a pass: the records of all batches, or the error."""
+class _Answer:
+    """What rank 0 tells all ranks: what measured rules need of all batches, or the error.
 
-    records: list[RunRecord]
+    One that holds nothing asks for the records of further batches.
+    """
+
+    totals: list[RunRecord] = field(default_factory=list)
     failure: Failure | None = None
+
+
+@cache
+def _schema() -> TypeAdapter[_Answer]:
+    return TypeAdapter(_Answer)
 
 
 @dataclass(slots=True)
@@ -58,7 +76,7 @@ class RankShare(Share):
         self.rank, self.count = rank, count
         self._board = board
         self._about: tuple[str, Identity] | None = None
-        self._passes = 0
+        self._passes = self._answers = 0
         self._seen: dict[int, _Seen] = {}
         self._hung = float(os.environ.get("AMPAUDIT_RANK_TIMEOUT", _HUNG_SECONDS))
 
@@ -82,10 +100,11 @@ class RankShare(Share):
         """
         self._passes += 1
         assert self._about is not None, "ranks say what they audit before they join"
-        part = AuditPart(KIND, SCHEMA, self.rank, self.count, *self._about, own.records, own.failure)
+        batches = tuple(sorted(own.records))
+        part = AuditPart(KIND, SCHEMA, self.rank, self.count, *self._about, batches, own.failure)
         if self.rank > 0:
             self._board.put(f"{self._passes}/{self.rank}", part_to_json(part))
-            return self._told()
+            return self._sent(own)
         parts = [part]
         for rank in range(1, self.count):
             progress(f"{phase}: waiting for rank {rank}", rank, self.count)
@@ -96,12 +115,37 @@ class RankShare(Share):
                     f"the ranks do not audit the same: {what}",
                     hint="give all the same files, versions and options, and seed random weights and inputs",
                 )
-            total = _Total(folded([PartRecords(part.records, part.failure) for part in parts]))
+            raise_first(part.failure for part in parts)
+            totals = joined_in_order(self._received(parts, own))
         except AuditError as error:
-            self._tell(_Total([], Failure.of(0, error)))
+            self._tell(_Answer(failure=Failure.of(0, error)))
             raise
-        self._tell(total)
-        return total.records
+        self._tell(_Answer([total.measured() for total in totals]))
+        return totals
+
+    def _received(self, parts: Sequence[AuditPart], own: PartRecords) -> Iterator[list[RunRecord]]:
+        """Ask for the records of all batches, some at a time, and return them in the order of the batches."""
+        owners = sorted((number, part.index) for part in parts for number in part.batches)
+        end = 0
+        for number, rank in owners:
+            if number >= end:
+                end += _AT_ONCE
+                self._tell(_Answer())
+            if rank == 0:
+                yield own.records.pop(number)
+            else:
+                key = f"{self._passes}/records/{number}"
+                self._awaited(key, rank)
+                yield records_of_rank(self._board.take(key), f"rank {rank}")
+
+    def _sent(self, own: PartRecords) -> list[RunRecord]:
+        """Put the records of this rank's batches on the board as rank 0 asks for them; return its totals."""
+        end = 0
+        while not (answer := self._told()).totals:
+            end += _AT_ONCE
+            for number in sorted(number for number in own.records if number < end):
+                self._board.put(f"{self._passes}/records/{number}", records_to_json(own.records.pop(number)))
+        return answer.totals
 
     def finish(self) -> None:
         """End the work of all ranks but the first.
@@ -134,14 +178,18 @@ class RankShare(Share):
         self._board.put(f"left/{self.rank}", b"")
         return code
 
-    def _tell(self, total: _Total) -> None:
-        self._board.put(f"{self._passes}/total", TypeAdapter(_Total).dump_json(total))
+    def _tell(self, answer: _Answer) -> None:
+        """Tell all ranks how rank 0 goes on; from now on they have their time again."""
+        self._seen.clear()
+        self._answers += 1
+        self._board.put(f"answer/{self._answers}", _schema().dump_json(answer, exclude_defaults=True))
 
-    def _told(self) -> list[RunRecord]:
-        total = TypeAdapter(_Total).validate_json(self._awaited(f"{self._passes}/total", 0))
-        if total.failure is not None:
-            raise total.failure.as_error()
-        return total.records
+    def _told(self) -> _Answer:
+        self._answers += 1
+        answer = _schema().validate_json(self._awaited(f"answer/{self._answers}", 0))
+        if answer.failure is not None:
+            raise answer.failure.as_error()
+        return answer
 
     def _awaited(self, key: str, rank: int) -> bytes:
         """Return what a rank has put there, as soon as it has.

@@ -12,8 +12,8 @@ from ampaudit.core.errors import InputError, OutputError
 from ampaudit.core.files import write_bytes
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.parallel.identity import CommandShare, Identity
-from ampaudit.parallel.parts import MAX_BYTES
-from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_from_json, part_to_json
+from ampaudit.parallel.parts import PartFile
+from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_to_json, records_to_json
 from ampaudit.run.record import RunRecord
 from ampaudit.run.route import Route
 from ampaudit.run.share import ALONE, PartRecords, Share
@@ -59,13 +59,12 @@ class ResumedShare(Share):
         if strange:
             raise InputError(f"{describe_path(self.directory)} holds no audit to resume", hint=_OTHER)
         if path.exists():
-            known = part_from_json(read_bounded(path, MAX_BYTES, InputError), describe_path(path))
-            if what := identity.difference(known.identity):
+            if what := identity.difference(PartFile(path).part.identity):
                 raise InputError(
                     f"{describe_path(self.directory)} is of another audit: it has {what}", hint=_OTHER
                 )
         else:
-            self._write(path, {})
+            self._write(path)
         if self._described is not None:
             self._described.describe(location, identity)
 
@@ -82,14 +81,14 @@ class ResumedShare(Share):
         path = self._path(phase, number)
         if not self._inner.mine(phase, number) or not path.exists():
             return None
-        part = part_from_json(read_bounded(path, MAX_BYTES, InputError), describe_path(path))
-        if self._about is None or part.identity != self._about[1] or number not in part.records:
-            raise InputError(f"{describe_path(path)} is not of this audit", hint=_OTHER)
-        return part.records[number]
+        file = PartFile(path)
+        if self._about is None or file.part.identity != self._about[1] or file.part.batches != (number,):
+            raise InputError(f"{file.name} is not of this audit", hint=_OTHER)
+        return file.records()
 
     def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
         """Save the record of a batch, and remove the states that led to it."""
-        self._write(self._path(phase, number), {number: records})
+        self._write(self._path(phase, number), (number,), records_to_json(records))
         self._kept.forget(phase, number)
         self._inner.record(phase, number, records)
 
@@ -104,10 +103,10 @@ class ResumedShare(Share):
     def _path(self, phase: str, number: int) -> Path:
         return self.directory / f"{phase}-{number}.json"
 
-    def _write(self, path: Path, records: dict[int, list[RunRecord]]) -> None:
+    def _write(self, path: Path, batches: tuple[int, ...] = (), records: bytes = b"") -> None:
         assert self._about is not None, "it is said what is audited before anything is run"
-        part = AuditPart(KIND, SCHEMA, 0, 1, *self._about, records)
-        write_bytes(path, part_to_json(part), force=True)
+        part = AuditPart(KIND, SCHEMA, 0, 1, *self._about, batches)
+        write_bytes(path, part_to_json(part) + b"\n" + records, force=True)
 
 
 class _Kept(Route):

@@ -176,6 +176,17 @@ class RunRecord:
             setattr(self, item.name, getattr(empty, item.name))
         return found
 
+    def measured(self) -> RunRecord:
+        """Return what a policy's measured rules look at."""
+        peaks = {site: Observation(ref_peak=seen.ref_peak) for site, seen in self.observations.items()}
+        return RunRecord(
+            *(self.device, self.backend),
+            observations=peaks,
+            masks=self.masks,
+            by_design=self.by_design,
+            given=self.given,
+        )
+
     def join(self, later: RunRecord) -> None:
         """Add the record of later batches.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ampaudit.run.bins import Bins
 from ampaudit.run.views import sample
 
 __all__ = ["SampleStatistics", "Samples"]
@@ -32,7 +33,7 @@ class SampleStatistics:
     min_nonzero: float | None = None
     max_relative: float = 0.0
     max_error: float = 0.0
-    exponents: dict[int, int] = field(default_factory=dict)
+    exponents: Bins = field(default_factory=dict)
 
     def add(self, other: SampleStatistics) -> None:
         """Merge another batch's samples into these."""

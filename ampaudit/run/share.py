@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ampaudit.core.config import Progress
@@ -10,7 +10,16 @@ from ampaudit.core.errors import AuditError
 from ampaudit.run.record import RunRecord
 from ampaudit.run.route import HERE, Route
 
-__all__ = ["ALONE", "Failure", "PartDone", "PartRecords", "Share", "folded"]
+__all__ = [
+    "ALONE",
+    "Failure",
+    "PartDone",
+    "PartRecords",
+    "Share",
+    "folded",
+    "joined_in_order",
+    "raise_first",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +121,26 @@ def folded(parts: Sequence[PartRecords]) -> list[RunRecord]:
     Raises:
         AuditError: the first batch, by number, that could not be audited.
     """
-    failures = [part.failure for part in parts if part.failure is not None]
-    if failures:
-        raise min(failures, key=lambda failure: failure.batch).as_error()
+    raise_first(part.failure for part in parts)
     batches = {number: records for part in parts for number, records in part.records.items()}
+    return joined_in_order(batches[number] for number in sorted(batches))
+
+
+def raise_first(failures: Iterable[Failure | None]) -> None:
+    """Raise the error of the first batch, by number, that could not be audited, if there is one.
+
+    Raises:
+        AuditError: this error.
+    """
+    found = [failure for failure in failures if failure is not None]
+    if found:
+        raise min(found, key=lambda failure: failure.batch).as_error()
+
+
+def joined_in_order(batches: Iterable[Sequence[RunRecord]]) -> list[RunRecord]:
+    """Join the records of batches, which come in their order; each is let go once it is joined."""
     totals: list[RunRecord] = []
-    for number in sorted(batches):
-        records = batches[number]
+    for records in batches:
         totals = totals or [RunRecord(record.device, record.backend) for record in records]
         for total, record in zip(totals, records, strict=True):
             total.join(record)

@@ -11,43 +11,64 @@ from hypothesis import strategies as st
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
+from ampaudit.core.config import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.parallel.identity import identity_of
 from ampaudit.parallel.parts import FilePart, read_parts
-from ampaudit.parallel.wire import AuditPart, part_from_json, part_to_json
+from ampaudit.parallel.wire import records_from_json, records_of_rank, records_to_json
 from ampaudit.policy import load_policy
+from ampaudit.run.record import RunRecord
 from ampaudit.run.share import PartDone, PartRecords, folded
 from ampaudit.source.open import open_source
 from tests.support.parallel import BATCHES, written
 
 
+class Keeping(FilePart):
+    """A part whose records are there for a comparison with those of its file."""
+
+    kept: dict[int, list[RunRecord]]
+
+    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
+        self.kept = own.records
+        return super().joined(phase, own, progress)
+
+
 @cache
-def whole() -> AuditPart:
-    """Return all batches as one part."""
+def whole() -> dict[int, list[RunRecord]]:
+    """Return the records of all batches, as a file of one part has them."""
     with TemporaryDirectory() as folder:
         path = written(Path(folder))
         source = open_source(str(path), SourceConfig(batches=BATCHES, train=True))
         policies, config = [load_policy("half")], ScanConfig(backward=True)
-        share = FilePart(0, 1, [])
+        share = Keeping(0, 1, [])
         share.describe(str(path), identity_of(source, policies, config))
         try:
             scan_policies(source, policies, config.changed(share=share))
         except PartDone:
             share.save(Path(folder) / "part.json", force=False)
-        return read_parts([Path(folder) / "part.json"])[0][1]
+        (file,) = read_parts([Path(folder) / "part.json"])
+        made = share.kept
+        assert {number: file.records() for number in file.part.batches} == made
+        return made
 
 
-def again() -> AuditPart:
+def again() -> dict[int, list[RunRecord]]:
     """Return the same, in objects of its own."""
-    return part_from_json(part_to_json(whole()), "part")
+    return {
+        number: records_from_json(records_to_json(records), "part") for number, records in whole().items()
+    }
 
 
-def test_a_part_is_the_same_after_a_journey() -> None:
+def test_records_are_the_same_after_a_journey() -> None:
     assert again() == whole()
-    assert len(whole().records) == BATCHES
-    assert any(record.origins for records in whole().records.values() for record in records)
-    assert all(record.gradients is not None for records in whole().records.values() for record in records)
+    sent = {
+        number: records_of_rank(records_to_json(records), "rank 1") for number, records in whole().items()
+    }
+    assert sent == whole()
+    assert len(whole()) == BATCHES
+    assert any(record.origins for records in whole().values() for record in records)
+    assert all(record.gradients is not None for records in whole().values() for record in records)
 
 
 @given(
@@ -55,8 +76,8 @@ def test_a_part_is_the_same_after_a_journey() -> None:
     order=st.permutations(range(5)),
 )
 def test_every_division_gives_the_same(owners: list[int], order: list[int]) -> None:
-    one = folded([PartRecords(again().records)])
-    records = again().records
+    one = folded([PartRecords(again())])
+    records = again()
     parts = [
         PartRecords({n: records[n] for n, owner in enumerate(owners) if owner == part}) for part in order
     ]
@@ -67,11 +88,11 @@ def test_every_division_gives_the_same(owners: list[int], order: list[int]) -> N
 @given(cut=st.integers(1, BATCHES - 1))
 def test_sums_of_counts_do_not_depend_on_where_a_run_is_cut(cut: int) -> None:
     """Counts, extremes and sets are joined in any grouping; sums of squares only in order."""
-    records = again().records
+    records = again()
     first = folded([PartRecords({n: records[n] for n in range(cut)})])[0]
     last = folded([PartRecords({n: records[n] for n in range(cut, BATCHES)})])[0]
     first.join(last)
-    (one,) = folded([PartRecords(again().records)])
+    (one,) = folded([PartRecords(again())])
     for site, seen in one.observations.items():
         joined = first.observations[site]
         for name in ("elements", "batches", "ref_peak", "peak", "pos_inf", "nan", "batch_peaks", "samples"):
@@ -81,5 +102,5 @@ def test_sums_of_counts_do_not_depend_on_where_a_run_is_cut(cut: int) -> None:
 
 
 def test_a_batch_peak_keeps_its_number() -> None:
-    (one,) = folded([PartRecords(again().records)])
+    (one,) = folded([PartRecords(again())])
     assert set(one.observations[SiteId("down/linear")].batch_peaks) == set(range(BATCHES))

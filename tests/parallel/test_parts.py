@@ -130,51 +130,81 @@ def test_a_model_that_has_changed_since_is_refused(folder: Path) -> None:
 
 def test_a_part_of_an_older_version_is_named(folder: Path) -> None:
     files = parts(folder, 2)
-    part = json.loads(Path(files[1]).read_text())
+    about, *records = Path(files[1]).read_text().splitlines()
+    part = json.loads(about)
     part["identity"]["version"] = "0.0.9"
-    Path(files[1]).write_text(json.dumps(part))
+    Path(files[1]).write_text("\n".join([json.dumps(part), *records]))
     assert "2.json is of another audit than 1.json: it has ampaudit 0.0.9" in str(
         run("merge", *files).exception
     )
 
 
-def broken(part: dict[str, Any], how: str) -> str:
-    if how == "cut off":
-        return json.dumps(part)[:-40]
-    if how == "not a part":
-        return json.dumps({"kind": "report"})
-    if how == "newer":
-        return json.dumps(part | {"schema": 99})
-    if how == "a number that is text":
-        part["records"]["0"][0]["batches"] = "many"
-    if how == "an option to write":
-        part["words"] = ["-o", "stolen.json"]
-    if how == "an option to trust":
-        part["words"] = ["--trust"]
-    if how == "no option":
-        part["words"] = ["--no-such-option"]
-    if how == "a model elsewhere":
-        part["location"] = "/etc/passwd"
-    if how == "a module":
-        part["location"] = "antigravity:main"
-    return json.dumps(part)
+OBSERVED = "up/linear"
+ABOUT: dict[str, dict[str, Any]] = {
+    "newer": {"schema": 99},
+    "a batch that is text": {"batches": [0, 1, 2, "three"]},
+    "a batch that is another's": {"batches": [0, 1, 2, 4]},
+    "a batch less": {"batches": [0, 1, 2]},
+    "an option to write": {"words": ["-o", "stolen.json"]},
+    "an option to trust": {"words": ["--trust"]},
+    "no option": {"words": ["--no-such-option"]},
+    "a model elsewhere": {"location": "/etc/passwd"},
+    "a module": {"location": "antigravity:main"},
+}
+SEEN: dict[str, dict[str, Any]] = {
+    "a number that is text": {"elements": "many"},
+    "bins that are text": {"samples": {"exponents": "many"}},
+    "a bin that is text": {"samples": {"exponents": [-3, 1, "many"]}},
+    "a bin that is a fraction": {"samples": {"exponents": [-3, 1, 1.5]}},
+}
+LINES = [
+    "cut off",
+    "a line less",
+    "a line more",
+    "not a part",
+    "a name twice",
+    "a number too long",
+    "no JSON",
+]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("cut off", "not a part", "newer", "a number that is text", "an option to write"),
-        *("an option to trust", "no option", "a model elsewhere", "a module"),
-    ],
-)
+def broken(text: str, how: str) -> str:
+    about, *records = text.splitlines()
+    if how in ABOUT:
+        return "\n".join([json.dumps(json.loads(about) | ABOUT[how]), *records])
+    if how in SEEN:
+        (record,) = json.loads(records[1])
+        record["observations"][OBSERVED] |= SEEN[how]
+        return "\n".join([about, records[0], json.dumps([record]), *records[2:]])
+    return {
+        "cut off": text[:-40],
+        "a line less": "\n".join([about, *records[:-1]]),
+        "a line more": text + records[0],
+        "not a part": json.dumps({"kind": "report"}),
+        "a name twice": text.replace('"elements":', '"elements":1,"elements":', 1),
+        "a number too long": text.replace('"elements":', '"elements":' + "1" * 30, 1),
+        "no JSON": f"{about}\n" + "[" * 100_000,
+    }[how]
+
+
+@pytest.mark.parametrize("how", [*ABOUT, *SEEN, *LINES])
 def test_a_hostile_part_is_one_line(folder: Path, how: str) -> None:
     (file,) = parts(folder, 1)
-    Path(file).write_text(broken(json.loads(Path(file).read_text()), how))
+    Path(file).write_text(broken(Path(file).read_text(), how))
     done = run("merge", file)
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output
     assert "next: " in str(done.exception)
     assert not (folder / "stolen.json").exists()
+
+
+def test_a_part_with_a_line_without_end_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = parts(folder, 1)
+    longest = max(map(len, Path(file).read_bytes().splitlines()))
+    monkeypatch.setattr("ampaudit.parallel.parts.MAX_LINE", longest)
+    assert "a line of more than" in str(run("merge", file).exception)
+    monkeypatch.setattr("ampaudit.parallel.parts.MAX_LINE", longest + 1)
+    assert run("merge", file).exit_code == 1
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "1/0", "-1/2", ""])

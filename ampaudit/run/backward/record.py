@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.run.bins import AS_RUN
 from ampaudit.run.observation import Observation
 
 __all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UntracedBackward"]
@@ -31,7 +32,7 @@ class GradientStats:
     values: Observation = field(default_factory=Observation)
     nonzero: int = 0
     flushed: int = 0
-    exponents: Counter[int] = field(default_factory=Counter)
+    exponents: Annotated[Counter[int], *AS_RUN] = field(default_factory=Counter)
     peak: float = 0.0
     cancelled: bool = False
 
