@@ -16,6 +16,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.source.open import open_source
+from ampaudit.source.unwrapping import auditable
 from ampaudit.trace.entry import tensor_leaves
 
 __all__ = ["beside"]
@@ -34,6 +35,7 @@ def beside(reference: ModelSource, against: Any, options: SourceConfig) -> Model
     """
     own = SourceConfig(seed=options.seed, train=options.train, trust=options.trust)
     if isinstance(against, nn.Module):
+        against = auditable(against)
         stored = {t.dtype for t in against.state_dict().values() if t.is_floating_point()}
         dtype = stored.pop() if len(stored) == 1 else torch.float32
         batches = tuple(

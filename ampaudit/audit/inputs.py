@@ -21,7 +21,7 @@ from ampaudit.source.inputs import inputs_from, unknown_axis
 from ampaudit.source.interface import Sized
 from ampaudit.source.open import open_source
 from ampaudit.source.training_step import runnable
-from ampaudit.source.unwrapping import unwrapped
+from ampaudit.source.unwrapping import auditable
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.isolation import preserved
 
@@ -69,7 +69,7 @@ def as_source(
     else:
         given = [inputs] if inputs is not None else _several(batches)
     if isinstance(model, nn.Module):
-        model = unwrapped(model)
+        model = auditable(model)
         source = ModelSource(type(model).__name__, "object", model, ())
         model = source if given is not None else _with_inputs(source, options)
     elif not isinstance(model, ModelSource | str | Path):

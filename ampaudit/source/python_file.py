@@ -17,7 +17,7 @@ from ampaudit.report.inputs import InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.training_step import runnable, training_batches
-from ampaudit.source.unwrapping import unwrapped
+from ampaudit.source.unwrapping import auditable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
 __all__ = ["from_import_path", "from_python_file"]
@@ -86,7 +86,7 @@ def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:
     if made is None:
         raise SourceError(f"{location}: {factory!r} is not defined", hint="check the name after the colon")
     if isinstance(made, nn.Module):
-        return unwrapped(made)
+        return auditable(made)
     if not callable(made):
         raise SourceError(f"{location}: {factory or 'get_model'} is not callable")
     with calling_user_code(f"{location}: {factory or 'get_model'}()"):
@@ -96,7 +96,7 @@ def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:
             f"{location}: {factory or 'get_model'}() returned {type(model).__name__}, not an nn.Module",
             hint="return the module; for a state_dict, build the module and pass the file with --weights",
         )
-    return unwrapped(model)
+    return auditable(model)
 
 
 def _only_module_class(module: ModuleType, location: str) -> type[nn.Module]:

@@ -7,10 +7,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.source.sharding import refuse_sharded
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.structure import structural_copy
 
-__all__ = ["unwrapped"]
+__all__ = ["auditable", "unwrapped"]
+
+
+def auditable(model: nn.Module) -> nn.Module:
+    """Return a model of the user's without wrappers; every command takes its models from here.
+
+    Raises:
+        SourceError: it is sharded over processes.
+    """
+    refuse_sharded(model)
+    return unwrapped(model)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

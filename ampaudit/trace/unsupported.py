@@ -45,6 +45,11 @@ def refuse_unsupported(
         if what is not None:
             raise SourceError(f"{describe(name)} is {what[0]}", hint=what[1])
     for name, value in named_inputs(args, kwargs):
+        if isinstance(value, DTensor):
+            raise InputError(
+                f"{describe(name)} is spread over processes (a DTensor)",
+                hint="give the whole tensor to each process: full_tensor()",
+            )
         what = None if isinstance(value, PackedSequence) and not packed else _special(value)
         if what is not None:
             raise InputError(f"{describe(name)} is {what[0]}", hint=what[1])

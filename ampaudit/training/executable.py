@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from ampaudit.run.step import differentiable
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, widened
+from ampaudit.training.tensor_parallel import Executable, by_parts, replicated
 
-__all__ = ["Executable", "emulated", "native"]
-
-Executable = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
+__all__ = ["emulated", "native"]
 
 
 class _RoundFunction(torch.autograd.Function):
@@ -27,7 +27,7 @@ class _RoundFunction(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Round the value."""
         ctx.dtype = dtype
-        return rounded(value, dtype)
+        return by_parts(partial(rounded, dtype=dtype), value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -79,6 +79,16 @@ def _transformed(
     return _callable(graph)
 
 
+def _replicate_constants(graph: fx.Graph) -> None:
+    """Let a graph's own tensors stand next to shards: those that it computes from no other value."""
+    like = next((node for node in graph.nodes if node.op == "placeholder"), None)
+    for node in list(graph.nodes):
+        if like is not None and node.op == "call_function" and not node.all_input_nodes:
+            with graph.inserting_after(node):
+                made = graph.call_function(replicated, (node, like))
+            node.replace_all_uses_with(made, lambda user, made=made: user is not made)
+
+
 def _dtype(node: fx.Node) -> torch.dtype | None:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
@@ -94,6 +104,7 @@ def _detached(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
 
 
 def _callable(graph: fx.Graph) -> Executable:
+    _replicate_constants(graph)
     graph.lint()
     for node in graph.nodes:
         node.meta = {}  # fake tensors and stack traces are not needed any more

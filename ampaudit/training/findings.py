@@ -194,7 +194,9 @@ def training_report(
     )
 
 
-def watched_report(model: nn.Module, loops: Sequence[tuple[torch.optim.Optimizer, Health]]) -> TrainingReport:
+def watched_report(
+    model: nn.Module, loops: Sequence[tuple[torch.optim.Optimizer, Health]], notes: Sequence[str] = ()
+) -> TrainingReport:
     """Build the report of one watched loop, with a variant per optimizer."""
     several = len(loops) > 1
     kinds = [type(optimizer).__name__ for optimizer, _ in loops]
@@ -222,7 +224,7 @@ def watched_report(model: nn.Module, loops: Sequence[tuple[torch.optim.Optimizer
         seed=None,
         optimizer=", ".join(dict.fromkeys(kinds)),
         fail_on="error",
-        notes=tuple(_watched_notes(healths)),
+        notes=(*notes, *_watched_notes(healths)),
     )
 
 

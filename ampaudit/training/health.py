@@ -16,6 +16,7 @@ import torch
 from ampaudit.core.formats import NumberFormat
 from ampaudit.report.training import ParameterHealth
 from ampaudit.trace.values import torch_dtype
+from ampaudit.training.agreement import own_part
 
 __all__ = ["SAMPLE", "StepMeter", "summarize"]
 
@@ -47,9 +48,9 @@ class StepMeter:
         """Copy a sample of the weights that a step begins with."""
         self._gradients.clear()
         self._before = {
-            index: _sample(_local(parameter)).float().clone()
+            index: _sample(own_part(parameter)).float().clone()
             for index, parameter in enumerate(self._parameters)
-            if _local(parameter).numel()
+            if own_part(parameter).numel()
         }
 
     @torch.no_grad()
@@ -64,7 +65,7 @@ class StepMeter:
             gradient = self._parameters[index].grad
             if gradient is None:
                 continue
-            gradient = gradient.to_dense() if gradient.is_sparse else _local(gradient)
+            gradient = gradient.to_dense() if gradient.is_sparse else own_part(gradient)
             self._active[index] = _sample(gradient) != 0
             self._gradients[index] = self._gradient(
                 gradient if remaining is None else gradient / remaining, scale
@@ -87,7 +88,7 @@ class StepMeter:
         rows: list[tuple[str, torch.Tensor]] = []
         for index, gradient in self._gradients.items():
             parameter, old = self._parameters[index], self._before[index]
-            update = _sample(_local(parameter)).float() - old
+            update = _sample(own_part(parameter)).float() - old
             rounded = old.to(self._dtype)
             intended = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
             lost = intended & ((rounded.float() + update).to(self._dtype) == rounded)
@@ -102,7 +103,7 @@ class StepMeter:
     def _state(self, second: Any, like: torch.Tensor) -> torch.Tensor:
         if not isinstance(second, torch.Tensor):
             return like.new_full((), math.nan)
-        values = _sample(_local(second)).float()
+        values = _sample(own_part(second)).float()
         positive = values > 0
         return (positive & (values <= self._flush)).sum() / positive.sum().clamp(min=1)
 
@@ -170,9 +171,3 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     step = max(flat.numel() // SAMPLE, 1)
     return flat[::step][:SAMPLE]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's own part of a sharded tensor."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.detach()

@@ -25,8 +25,9 @@ from ampaudit.trace.graph import Slot
 from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.state import PythonState, apply_changes
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
-from ampaudit.training.executable import Executable, emulated, native
+from ampaudit.training.executable import emulated, native
 from ampaudit.training.model_proxy import ModelProxy, in_float32
+from ampaudit.training.tensor_parallel import Executable, is_spread, on_shards, without_plan
 
 __all__ = ["KEEPS_ACTIVATIONS", "MixedModule", "ModuleConfig"]
 
@@ -93,7 +94,7 @@ class MixedModule(ModelProxy):
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph for these inputs, and return its outputs as float32."""
         compiled = self._compiled(args, kwargs)
-        outputs = compiled.run(self._values(compiled, tensor_leaves(args, kwargs)))
+        outputs = on_shards(compiled.run, self._values(compiled, tensor_leaves(args, kwargs)))
         self._round_buffers(compiled)
         if compiled.traced.changes:
             apply_changes(compiled.traced.changes, PythonState(self.original))
@@ -135,11 +136,17 @@ class MixedModule(ModelProxy):
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
         config = self._ampaudit_config
         setting = config.rules, config.author_rules, config.number_format
+        model = self._whole()
         if config.rules.measured and self._ampaudit_measured is None:
             self._ampaudit_measured = self._measure(args, kwargs)
         measured = self._ampaudit_measured
         gradients = torch.is_grad_enabled()
-        traced = trace(self.original, args, kwargs, *setting, measured, differentiated=gradients)
+        traced = trace(model, args, kwargs, *setting, measured, differentiated=gradients)
+        if traced.changes and model is not self.original:
+            raise UsageError(
+                f"forward changes {traced.changes[0].name}, and parameters are spread over processes",
+                hint="use ampaudit.prepare(..., how='autocast')",
+            )
         own = [name for name in traced.custom_functions if name != CHECKPOINT]
         if own:
             raise UsageError(
@@ -154,6 +161,17 @@ class MixedModule(ModelProxy):
         make = emulated if config.emulate else native
         names = {layer_path(name): name for name in named_tensors(self.original)}
         return _Compiled(make(traced), traced, traced.structure, names)
+
+    def _whole(self) -> nn.Module:
+        """Return the model as it is traced: one whose layers do not exchange what passes between them."""
+        if not is_spread(self.original):
+            return self.original
+        if self._ampaudit_config.rules.measured:
+            raise UsageError(
+                f"policy {self._ampaudit_config.rules.name!r} has measured rules, and parameters are sharded",
+                hint="choose a policy without, such as apex-o2; ampaudit policies lists them",
+            )
+        return without_plan(self.original)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[SiteId, Measurement]:
         """Measure the first batch, for a policy with measured rules."""

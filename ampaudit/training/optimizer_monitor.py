@@ -8,8 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ampaudit.core.formats import NumberFormat
+from ampaudit.core.text import plural
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.health import StepMeter, summarize
@@ -56,6 +59,7 @@ class OptimizerMonitor:
         self._scales: list[float | torch.Tensor] = []
         self._skipped: list[bool | torch.Tensor] = []
         self._skip_count: int | torch.Tensor = 0
+        self._overflows: torch.Tensor | None = None  # steps in which each rank's gradients were inf or NaN
         self._heard: set[int] = set()  # parameters whose gradients are followed
         self._scale: torch.Tensor | None = None  # while the scaler steps
         self._depth = 0  # a subclass's step may call its base's, and both run the hooks
@@ -110,9 +114,16 @@ class OptimizerMonitor:
         number = self.losses.step
         self._scale = _scale_of(self._scaler)
         result = step(optimizer, *args, **kwargs)
+        self._count_overflows(getattr(self._scaler, "overflowed", None))
         if self.losses.step == number:
             self._end(skipped=True)
         return result
+
+    def _count_overflows(self, overflowed: Callable[[Any], torch.Tensor | None] | None) -> None:
+        """Count the ranks that have made all skip the step, as ampaudit's own scaler tells them."""
+        found = None if overflowed is None else overflowed(self.optimizer)
+        if found is not None:
+            self._overflows = found if self._overflows is None else self._overflows + found
 
     def _find_scaler(self) -> None:
         """Adopt the scaler that is stepping the optimizer: without its scale, gradients look too small."""
@@ -183,6 +194,19 @@ class OptimizerMonitor:
             found["loss_scale"] = self._scales[-1]
             found["skipped_steps"] = self._skip_count
         return found
+
+    def notes(self) -> Iterator[str]:
+        """Say what of the record is of this process alone, and which process has made all skip."""
+        if self._parameters and any(isinstance(parameter, DTensor) for parameter in self._parameters):
+            yield (
+                f"parameters are sharded: gradients, updates and states are those of the part that rank "
+                f"{dist.get_rank()} of {dist.get_world_size()} holds"
+            )
+        counts = [] if self._overflows is None else self._overflows.tolist()
+        for rank, count in enumerate(counts):
+            if count:
+                steps = plural(int(count), "step")
+                yield f"gradients of rank {rank} were inf or NaN in {steps}: all ranks skipped"
 
     def health(self) -> Health:
         """Fetch the record."""

@@ -50,11 +50,13 @@ class Prepared:
         optimizer: the user's own; it steps the FP32 masters, or the 16-bit weights if there are none.
         scaler: torch's GradScaler with the policy's constants; does nothing if the policy has no loss scale,
             or keeps the parameters themselves in float16.
+        master_free: whether the parameters themselves are in 16 bits.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     scaler: LossScaler
+    master_free: bool = False
 
     def __repr__(self) -> str:
         optimizer = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
@@ -65,8 +67,13 @@ class Prepared:
         """Return a copy with an optimizer that was created later.
 
         Raises:
-            UsageError: it is another model's.
+            UsageError: it is another model's, or steps 16-bit weights that another optimizer keeps rounded.
         """
+        if self.master_free and optimizer is not self.optimizer:
+            raise UsageError(
+                "the policy keeps no masters: another optimizer cannot take over its 16-bit weights",
+                hint="choose a policy with FP32 masters, such as apex-o2",
+            )
         _check_parameters(self.model, optimizer)
         return replace(self, optimizer=optimizer)
 
@@ -118,8 +125,8 @@ def prepare(
 
     Args:
         model: the model, with FP32 parameters, which the optimizer continues to step.
-        optimizer: made from ``model.parameters()``. FSDP2 replaces these: omit it, shard
-            ``prepared.model``, make the optimizer, and continue with ``prepared.stepping(optimizer)``.
+        optimizer: made from ``model.parameters()``. FSDP2 and tensor parallelism replace these: omit it,
+            shard ``prepared.model``, make the optimizer, and continue with ``prepared.stepping(optimizer)``.
         policy: ``torch-cuda`` or ``apex-o1`` (casts in the graph), ``apex-o2`` (16-bit working weights made
             from FP32 masters), ``apex-o3`` (no masters), ``apex-o0`` (FP32), any other, or a rule file.
         dtype: ``float16`` or ``bfloat16``.
@@ -127,8 +134,8 @@ def prepare(
         how: ``graph`` traces the model; ``autocast`` runs its own code under ``torch.autocast``, for models
             with custom autograd functions, or to recompute activations (a graph keeps them).
         emulate: compute in float32 and round to 16 bits, for devices without 16-bit kernels.
-        group: processes that must skip steps together, if their gradients differ;
-            ``True`` for all of them.
+        group: processes that must skip steps together, if their gradients differ; ``True`` for all of them.
+            Those that share sharded parameters do so in any case.
 
     Returns:
         The model, optimizer and scaler to train with.
@@ -158,9 +165,10 @@ def prepare(
                 )
             _cast_masters(model, optimizer, config)
         prepared = MixedModule(model, config)
-    rule = _loss_scale(loss_scale, rules, form)
-    unscalable = is_master_free(rules) and form is FLOAT16 and not emulate  # torch unscales no such gradients
-    return Prepared(prepared, optimizer, LossScaler(rule, device, enabled=not unscalable, group=group))
+    rule, master_free = _loss_scale(loss_scale, rules, form), is_master_free(rules)
+    unscalable = master_free and form is FLOAT16 and not emulate  # torch unscales no such gradients
+    scaler = LossScaler(rule, device, enabled=not unscalable, group=group)
+    return Prepared(prepared, optimizer, scaler, master_free)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

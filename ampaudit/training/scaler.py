@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.amp import GradScaler
 
-from ampaudit.core.errors import RunFailed, UsageError, first_line
+from ampaudit.core.errors import UsageError
 from ampaudit.core.text import format_scale
 from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import LossScale
+from ampaudit.training.agreement import agree, own_parts, process_groups
 
 __all__ = ["LossScaler", "ScaleState", "next_scale_state", "scaler"]
 
@@ -59,13 +59,14 @@ class LossScaler(GradScaler):
     """``torch.amp.GradScaler`` with a profile's constants, bounds and hysteresis.
 
     ``scale``, ``unscale_`` and ``step`` are torch's. Where gradients differ between the processes of a group
-    (sharded, or not averaged), the group decides together: all processes skip a step, or none.
+    (sharded, or not averaged), the group decides together: all processes skip a step, or none. Processes that
+    hold shards of the same parameters (DTensor) do so without being told.
 
     Args:
         rule: the profile's numbers.
         device: ``cuda`` or ``cpu``.
         enabled: if false, the scaler does nothing.
-        group: processes that skip steps together; ``None`` if their gradients are the same, as in DDP.
+        group: processes that skip steps together, ``True`` for all; by default those that share parameters.
     """
 
     def __init__(
@@ -119,11 +120,31 @@ class LossScaler(GradScaler):
         self._agree(optimizer)
         return found
 
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale and check as torch does, but of each gradient the part that this process holds."""
+        return super()._unscale_grads_(own_parts(optimizer), inv_scale, found_inf, allow_fp16)
+
     def _agree(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.is_enabled() and self.group is not None:
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            for verdict in found.values():
-                _all_reduce(verdict, self.group)
+        """Make the verdict on an optimizer's gradients that of all processes that hold parts of them."""
+        groups = process_groups(optimizer) if self.group is None else [self.group]
+        if groups and self.is_enabled():
+            state = self._per_optimizer_states[id(optimizer)]
+            scale, _ = self._check_scale_growth_tracker("unscale_")
+            state["overflowed"] = agree(state["found_inf_per_device"], groups, scale.device)
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """Return whether an optimizer's gradients are inf or NaN, by rank; ``None`` if no ranks have agreed.
+
+        It is known from ``unscale_`` or ``step`` until ``update``.
+        """
+        found: torch.Tensor | None = self._per_optimizer_states[id(optimizer)].get("overflowed")
+        return found
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Set the next scale from the overflow checks of this step's optimizers."""
@@ -180,16 +201,6 @@ def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> L
         PolicyError: no such profile.
     """
     return LossScaler(profile(name).scale, device, group=group)
-
-
-def _all_reduce(verdict: torch.Tensor, group: Any) -> None:
-    try:
-        dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=None if group is True else group)
-    except (RuntimeError, dist.DistBackendError) as error:
-        raise RunFailed(
-            f"a process of the group is gone: they could not agree about this step ({first_line(error)})",
-            hint="read the other ranks' output; restart from the last checkpoint",
-        ) from error
 
 
 def _refuse_16_bits(optimizer: torch.optim.Optimizer) -> None:

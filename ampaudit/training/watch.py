@@ -112,7 +112,9 @@ class TrainingMonitor:
         """Build the report of this loop."""
         from ampaudit.training.findings import watched_report
 
-        return watched_report(self._model, [(m.optimizer, m.health()) for m in self._optimizers])
+        loops = [(monitor.optimizer, monitor.health()) for monitor in self._optimizers]
+        notes = dict.fromkeys(note for monitor in self._optimizers for note in monitor.notes())
+        return watched_report(self._model, loops, tuple(notes))
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
         """Write the report of this loop in the format of the file's suffix, such as .json or .html.

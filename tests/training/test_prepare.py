@@ -335,6 +335,16 @@ def test_mistakes_are_one_line() -> None:
         ampaudit.prepare(odd, torch.optim.SGD(odd.parameters(), lr=0.1)).model(rows())
 
 
+@pytest.mark.parametrize("emulate", [True, False])
+def test_without_masters_the_optimizer_stays(emulate: bool) -> None:
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = ampaudit.prepare(model, optimizer, policy="apex-o3", emulate=emulate)
+    assert prepared.stepping(optimizer).optimizer is optimizer
+    with pytest.raises(UsageError, match="another optimizer cannot take over"):
+        prepared.stepping(torch.optim.SGD(prepared.model.parameters(), lr=0.1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["torch-cuda", "apex-o1", "apex-o2"])
 @pytest.mark.parametrize("make", HEALTHY[:4], ids=lambda make: make.__name__)

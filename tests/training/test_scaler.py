@@ -140,6 +140,12 @@ def test_mistakes_are_one_line() -> None:
         ours.step(optimizer)
 
 
+def test_a_group_without_processes_is_one_line() -> None:
+    with pytest.raises(UsageError, match="this process is in none") as caught:
+        replay(ampaudit.scaler("torch", "cpu", group=True), [False])
+    assert "init_process_group" in (caught.value.hint or "")
+
+
 def both() -> tuple[torch.amp.GradScaler, LossScaler]:
     return torch.amp.GradScaler("cpu"), ampaudit.scaler("torch", "cpu")
 
