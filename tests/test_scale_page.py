@@ -1,4 +1,4 @@
-"""The figures of docs/scale.md are those of the kept result, and follow from the inputs that the page names."""
+"""The figures of docs/scale.md are those of the kept result, and follow from the inputs that it names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ampaudit.devices.catalogue import catalogue
+from ampaudit.devices.catalogue import device_named
 from benchmarks.scale_figures import MACHINE, MODELS, PAGE, RESULT, rewritten
 from tests.support.paths import ROOT
 
@@ -40,7 +40,7 @@ def test_the_models_have_their_published_sizes() -> None:
 
 
 def test_the_gpu_is_that_of_the_catalogue() -> None:
-    h200 = next(device for device in catalogue() if device.id == "h200")
+    h200 = device_named("h200")
     assert h200.bandwidth_gbs * 1e9 == MACHINE.bandwidth
     assert h200.fp32 * 1e12 == MACHINE.fp32
     assert MACHINE.memory / 1e9 == pytest.approx(h200.memory_gb, rel=0.06)
