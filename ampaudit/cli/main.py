@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ampaudit.core import interrupts
+from ampaudit.core import interrupts, torchrun
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ def run() -> NoReturn:
     """Run the console script."""
     try:
         _open_missing_streams()
+        if (place := torchrun.place_of()) is not None and place.rank > 0:
+            torchrun.silence()  # also of what a signal says
         interrupts.install()
 
         from ampaudit.cli.program import run_command

@@ -14,6 +14,7 @@
         RunFailed       3  the run broke (out of memory, an op without a kernel)
         ReferenceBroken 3  the FP32 model itself is not finite
         ProofBroken     3  a run contradicts a proof: a defect of ampaudit
+      RankLost          3  another process of the audit has ended, failed or hung
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "OutputError",
     "PolicyError",
     "ProofBroken",
+    "RankLost",
     "ReferenceBroken",
     "RunFailed",
     "SourceError",
@@ -124,3 +126,9 @@ class ReferenceBroken(CouldNotAudit):
 
 class ProofBroken(CouldNotAudit):
     """Raised if a run computes a value that a proof excludes, which is a defect of ampaudit."""
+
+
+class RankLost(AuditError):
+    """Raised if another process of the same audit has ended, failed or hung: no policy has a report."""
+
+    exit_code = 3

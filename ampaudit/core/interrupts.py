@@ -28,6 +28,7 @@ __all__ = [
     "Released",
     "at_end",
     "deliver_anyway",
+    "explained_by",
     "forget",
     "install",
     "leave",
@@ -36,6 +37,7 @@ __all__ = [
 INTERRUPTED = 130
 _GRACE_SECONDS = 1.0  # for the exception to end the command
 _COMMIT_SECONDS = 10.0  # for a rename or a removal
+_EXPLAIN_SECONDS = 3.0  # to find out why somebody else ended the program
 _WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up"}
 
 
@@ -52,6 +54,7 @@ class _Program:
         self.stderr, self.null = 2, -1  # what file descriptor 2 is, and what it is after a signal
         self.written: list[str] = []
         self.cleanups: list[Callable[[], object]] = []
+        self.explain: Callable[[], str] | None = None
 
 
 _program = _Program()
@@ -74,6 +77,11 @@ def install() -> None:
 def at_end(cleanup: Callable[[], object]) -> None:
     """Call a function if a signal ends the program: more than once, and from any thread."""
     _program.cleanups.append(cleanup)
+
+
+def explained_by(explain: Callable[[], str]) -> None:
+    """Call a function for why somebody else has sent the signal, in words that follow a comma, or none."""
+    _program.explain = explain
 
 
 def forget(cleanup: Callable[[], object]) -> None:
@@ -231,13 +239,26 @@ def _say_and_exit() -> NoReturn:
     number, written = _program.signal or signal.SIGINT, _program.written
     what = "nothing was" if not written else f"{len(written)} files were"
     what = f"{written[0]} was" if len(written) == 1 else what
-    line = f"ampaudit: {_WORDS[signal.Signals(number).name]}; {what} written"
+    line = f"ampaudit: {_WORDS[signal.Signals(number).name]}{_explanation()}; {what} written"
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     if "rich.live" in sys.modules and os.isatty(_program.stderr):
         line = f"\r\x1b[K\x1b[?25h{line}"  # remove the progress bar, and show the cursor that it hid
     encoding = getattr(sys.__stderr__, "encoding", None) or "utf-8"  # sys.stderr may be redirected
     _tried(lambda: os.write(_program.stderr, f"{line}\n".encode(encoding, "backslashreplace")))
     os._exit(128 + number)
+
+
+def _explanation() -> str:
+    """Return why the signal was sent, if that is found out in time."""
+    import threading
+
+    found, explain = list[str](), _program.explain
+    if explain is None:
+        return ""
+    asking = threading.Thread(target=lambda: _tried(lambda: found.append(explain())), daemon=True)
+    _tried(asking.start)
+    _tried(lambda: asking.join(_EXPLAIN_SECONDS))
+    return f", {found[0]}" if found and found[0] else ""
 
 
 def _clean_up() -> None:

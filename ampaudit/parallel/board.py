@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ampaudit.core.errors import RunFailed, first_line
 
 __all__ = ["Board"]
 
 _BEAT_SECONDS = 1.0
-_CONNECT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=120)  # of a connection, and of an answer
 _CHUNK = 1 << 24  # bytes of one entry
 
 
@@ -30,33 +36,37 @@ class Board:
         self._processes: dict[int, str] = {}
 
     @classmethod
-    def connect(cls, rank: int, process: str) -> Board:
+    def connect(cls, rank: int) -> Board:
         """Connect to the store of ``torchrun``, or of rank 0.
 
-        Args:
-            rank: of this process.
-            process: its host and number, so that others can see whether it lives.
+        Raises:
+            RunFailed: there is none.
         """
-        board = cls(_store(rank), rank)
-        board.put(f"process/{rank}", process.encode())
-        threading.Thread(target=_beat, args=(_store(-1), rank), daemon=True).start()
+        with _failing():
+            board = cls(_store(rank), rank)
+            beats = _store(-1)
+        board.put(f"process/{rank}", f"{_machine()}:{os.getpid()}".encode())
+        threading.Thread(target=_beat, args=(beats, rank), daemon=True).start()
         return board
 
     def put(self, key: str, data: bytes) -> None:
         """Set an entry, which must be new."""
         pieces = range(0, len(data), _CHUNK)
-        for number, start in enumerate(pieces):
-            self._store.set(f"{key}/{number}", data[start : start + _CHUNK])  # type: ignore[arg-type]
-        self._store.set(key, str(len(pieces)))
+        with _failing():
+            for number, start in enumerate(pieces):
+                self._store.set(f"{key}/{number}", data[start : start + _CHUNK])  # type: ignore[arg-type]
+            self._store.set(key, str(len(pieces)))
 
     def has(self, key: str) -> bool:
         """Return whether there is an entry."""
-        return bool(self._store.check([key]))
+        with _failing():
+            return bool(self._store.check([key]))
 
     def get(self, key: str) -> bytes:
         """Return an entry that is there."""
-        count = int(self._store.get(key))
-        return b"".join(self._store.get(f"{key}/{number}") for number in range(count))
+        with _failing():
+            count = int(self._store.get(key))
+            return b"".join(self._store.get(f"{key}/{number}") for number in range(count))
 
     def take(self, key: str) -> bytes:
         """Return an entry that is there, and remove it."""
@@ -68,11 +78,13 @@ class Board:
 
     def moved(self, rank: int) -> None:
         """Count a rank's progress."""
-        self._store.add(f"moved/{rank}", 1)
+        with _failing():
+            self._store.add(f"moved/{rank}", 1)
 
     def counters(self, rank: int) -> tuple[int, int]:
         """Return a rank's signs of life, and its progress."""
-        return self._store.add(f"alive/{rank}", 0), self._store.add(f"moved/{rank}", 0)
+        with _failing():
+            return self._store.add(f"alive/{rank}", 0), self._store.add(f"moved/{rank}", 0)
 
     def is_gone(self, rank: int) -> bool:
         """Return whether a rank is known to have ended: a process of this machine that is no more."""
@@ -80,15 +92,42 @@ class Board:
             if not self.has(f"process/{rank}"):
                 return False
             self._processes[rank] = self.get(f"process/{rank}").decode()
-        host, _, process = self._processes[rank].rpartition(":")
-        if host != socket.gethostname():
-            return False
-        try:
-            os.kill(int(process), 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
+        machine, _, process = self._processes[rank].rpartition(":")
+        return machine == _machine() and _has_ended(int(process))
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Say what it means if the store does not answer.
+
+    Raises:
+        RunFailed: it does not.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunFailed(
+            f"the ranks have lost each other: {first_line(error)}",
+            hint=f"see that rank 0 runs, and that all can reach {where}",
+        ) from error
+
+
+def _machine() -> str:
+    """Name the machine, or the container, in which numbers of processes mean the same."""
+    try:
+        numbers = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # a system without containers of processes
+        numbers = ""
+    return f"{socket.gethostname()} {numbers}"
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE  # until its parent looks at it
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
         return False
 
 
@@ -96,7 +135,7 @@ def _store(rank: int) -> Store:
     """Return a connection; rank 0 serves it, if no agent does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(host, port, is_master=serves, timeout=_CONNECT, wait_for_workers=False)
+    store = TCPStore(host, port, is_master=serves, timeout=_TIMEOUT, wait_for_workers=False)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return PrefixStore(f"ampaudit/{run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

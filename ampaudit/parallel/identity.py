@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from ampaudit.core.version import __version__
 from ampaudit.source import ModelSource
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["CommandShare", "Identity", "first_mismatch", "identity_of", "refuse_undivided"]
+__all__ = ["CommandShare", "Identity", "identity_of", "refuse_undivided"]
 
 _SAMPLES = 256  # elements of each tensor
 _ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory"})
@@ -132,10 +132,3 @@ def _sample(tensor: torch.Tensor) -> str:
     taken = flat[::step]
     wide = taken.to(torch.complex128 if taken.is_complex() else torch.float64)
     return hashlib.sha256(str(wide.cpu().tolist()).encode()).hexdigest()
-
-
-def first_mismatch(identities: Iterable[tuple[str, Identity]]) -> str:
-    """Return who audits something else than the first, and what; empty if all audit the same."""
-    (_, first), *others = identities
-    found = ((name, first.difference(identity)) for name, identity in others)
-    return next((f"{name} has {what}" for name, what in found if what), "")

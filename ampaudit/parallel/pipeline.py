@@ -44,7 +44,7 @@ class PipelineShare(RankShare):
         """Wait for something that a rank leaves, and remove it.
 
         Raises:
-            RunFailed: that rank has failed, or is lost.
+            RankLost: that rank has failed, or is lost.
         """
         self._awaited(key, rank)
         self.moved()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NoReturn
 
 import click
 from pydantic import TypeAdapter
 
+from ampaudit.core import interrupts
 from ampaudit.core.config import Progress
-from ampaudit.core.errors import AuditError, InputError, RunFailed, first_line
+from ampaudit.core.errors import AuditError, RankLost, first_line
+from ampaudit.core.torchrun import place_of
 from ampaudit.parallel.board import Board
-from ampaudit.parallel.identity import Identity, first_mismatch
+from ampaudit.parallel.identity import Identity
+from ampaudit.parallel.watch import Watch
 from ampaudit.parallel.wire import (
     KIND,
     SCHEMA,
@@ -30,12 +31,12 @@ from ampaudit.parallel.wire import (
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import Failure, PartDone, PartRecords, Share, joined_in_order, raise_first
 
-__all__ = ["RankShare", "started_by_torchrun", "with_ranks"]
+__all__ = ["RankShare", "with_ranks"]
 
 _POLL_SECONDS = 0.05
 _AT_ONCE = 64  # batches whose records may lie on the board
-_LOST_SECONDS = 20.0  # without a sign of life
-_HUNG_SECONDS = 600.0  # without progress; a batch of a large model takes minutes
+_PARTING_SECONDS = 5.0  # for the others to read the exit code
+_SAYING_SECONDS = 2.0  # for a rank that is terminated to say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,6 @@ def _schema() -> TypeAdapter[_Answer]:
     return TypeAdapter(_Answer)
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What a rank's counters were, and when they last changed."""
-
-    counters: tuple[int, int] = (0, 0)
-    alive: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
-
-
 class RankShare(Share):
     """Runs every n-th batch, and joins the records of all ranks on rank 0.
 
@@ -75,19 +67,26 @@ class RankShare(Share):
     def __init__(self, board: Board, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
         self._board = board
+        self._watch = Watch(board, rank, count)
         self._about: tuple[str, Identity] | None = None
         self._passes = self._answers = 0
-        self._seen: dict[int, _Seen] = {}
-        self._hung = float(os.environ.get("AMPAUDIT_RANK_TIMEOUT", _HUNG_SECONDS))
 
     def describe(self, location: str, identity: Identity) -> None:
         """Say what this rank audits."""
         self._about = location, identity
+        self._watch.describe(identity)
 
     def mine(self, phase: str, number: int) -> bool:
-        """Return whether this rank runs a batch."""
+        """Return whether this rank runs a batch.
+
+        Raises:
+            RankLost: another rank is lost, or has failed.
+            InputError: another rank audits something else.
+            PartDone: rank 0 has ended.
+        """
         del phase
         self._board.moved(self.rank)
+        self._look_after_others(self._passes + 1)
         return number % self.count == self.rank
 
     def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
@@ -95,13 +94,14 @@ class RankShare(Share):
 
         Raises:
             AuditError: the first batch that could not be audited.
-            RunFailed: a rank is lost, or has failed.
+            RankLost: a rank is lost, or has failed.
             InputError: a rank audits something else.
         """
         self._passes += 1
         assert self._about is not None, "ranks say what they audit before they join"
         batches = tuple(sorted(own.records))
-        part = AuditPart(KIND, SCHEMA, self.rank, self.count, *self._about, batches, own.failure)
+        failure = _naming(self.rank, own.failure)
+        part = AuditPart(KIND, SCHEMA, self.rank, self.count, *self._about, batches, failure)
         if self.rank > 0:
             self._board.put(f"{self._passes}/{self.rank}", part_to_json(part))
             return self._sent(own)
@@ -110,11 +110,6 @@ class RankShare(Share):
             progress(f"{phase}: waiting for rank {rank}", rank, self.count)
             parts.append(part_from_json(self._awaited(f"{self._passes}/{rank}", rank), f"rank {rank}"))
         try:
-            if what := first_mismatch((f"rank {part.index}", part.identity) for part in parts):
-                raise InputError(
-                    f"the ranks do not audit the same: {what}",
-                    hint="give all the same files, versions and options, and seed random weights and inputs",
-                )
             raise_first(part.failure for part in parts)
             totals = joined_in_order(self._received(parts, own))
         except AuditError as error:
@@ -158,18 +153,16 @@ class RankShare(Share):
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this rank cannot go on."""
-        text = str(error.args[0]) if isinstance(error, AuditError) and error.args else first_line(error)
-        known = isinstance(error, AuditError)
-        self._board.put(
-            f"failed/{self.rank}", (text if known else f"{type(error).__name__}: {text}").encode()
-        )
+        self._board.put(f"failed/{self.rank}", _told_in_a_line(error).encode(errors="replace"))
 
     def end(self, code: int) -> None:
         """Tell all ranks the exit code, and wait until they have it."""
         self._board.put("exit", str(code).encode())
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + _PARTING_SECONDS
         for rank in range(1, self.count):
             while not self._board.has(f"left/{rank}") and time.monotonic() < deadline:
+                if self._board.is_gone(rank):
+                    break
                 time.sleep(_POLL_SECONDS)
 
     def exit_code(self) -> int:
@@ -178,9 +171,21 @@ class RankShare(Share):
         self._board.put(f"left/{self.rank}", b"")
         return code
 
+    def tell_signals(self) -> None:
+        """Say on a signal which rank's end is the reason; other ranks tell that they had one."""
+        if self.rank == 0:
+            interrupts.explained_by(self._watch.why_terminated)
+        else:
+            interrupts.at_end(self._tell_signal)
+
+    def _tell_signal(self) -> None:
+        telling = threading.Thread(target=self._board.put, args=(f"signal/{self.rank}", b""), daemon=True)
+        telling.start()
+        telling.join(_SAYING_SECONDS)  # the store may be gone
+
     def _tell(self, answer: _Answer) -> None:
         """Tell all ranks how rank 0 goes on; from now on they have their time again."""
-        self._seen.clear()
+        self._watch.start_again()
         self._answers += 1
         self._board.put(f"answer/{self._answers}", _schema().dump_json(answer, exclude_defaults=True))
 
@@ -195,85 +200,73 @@ class RankShare(Share):
         """Return what a rank has put there, as soon as it has.
 
         Raises:
-            RunFailed: it has failed, or it is lost, or makes no progress.
+            RankLost: a rank has failed, or it is lost, or makes no progress.
+            InputError: it audits something else.
+            PartDone: rank 0 has ended.
         """
         while not self._board.has(key):
-            failed = f"failed/{rank}"
-            if rank > 0 and self._board.has(failed):
-                text = self._board.get(failed).decode(errors="replace")
-                raise RunFailed(f"rank {rank}: {text}", hint="run it alone, with --debug, to see more")
-            self._look_after(rank)
+            self._look_after_others(self._passes, rank)
             time.sleep(_POLL_SECONDS)
+        if rank > 0:
+            self._watch.compare(rank)
         return self._board.get(key)
 
-    def _look_after(self, rank: int) -> None:
-        seen, now = self._seen.setdefault(rank, _Seen()), time.monotonic()
-        counters = self._board.counters(rank)
-        if counters[0] != seen.counters[0]:
-            seen.alive = now
-        if counters[1] != seen.counters[1]:
-            seen.moved = now
-        seen.counters = counters
-        if self._board.is_gone(rank):
-            _lost(rank, "has ended")
-        if now - seen.alive > _LOST_SECONDS:
-            _lost(rank, f"has given no sign of life for {_LOST_SECONDS:.0f} s")
-        if now - seen.moved > self._hung and rank > 0:
-            _lost(rank, f"has finished no batch for {self._hung:.0f} s")
+    def _look_after_others(self, number: int, awaited: int = 0) -> None:
+        """Look after the ranks that work on a pass, which are all on rank 0, and one that is waited for."""
+        if not self._watch.is_due():
+            return
+        ranks = {awaited}
+        if self.rank == 0:
+            ranks |= {rank for rank in range(1, self.count) if not self._board.has(f"{number}/{rank}")}
+        elif self._board.has("exit"):
+            raise PartDone
+        for rank in sorted({0, *ranks} - {self.rank}):
+            self._watch.check(rank)
 
 
-def _lost(rank: int, what: str) -> NoReturn:
-    raise RunFailed(
-        f"rank {rank} {what}: nothing was reported",
-        hint="see that rank's log; a process that runs out of memory is killed without a word",
-    )
+def _naming(rank: int, failure: Failure | None) -> Failure | None:
+    """Name the rank in an error that may be its machine's, such as a lack of memory."""
+    if failure is None or failure.kind != "RunFailed":
+        return failure
+    return replace(failure, message=f"rank {rank}: {failure.message}")
 
 
-def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is one of several processes of ``torchrun``."""
-    known = all(name in environment for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    return known and int(environment.get("WORLD_SIZE", "1")) > 1
+def _told_in_a_line(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    if isinstance(error, AuditError) and error.args:
+        return str(error.args[0])
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 @contextmanager
 def with_ranks(kind: type[RankShare] = RankShare) -> Iterator[RankShare | None]:
     """Give this process's share of a command; all ranks end with the exit code of the first.
 
-    Processes of other ranks print nothing.
-
     Args:
         kind: how the work is divided.
     """
-    if not started_by_torchrun():
+    place = place_of()
+    if place is None:
         yield None
         return
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank > 0:
-        _silence()
-    share = kind(Board.connect(rank, f"{socket.gethostname()}:{os.getpid()}"), rank, count)
-    if rank > 0:
+    share = kind(Board.connect(place.rank), place.rank, place.count)
+    share.tell_signals()
+    if place.rank > 0:
         try:
             yield share
-        except PartDone:
-            pass
+        except (PartDone, RankLost):
+            pass  # rank 0 finds out itself who is lost
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             share.fail(error)
         raise click.exceptions.Exit(share.exit_code())
-    code = 3
     try:
         yield share
-        code = 0
-    except click.exceptions.Exit as error:
-        code = error.exit_code
+    except KeyboardInterrupt:
         raise
-    except (AuditError, click.ClickException) as error:
-        code = error.exit_code
+    except BaseException as error:
+        share.end(getattr(error, "exit_code", 3))
         raise
-    finally:
-        share.end(code)
-
-
-def _silence() -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    share.end(0)

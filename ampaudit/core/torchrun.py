@@ -1,0 +1,43 @@
+"""Tells which of several processes of ``torchrun`` this is."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # imported before signals are handled
+    from collections.abc import Mapping
+
+__all__ = ["Place", "place_of", "silence"]
+
+
+class Place:
+    """The rank of a process, and how many there are.
+
+    Args:
+        rank: of this process, from 0.
+        count: of processes.
+    """
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+
+def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return which of several processes this is; ``None`` if there is one.
+
+    Launchers other than ``torchrun`` set the same variables.
+    """
+    rank, count = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+    known = all(name in environment for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not (known and rank.isdecimal() and count.isdecimal() and int(count) > 1):
+        return None
+    return Place(int(rank), int(count))
+
+
+def silence() -> None:
+    """Print nothing from here on, not even what is written to file descriptors."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
