@@ -55,7 +55,7 @@ def check(
     Budgets.of(budgets)  # refuses what is no limit
     baseline = str(chosen.baseline) if chosen.baseline is not None else None
     settings = _plain(chosen, _OPTIONS - {"fail_on", "on_progress"})
-    requests = [Request(target, settings, budgets, baseline) for target in wanted]
+    requests = [Request(target, settings, budgets, baseline, n) for n, target in enumerate(wanted)]
     return CheckResults.of(check_all(requests, limits, chosen.on_progress))
 
 

@@ -10,11 +10,11 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.config import ScanConfig, policies_of
 from ampaudit.audit.metric import metric_of
 from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
@@ -22,22 +22,32 @@ from ampaudit.core.config import Config
 from ampaudit.core.confinement import die_with_parent
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.torchrun import place_of
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.gap import gaps_in_words
+from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source
+
+if TYPE_CHECKING:
+    from ampaudit.parallel.ranks import RankShare
 
 __all__ = ["check_target"]
 
 AS_IS = "as-is"
 
 
-def check_target(request: Request) -> TargetResult:
+def check_target(request: Request, share: RankShare | None = None) -> TargetResult:
     """Audit a target and compare it with its budgets.
 
+    Args:
+        request: the target.
+        share: the part of the batches that this process runs, if it is not all.
+
     Raises:
+        PartDone: another process has the result.
         AuditError: see ``ampaudit.core.errors``.
     """
     baseline = read_baseline(Path(request.baseline)) if request.baseline else None
@@ -53,6 +63,8 @@ def check_target(request: Request) -> TargetResult:
     outputs: dict[int, Any] = {}
     if source.metric is not None:
         config = config.changed(keep_outputs=outputs.__setitem__)
+    if share is not None:
+        config = _divided(source, config, share, request.target)
     report = scan(source, config=config)
     if report.run.made_up:
         notes.append(f"audited on {report.run.made_up}")
@@ -85,6 +97,17 @@ def check_target(request: Request) -> TargetResult:
     )
 
 
+def _divided(source: ModelSource, config: ScanConfig, share: RankShare, location: str) -> ScanConfig:
+    """Let several processes run the batches, or the first all of them where that is not possible."""
+    from ampaudit.parallel.identity import identity_of, is_divisible
+
+    if source.metric is not None or not is_divisible(config):  # a metric needs all outputs in one place
+        share.finish()
+        return config
+    share.describe(location, identity_of(source, policies_of(config.policy), config))
+    return config.changed(share=share)
+
+
 def _own(record: type[Config], request: Request) -> dict[str, object]:
     return {name: value for name, value in request.options.items() if name in record.model_fields}
 
@@ -106,12 +129,27 @@ def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
     )
 
 
+def _checked(request: Request) -> TargetResult:
+    """Check a target, together with the workers of other ranks if there are some."""
+    if place_of() is None:
+        return check_target(request)
+    from click.exceptions import Exit
+
+    from ampaudit.parallel.ranks import with_ranks
+
+    try:
+        with with_ranks(name=f"check/{request.number}") as share:
+            return check_target(request, share)
+    except Exit as error:
+        return TargetResult(request.target, "error", error.exit_code, error="rank 0 has the result")
+
+
 def main() -> None:
     """Read the request, check, and write the result; user errors become part of it."""
     die_with_parent(os.getppid())
     request = TypeAdapter(Request).validate_json(Path(sys.argv[1]).read_bytes())
     try:
-        result = check_target(request)
+        result = _checked(request)
     except AuditError as error:
         result = TargetResult(request.target, "error", error.exit_code, error=str(error))
     except MemoryError:

@@ -9,7 +9,7 @@ import click
 
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.cli.options import (
-    GroupedCommand,
+    DividedCommand,
     config_from,
     config_options,
     configuration_option,
@@ -18,11 +18,12 @@ from ampaudit.cli.options import (
     report_options,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.ranks import among_ranks
 
 __all__ = ["check_command"]
 
 
-@click.command("check", cls=GroupedCommand)
+@click.command("check", cls=DividedCommand)
 @click.argument("targets", nargs=-1)
 @config_options(CheckConfig)
 @configuration_option
@@ -42,9 +43,12 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     chosen = (read_config(path) if path is not None else {}) | given(options)
     wanted = targets or tuple(chosen.get("targets", ()))
     what = f"{len(wanted)} targets" if len(wanted) != 1 else wanted[0]
-    with ProgressBar(what) as progress:
-        from ampaudit.ci.check import check
+    with among_ranks() as share:
+        with ProgressBar(what) as progress:
+            from ampaudit.ci.check import check
 
-        found = check(wanted, config=config_from(CheckConfig, chosen, on_progress=progress.update))
-    deliver_document(found, options)
-    context.exit(found.exit_code)
+            found = check(wanted, config=config_from(CheckConfig, chosen, on_progress=progress.update))
+        if share is not None:
+            share.finish()
+        deliver_document(found, options)
+        context.exit(found.exit_code)

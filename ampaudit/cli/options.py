@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 
+from ampaudit.cli.ranks import among_ranks
 from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, long_flag, option_of, value_type
 from ampaudit.core.errors import UsageError
 from ampaudit.core.untrusted import describe
@@ -20,6 +21,7 @@ from ampaudit.render.render import formats_of
 
 __all__ = [
     "FILE",
+    "DividedCommand",
     "GroupedCommand",
     "config_from",
     "config_options",
@@ -72,7 +74,21 @@ _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its options in groups."""
+    """A command whose help lists its options in groups.
+
+    Of several processes of ``torchrun``, the first runs it; the others end with its exit code.
+    """
+
+    divided = False
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        if self.divided:
+            return super().invoke(ctx)
+        with among_ranks() as share:
+            if share is not None:
+                share.finish()
+            return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section per group with more than one option, with one width for the first column."""
@@ -89,6 +105,12 @@ class GroupedCommand(click.Command):
             if rows:
                 with formatter.section(group):
                     formatter.write_dl([(f"{flags:{width}}", text) for flags, text in rows])
+
+
+class DividedCommand(GroupedCommand):
+    """A command that divides its work among the processes of ``torchrun`` itself."""
+
+    divided = True
 
 
 def _group(option: click.Option) -> str:

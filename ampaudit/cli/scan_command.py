@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ from ampaudit.audit.config import ScanConfig, policies_of
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
     FILE,
-    GroupedCommand,
+    DividedCommand,
     config_from,
     config_options,
     debug_option,
@@ -24,6 +22,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.ranks import among_ranks
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control
 from ampaudit.report.finding import Severity
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["audited", "report_scan", "scan_command"]
 
 
-@click.command("scan", cls=GroupedCommand)
+@click.command("scan", cls=DividedCommand)
 @click.argument("model")
 @config_options(ScanConfig, SourceConfig)
 @click.option(
@@ -74,7 +73,7 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
 
         write_scan_part(scan_command, audited, model, options)
         return
-    with _among_ranks(pipeline=options["pipeline"]) as share:
+    with among_ranks(pipeline=options["pipeline"]) as share:
         kept = _resumed(share, options)
         report_scan(context, model, options, kept, given=given(options))
 
@@ -105,18 +104,6 @@ def report_scan(
         lines = f"ampaudit: policy {policy}: {failure}".splitlines()
         click.echo("\n".join(escape_control(line) for line in lines), err=True)
     context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
-
-
-def _among_ranks(*, pipeline: bool) -> AbstractContextManager[CommandShare | None]:
-    """Return this process's share of the work, if torchrun has started several."""
-    if "RANK" not in os.environ:
-        if pipeline:
-            raise click.UsageError("--pipeline divides the model among ranks: start it with torchrun")
-        return nullcontext()
-    from ampaudit.parallel.pipeline import PipelineShare
-    from ampaudit.parallel.ranks import RankShare, with_ranks
-
-    return with_ranks(PipelineShare if pipeline else RankShare)
 
 
 def _resumed(share: CommandShare | None, options: dict[str, Any]) -> CommandShare | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -13,13 +13,32 @@ from pathlib import Path
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.core.errors import RunFailed, UsageError, first_line
+from ampaudit.core.untrusted import describe
 
-__all__ = ["Board"]
+__all__ = ["Board", "rank_timeout"]
 
 _BEAT_SECONDS = 1.0
-_TIMEOUT = timedelta(seconds=120)  # of a connection, and of an answer
+_ANSWER_SECONDS = 120.0  # for a connection, and for an answer
+_LIMIT = "AMPAUDIT_RANK_TIMEOUT"
+_HUNG_SECONDS = 600.0  # without progress; a batch of a large model takes minutes
 _CHUNK = 1 << 24  # bytes of one entry
+
+
+def rank_timeout(environment: Mapping[str, str] = os.environ) -> float:
+    """Return after how many seconds without progress a rank hangs.
+
+    Raises:
+        UsageError: the variable holds no such number.
+    """
+    text = environment.get(_LIMIT, str(_HUNG_SECONDS))
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not found > 0:
+        raise UsageError(f"{_LIMIT} is {describe(text)}", hint="set it to a number of seconds, such as 600")
+    return found
 
 
 class Board:
@@ -36,15 +55,19 @@ class Board:
         self._processes: dict[int, str] = {}
 
     @classmethod
-    def connect(cls, rank: int) -> Board:
+    def connect(cls, rank: int, name: str = "") -> Board:
         """Connect to the store of ``torchrun``, or of rank 0.
+
+        Args:
+            rank: of this process.
+            name: of what these processes do, if others of the same ranks have started them.
 
         Raises:
             RunFailed: there is none.
         """
         with _failing():
-            board = cls(_store(rank), rank)
-            beats = _store(-1)
+            board = cls(_store(rank, name), rank)
+            beats = _store(-1, name)
         board.put(f"process/{rank}", f"{_machine()}:{os.getpid()}".encode())
         threading.Thread(target=_beat, args=(beats, rank), daemon=True).start()
         return board
@@ -131,13 +154,15 @@ def _has_ended(process: int) -> bool:
         return False
 
 
-def _store(rank: int) -> Store:
+def _store(rank: int, name: str) -> Store:
     """Return a connection; rank 0 serves it, if no agent does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(host, port, is_master=serves, timeout=_TIMEOUT, wait_for_workers=False)
+    serves = rank == 0 and not name and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=min(_ANSWER_SECONDS, rank_timeout()))
+    store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return PrefixStore(f"ampaudit/{run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"ampaudit/{run}/{restart}/{name}", store)
 
 
 def _beat(store: Store, rank: int) -> None:

@@ -16,7 +16,7 @@ from ampaudit.core.version import __version__
 from ampaudit.source import ModelSource
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["CommandShare", "Identity", "identity_of", "refuse_undivided"]
+__all__ = ["CommandShare", "Identity", "identity_of", "is_divisible", "refuse_undivided"]
 
 _SAMPLES = 256  # elements of each tensor
 _ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory"})
@@ -98,6 +98,11 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: ScanConf
         _digest(rules),
         _digest(options),
     )
+
+
+def is_divisible(config: ScanConfig) -> bool:
+    """Return whether the batches of an audit can be shared."""
+    return not any(getattr(config, option) for option in _UNDIVIDED)
 
 
 def refuse_undivided(config: ScanConfig) -> None:

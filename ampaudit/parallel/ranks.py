@@ -240,17 +240,18 @@ def _told_in_a_line(error: BaseException) -> str:
 
 
 @contextmanager
-def with_ranks(kind: type[RankShare] = RankShare) -> Iterator[RankShare | None]:
+def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[RankShare | None]:
     """Give this process's share of a command; all ranks end with the exit code of the first.
 
     Args:
         kind: how the work is divided.
+        name: of the work, if the processes of the ranks have started others for it.
     """
     place = place_of()
     if place is None:
         yield None
         return
-    share = kind(Board.connect(place.rank), place.rank, place.count)
+    share = kind(Board.connect(place.rank, name), place.rank, place.count)
     share.tell_signals()
     if place.rank > 0:
         try:

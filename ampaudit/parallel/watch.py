@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
-from ampaudit.core.errors import InputError, RankLost, UsageError
-from ampaudit.core.untrusted import describe
-from ampaudit.parallel.board import Board
+from ampaudit.core.errors import InputError, RankLost
+from ampaudit.parallel.board import Board, rank_timeout
 from ampaudit.parallel.identity import Identity
 
-__all__ = ["Watch", "limit_in"]
+__all__ = ["Watch"]
 
-_LIMIT = "AMPAUDIT_RANK_TIMEOUT"
-_HUNG_SECONDS = 600.0  # without progress; a batch of a large model takes minutes
 _LOST_SECONDS = 60.0  # without a sign of life; code in C may hold the interpreter for a while
 _LOOK_SECONDS = 0.5
-
-
-def limit_in(environment: Mapping[str, str] = os.environ) -> float:
-    """Return after how many seconds without progress a rank hangs.
-
-    Raises:
-        UsageError: the variable holds no such number.
-    """
-    text = environment.get(_LIMIT, str(_HUNG_SECONDS))
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not found > 0:
-        raise UsageError(f"{_LIMIT} is {describe(text)}", hint="set it to a number of seconds, such as 600")
-    return found
 
 
 @dataclass(slots=True)
@@ -59,7 +38,7 @@ class Watch:
     def __init__(self, board: Board, rank: int, count: int) -> None:
         self._board, self._rank = board, rank
         self._others = [other for other in range(count) if other != rank]
-        self._hung = limit_in()
+        self._hung = rank_timeout()
         self._lost = min(_LOST_SECONDS, self._hung)
         self._seen: dict[int, _Seen] = {}
         self._identity: Identity | None = None
@@ -104,7 +83,10 @@ class Watch:
             _lose(rank, "was terminated")
         if self._board.is_gone(rank):
             _lose(rank, "has ended")
-        if now - seen.alive > self._lost:
+        if not seen.counters[0]:
+            if now - seen.alive > self._hung:
+                _lose(rank, f"has not started within {self._hung:.0f} s")
+        elif now - seen.alive > self._lost:
             _lose(rank, f"has given no sign of life for {self._lost:.0f} s")
         if now - seen.moved > self._hung and rank > 0:  # the first has more to do than batches
             _lose(rank, f"has finished no batch for {self._hung:.0f} s")
@@ -130,12 +112,17 @@ class Watch:
         return self._board.get(key).decode(errors="replace") if self._board.has(key) else ""
 
     def compare(self, rank: int) -> None:
-        """Compare what a rank has said that it audits; another version may say it in another form.
+        """Compare on rank 0 what a rank has said that it audits; another version may say it in another form.
 
         Raises:
             InputError: it is something else.
         """
-        if rank in self._alike or self._identity is None or not self._board.has(f"about/{rank}"):
+        if (
+            self._rank > 0
+            or rank in self._alike
+            or self._identity is None
+            or not self._board.has(f"about/{rank}")
+        ):
             return
         told = json.loads(self._board.get(f"about/{rank}"))
         mine = asdict(self._identity)

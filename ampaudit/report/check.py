@@ -21,12 +21,14 @@ class Request:
         options: options of the audit and of the source by name.
         budgets: fields of ``Budgets``.
         baseline: path of an earlier report.
+        number: of the target, by which processes of several ranks find each other.
     """
 
     target: str
     options: dict[str, object]
     budgets: dict[str, object]
     baseline: str | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

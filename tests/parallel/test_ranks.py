@@ -2,76 +2,24 @@
 
 from __future__ import annotations
 
-import os
+import json
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.parallel import MODEL, without_times, written
-
-SCAN = ("scan", "mixed.py", "--batches", "9", "--policy", "torch-cuda", "--fail-on", "never", "--force")
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
-
-
-def started(folder: Path, count: int, *words: str, **more: str) -> list[subprocess.Popen[str]]:
-    """Start the ranks as a scheduler without an agent does, which does not end the others with one."""
-    port = str(free_port())
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "ampaudit", *words],
-            cwd=folder,
-            env=environment(
-                RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    written(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def ranks(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    found: list[subprocess.Popen[str]] = []
-    yield found
-    for process in found:
-        process.kill()
-        process.communicate()
+from tests.support.parallel import MODEL, SCAN, alone, environment, started, torchrun, without_times, written
 
 
 @pytest.mark.parametrize(
     "count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)]
 )
 def test_torchrun_gives_one_report(folder: Path, count: int) -> None:
-    command = [sys.executable, "-m", "ampaudit", *SCAN, "-o", "one.json"]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    done = subprocess.run(
-        [*agent, "-m", "ampaudit", *SCAN, "-o", "ranks.json"],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    alone(folder, *SCAN, "-o", "one.json")
+    done = torchrun(folder, count, *SCAN, "-o", "ranks.json")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("finite but wrong in float16") == 1
     assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
@@ -167,3 +115,36 @@ def test_a_rank_that_runs_out_of_index_tells_the_first_batch(
     )  # fmt: skip
     last = [line for line in err.splitlines() if line.startswith("ampaudit: ")]
     assert last == [line for line in alone.stderr.splitlines() if line.startswith("ampaudit: ")]
+
+
+@pytest.mark.parametrize(
+    "body", [MODEL, MODEL + "\ndef metric(output, batch):\n    return output['scores'].mean()\n"]
+)
+def test_check_divides_batches_unless_a_metric_needs_them_all(folder: Path, body: str) -> None:
+    written(folder, body)
+    words = ("check", "mixed.py", "mixed.py", "--batches", "9", "--policy", "torch-cuda", "--force", "-o")
+    one = alone(folder, *words, "one.json")
+    done = torchrun(folder, 2, *words, "ranks.json")
+    assert (one.returncode, done.returncode) == (1, 1), done.stderr
+    assert done.stderr.count("FAIL  ") == 1
+    assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
+
+
+@pytest.mark.slow
+def test_check_names_the_rank_that_fails(folder: Path) -> None:
+    written(folder, STOPS.replace("ACT", "raise FileNotFoundError('no data on this machine')"))
+    done = torchrun(folder, 2, "check", "mixed.py", "--batches", "9", "-o", "ranks.json")
+    (target,) = json.loads((folder / "ranks.json").read_text())["targets"]
+    assert target["exit_code"] == 3, done.stderr
+    assert target["error"].startswith("rank 1: ")
+    assert "no data on this machine" in target["error"]
+
+
+@pytest.mark.parametrize(
+    "words", [("plan",), pytest.param(("tune", "--min-sqnr", "30"), marks=pytest.mark.slow)]
+)
+def test_what_is_not_divided_is_done_once(folder: Path, words: tuple[str, ...]) -> None:
+    command, *rest = words
+    done = torchrun(folder, 2, command, "mixed.py", *rest, "-o", "ranks.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("written to ranks.json") == 1

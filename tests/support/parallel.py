@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BATCHES", "MODEL", "without_times", "written"]
+__all__ = [
+    "BATCHES",
+    "MODEL",
+    "SCAN",
+    "alone",
+    "environment",
+    "started",
+    "torchrun",
+    "without_times",
+    "written",
+]
+
+SCAN = ("scan", "mixed.py", "--batches", "9", "--policy", "torch-cuda", "--fail-on", "never", "--force")
+AGENT = ("-m", "torch.distributed.run", "--standalone")
+_TIMES = {"timings", "seconds", "peak_bytes"}
 
 BATCHES = 9
 MODEL = """
@@ -52,7 +70,48 @@ def without_times(path: Path) -> str:
 
     def cleaned(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: cleaned(item) for key, item in value.items() if key != "timings"}
+            return {key: cleaned(item) for key, item in value.items() if key not in _TIMES}
         return [cleaned(item) for item in value] if isinstance(value, list) else value
 
     return json.dumps(cleaned(json.loads(path.read_text())))
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a rank."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run ampaudit in one process."""
+    return subprocess.run(
+        [sys.executable, "-m", "ampaudit", *words],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def torchrun(folder: Path, count: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run ampaudit on several ranks of torchrun."""
+    return subprocess.run(
+        [sys.executable, *AGENT, "--nproc-per-node", str(count), "-m", "ampaudit", *words],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+
+
+def started(folder: Path, count: int, *words: str, **more: str) -> list[subprocess.Popen[str]]:
+    """Start the ranks as a scheduler without an agent does, which does not end the others with one."""
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        port = str(made.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "ampaudit", *words],
+            cwd=folder,
+            env=environment(
+                RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]

@@ -1,0 +1,32 @@
+"""Runs a command on the ranks that ``torchrun`` has started."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import click
+
+from ampaudit.core.torchrun import place_of
+
+if TYPE_CHECKING:
+    from ampaudit.parallel.ranks import RankShare
+
+__all__ = ["among_ranks"]
+
+
+def among_ranks(*, pipeline: bool = False) -> AbstractContextManager[RankShare | None]:
+    """Give this process's share of the work, if there are several; all end with the exit code of the first.
+
+    Args:
+        pipeline: whether the model is divided, and not the batches.
+    """
+    if place_of() is None:
+        if pipeline and "RANK" not in os.environ:
+            raise click.UsageError("--pipeline divides the model among ranks: start it with torchrun")
+        return nullcontext()
+    from ampaudit.parallel.pipeline import PipelineShare
+    from ampaudit.parallel.ranks import RankShare, with_ranks
+
+    return with_ranks(PipelineShare if pipeline else RankShare)

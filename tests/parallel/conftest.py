@@ -1,0 +1,28 @@
+"""What tests of several processes share."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.parallel import written
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the model."""
+    written(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[subprocess.Popen[str]]]:
+    """Take processes, and end those that still run."""
+    found: list[subprocess.Popen[str]] = []
+    yield found
+    for process in found:
+        process.kill()
+        process.communicate()
