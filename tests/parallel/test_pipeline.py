@@ -1,0 +1,48 @@
+"""A model whose segments are divided among ranks gives the report of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.test_parts import PROMOTING
+from tests.support.parallel import SCAN, alone, torchrun, without_times
+
+slow = pytest.mark.slow
+MEASURED = (
+    "scan",
+    "mixed.py",
+    "--batches",
+    "9",
+    "--policy",
+    "promoting.yaml",
+    "--fail-on",
+    "never",
+    "--force",
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (2, MEASURED),
+        pytest.param(2, SCAN, marks=slow),
+        pytest.param(3, SCAN, marks=slow),
+        pytest.param(2, (*SCAN, "--ranges"), marks=slow),
+        pytest.param(2, (*SCAN, "--policy", "half"), marks=slow),
+    ],
+)
+def test_a_pipeline_gives_the_report_of_one_process(folder: Path, count: int, words: tuple[str, ...]) -> None:
+    (folder / "promoting.yaml").write_text(PROMOTING)
+    assert alone(folder, *words, "-o", "one.json").returncode == 0
+    done = torchrun(folder, count, *words, "--pipeline", "-o", "ranks.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("written to ranks.json") == 1
+    assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
+
+
+def test_a_pipeline_needs_ranks(folder: Path) -> None:
+    done = alone(folder, *SCAN, "--pipeline")
+    assert done.returncode == 2
+    assert "start it with torchrun" in done.stderr

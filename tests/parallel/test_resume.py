@@ -1,0 +1,138 @@
+"""A scan that was killed goes on where it was, and gives the report that it would have given."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.test_parts import PROMOTING, run
+from tests.support.parallel import MODEL, alone, started, torchrun, without_times, written
+
+slow = pytest.mark.slow
+SCAN = ("scan", "mixed.py", "--batches", "9", "--policy", "promoting.yaml", "--fail-on", "never", "--force")
+RESUMED = (*SCAN, "--resume", "kept")
+SEGMENTS = ("--memory", "140kB")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    written(tmp_path)
+    (tmp_path / "promoting.yaml").write_text(PROMOTING)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def usual(folder: Path) -> str:
+    assert run(*SCAN, "-o", "one.json").exit_code == 0
+    return without_times(folder / "one.json")
+
+
+@pytest.mark.parametrize("more", [(), SEGMENTS], ids=["by batch", "by segment"])
+def test_what_was_done_is_not_done_again(
+    folder: Path, usual: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*RESUMED, *more, "-o", "first.json").exit_code == 0
+    for name in ("_run_batch", "run_segmented"):
+        original = getattr(__import__("ampaudit.run.audit", fromlist=[name]), name)
+        monkeypatch.setattr(f"ampaudit.run.audit.{name}", watched(original))
+    assert run(*RESUMED, *more, "-o", "again.json").exit_code == 0
+    assert without_times(folder / "first.json") == usual
+    assert without_times(folder / "again.json") == usual
+
+
+def watched(original: object) -> object:
+    """Let batches only be traced."""
+
+    def call(*args: object, **options: object) -> object:
+        assert not options.get("mine"), "a batch was run again"
+        return original(*args, **options)  # type: ignore[operator]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("seed", "more"),
+    [(0, SEGMENTS), *(pytest.param(n, (SEGMENTS, ())[n % 2], marks=slow) for n in range(1, 9))],
+)
+def test_a_scan_that_is_killed_twice_ends_with_the_same_report(
+    folder: Path, ranks: list[subprocess.Popen[str]], usual: str, seed: int, more: tuple[str, ...]
+) -> None:
+    chance = random.Random(seed)
+    began = time.monotonic()
+    assert alone(folder, *SCAN, *more).returncode == 0
+    seconds = time.monotonic() - began
+    for _ in range(2):
+        (process,) = started(folder, 1, *RESUMED, *more)
+        ranks.append(process)
+        time.sleep((0.5 + chance.random() / 2) * seconds)
+        process.kill()
+        process.communicate()
+    done = alone(folder, *RESUMED, *more, "-o", "again.json")
+    assert done.returncode == 0, done.stderr
+    assert without_times(folder / "again.json") == usual
+
+
+@slow
+def test_ranks_go_on_with_what_is_there(folder: Path, usual: str) -> None:
+    assert torchrun(folder, 2, *RESUMED, "-o", "first.json").returncode == 0
+    kept = sorted((folder / "kept").glob("*auditing-*.json"))
+    for path in kept[::2]:
+        path.unlink()
+    assert alone(folder, *RESUMED, "-o", "again.json").returncode == 0
+    assert len(kept) == len(sorted((folder / "kept").glob("*auditing-*.json")))
+    assert without_times(folder / "first.json") == without_times(folder / "again.json") == usual
+
+
+@pytest.fixture
+def kept(folder: Path) -> Path:
+    assert run(*RESUMED, *SEGMENTS).exit_code == 0
+    return folder / "kept"
+
+
+def refused(*words: str) -> str:
+    """Return the one line that a scan is refused with."""
+    done = run(*RESUMED, *words)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    return str(done.exception)
+
+
+def test_a_directory_of_another_audit_is_refused(kept: Path) -> None:
+    assert "kept is of another audit: it has other options" in refused("--min-headroom", "2")
+    written(kept.parent, MODEL.replace("/ torch.sqrt", "* torch.sqrt"))
+    assert "kept is of another audit: it has another model" in refused()
+
+
+def test_a_directory_of_something_else_is_refused(folder: Path) -> None:
+    (folder / "kept").mkdir()
+    (folder / "kept" / "thesis.tex").write_text("dear")
+    assert "kept holds no audit to resume" in refused()
+    assert (folder / "kept" / "thesis.tex").read_text() == "dear"
+
+
+def test_a_file_in_its_place_is_refused(folder: Path) -> None:
+    (folder / "kept").write_text("")
+    assert "kept: " in refused()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not JSON", "[" * 100_000])
+@pytest.mark.parametrize("name", ["audit.json", "memory.json", "auditing-3.json"])
+def test_a_file_that_was_spoilt_is_named(kept: Path, name: str, text: str) -> None:
+    (kept / "auditing-8.json").unlink()  # so that something is left to run
+    (kept / name).write_text(text)
+    assert f"kept/{name}" in refused(*SEGMENTS)
+
+
+def test_a_record_of_another_batch_is_named(kept: Path) -> None:
+    (kept / "auditing-3.json").write_bytes((kept / "auditing-4.json").read_bytes())
+    assert "kept/auditing-3.json is not of this audit" in refused(*SEGMENTS)
+
+
+def test_a_pipeline_cannot_be_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "--resume keeps whole batches" in str(run(*RESUMED, "--pipeline").output)
