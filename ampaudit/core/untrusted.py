@@ -41,6 +41,7 @@ MAX_MESSAGE = 300  # characters of an error about a file
 _MAX_DIGITS = 20  # of an integer of 64 bits, with its sign
 _MAX_NAME = 80
 _MAX_PATH = 130
+_UNSTATED = 1 << 20  # bytes
 # a FIFO would otherwise block until somebody writes to it
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -75,7 +76,8 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
     with os.fdopen(open_regular(path, error), "rb") as stream:
         try:
             size = os.fstat(stream.fileno()).st_size
-            data = stream.read(limit + 1) if size <= limit else b""
+            # memory for all that is asked for is taken at once; files of /proc have a size of 0
+            data = stream.read(min(limit, size + _UNSTATED) + 1) if size <= limit else b""
         except OSError as cause:
             raise error(f"{describe_path(path)}: {cause.strerror or cause}", hint="check the disk") from cause
     if size > limit or len(data) > limit:

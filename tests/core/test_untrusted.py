@@ -39,6 +39,12 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         read_bounded(path, 9, WeightsError)
 
 
+def test_a_high_limit_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"0123456789")
+    assert read_bounded(path, 1 << 50, WeightsError) == b"0123456789"
+
+
 @pytest.mark.parametrize(
     "text",
     ['{"a": 1, "a": 2}', "[NaN]", "[1e999", "[Infinity]", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500],
