@@ -45,17 +45,17 @@ def example_inputs(): return torch.randn(64, WIDTH)
 """
 
 
-def make_checkpoint(path: Path, layers: int) -> None:
+def make_checkpoint(path: Path, layers: int, width: int = WIDTH) -> None:
     """Weights of ``layers`` blocks, made one at a time."""
     entries: list[TensorEntry] = []
     pieces: list[tuple[str, Iterator[torch.Tensor]]] = []
     for layer in range(layers):
-        for name, shape, scale in (("weight", (WIDTH, WIDTH), 0.02),):
+        for name, shape, scale in (("weight", (width, width), 0.02),):
             entries.append(TensorEntry(f"{3 * layer}.{name}", "F32", shape))
             pieces.append((entries[-1].name, iter_of(layer, shape, scale)))
         for name, value in (("weight", 1.0), ("bias", 0.0)):
-            entries.append(TensorEntry(f"{3 * layer + 2}.{name}", "F32", (WIDTH,)))
-            pieces.append((entries[-1].name, iter([torch.full((WIDTH,), value)])))
+            entries.append(TensorEntry(f"{3 * layer + 2}.{name}", "F32", (width,)))
+            pieces.append((entries[-1].name, iter([torch.full((width,), value)])))
     write_safetensors(path, entries, {"format": "pt"}, pieces)
 
 

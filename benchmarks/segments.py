@@ -1,0 +1,125 @@
+"""What a scan by segment costs: a model whose weights are four times the memory that it may take.
+
+All batches pass one segment of the model before the next is read, so each weight is moved once; that is
+counted in the process that scans. Beside it in turns: the same scan with all weights in memory. Resident
+memory, file pages included, is sampled, and stated above that of a Python process that has imported torch.
+
+    python -m benchmarks.segments [--gigabytes 1] [--batches 16] [--repeats 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.checkpoints import MODEL, make_checkpoint, run
+
+WIDTH = 2000  # a weight of 16 MB
+
+LIMITS = {"ratio": 1.3, "moves": 1}
+BATCHES = "\ndef batches():\n    for _ in range({batches}): yield torch.randn(64, WIDTH)\n"
+
+
+def scan_and_count(counts: Path, words: list[str]) -> None:
+    """Scan in this process, and write how often each weight was moved."""
+    from ampaudit.cli.program import main
+    from ampaudit.run.masters import MasterWeights
+
+    moved: Counter[str] = Counter()
+    hold = MasterWeights.hold
+
+    def counted(self: MasterWeights, names: Iterable[str], pool: dict[int, torch.Tensor]) -> None:
+        known, wanted = set(pool), set(names)
+        hold(self, wanted, pool)
+        for name in wanted:
+            key = id(self.all[name])
+            if key not in known:
+                known.add(key)
+                moved[name] += 1
+
+    MasterWeights.hold = counted  # type: ignore[method-assign]
+    code = main.main(words, standalone_mode=False)
+    counts.write_text(json.dumps(moved))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def measure(folder: Path, layers: int, batches: int, repeats: int) -> dict[str, Any]:
+    """Scan by segment and with all weights in memory, in turns."""
+    source, model, counts = folder / "weights.safetensors", folder / "model.py", folder / "counts.json"
+    make_checkpoint(source, layers, WIDTH)
+    model.write_text(MODEL.format(layers=layers, width=WIDTH) + BATCHES.format(batches=batches))
+    size = source.stat().st_size
+    base = run([sys.executable, "-c", "import torch, time; time.sleep(0.5)"])[1]
+    words = ["scan", str(model), "--weights", str(source), "--policy", "torch-cuda", "-q"]
+    words += ["--batches", str(batches), "--fail-on", "never"]
+    child = [sys.executable, "-m", "benchmarks.segments", "--count", str(counts), *words]
+    ratios, seconds, peaks, whole = [], [], [], []
+    for _ in range(repeats):
+        by_segment, peak = run([*child, "--stream", "--memory", str(size // 4)])
+        moves = json.loads(counts.read_text())
+        resident, resident_peak = run(child)
+        ratios.append(by_segment / resident)
+        seconds.append([by_segment, resident])
+        peaks.append(peak - base)
+        whole.append(resident_peak - base)
+    return {
+        "batches": batches,
+        "weights_mb": size / 1e6,
+        "memory_mb": size / 4e6,
+        "ratio_to_resident": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "seconds": seconds,
+        "moves_of_a_weight": sorted(set(moves.values())),
+        "weights_moved": len(moves),
+        "peak_mb_above_torch": max(peaks),
+        "resident_peak_mb_above_torch": max(whole),
+        "torch_mb": base,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--count", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.count:
+        scan_and_count(Path(chosen.count[0]), chosen.count[1:])
+    layers = round(chosen.gigabytes * 1e9 / (4 * WIDTH * WIDTH))
+    with tempfile.TemporaryDirectory(prefix="ampaudit-bench-") as name:
+        found = measure(Path(name), layers, chosen.batches, chosen.repeats)
+    print(f"{found['batches']} batches by segment: {found['ratio_to_resident']:.2f} x the scan", end=" ")
+    print(f"with all weights in memory ({found['spread'][0]:.2f} to {found['spread'][1]:.2f});", end=" ")
+    print(f"limit {LIMITS['ratio']}")
+    print(f"  each of {found['weights_moved']} weights moved {found['moves_of_a_weight']} times")
+    print(f"  weights {found['weights_mb']:.0f} MB, --memory {found['memory_mb']:.0f} MB;", end=" ")
+    print(f"peak above torch {found['peak_mb_above_torch']:.0f} MB, with all weights in memory", end=" ")
+    print(f"{found['resident_peak_mb_above_torch']:.0f} MB")
+    result = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "cores": psutil.cpu_count(),
+        "machine": platform.machine(),
+        "limits": LIMITS,
+        "segments": found,
+    }
+    if chosen.json:
+        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""``--memory``: what a plan states before the run, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampaudit.report.plan import PlannedMemory, PlanReport
+from ampaudit.report.saved import parse_document
+from tests.parallel.test_parts import run, scanned
+from tests.support.parallel import without_times
+
+MEMORY = ("--memory", "140kB")
+DEEP = """
+import torch
+from torch import nn
+def get_model(): return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+def example_inputs(): return torch.ones(4, 64)
+def batches():
+    for _ in range(9): yield torch.randn(4, 64)
+"""
+
+
+@pytest.fixture(autouse=True)
+def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def planned(folder: Path, memory: str) -> PlannedMemory:
+    (folder / "deep.py").write_text(DEEP)
+    words = ("deep.py", "--batches", 9, "--policy", "half", "--memory", memory, "-o", "p.json", "--force")
+    done = run("plan", *words)
+    assert done.exit_code == 0, done.output
+    plan = parse_document((folder / "p.json").read_text(), "p.json")
+    assert isinstance(plan, PlanReport)
+    assert plan.memory is not None
+    return plan.memory
+
+
+def test_a_plan_states_the_segments_and_what_waits(folder: Path) -> None:
+    few, many = planned(folder, "1MB"), planned(folder, "200kB")
+    assert len(few.segments) == 1 < len(many.segments)
+    for found in (few, many):
+        assert found.batches == 9
+        assert found.largest == max(s.weights + s.values for s in found.segments) <= found.limit
+        assert sum(s.weights for s in found.segments) == 12 * 4 * (64 * 64 + 64)  # each in one segment
+        assert found.segments[-1].boundary == 0
+    assert few.waiting == 0
+    # between two layers: 4 x 64 values of both runs, carried in float32, of every batch
+    assert {s.boundary for s in many.segments[:-1]} == {2 * 4 * 4 * 64}
+    assert many.waiting == 9 * 2 * 4 * 4 * 64
+
+
+def test_a_scan_by_segment_gives_the_same_report(folder: Path) -> None:
+    one = without_times(scanned(folder))
+    assert without_times(scanned(folder, *MEMORY)) == one
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--memory", "1kB"), "--memory 1 kB is too little: the largest group of ops needs"),
+        (("--memory", "much"), "much"),
+        (("--memory", "0"), "0"),
+        ((*MEMORY, "--backward"), "--backward"),
+        ((*MEMORY, "--static"), "--static"),
+        ((*MEMORY, "--sensitivity"), "--sensitivity"),
+        ((*MEMORY, "--steps", "2"), "--steps"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: tuple[str, ...], what: str) -> None:
+    done = run("scan", "mixed.py", "--batches", 9, *words)
+    assert done.exit_code == 2, done.output
+    assert what in str(done.exception) + done.output
+    assert "Traceback" not in done.output
