@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgressBar"]
 
+_FIRST_WORD = re.compile(r"[^ ,]*")
 PATIENCE_SECONDS = 2.0
 LOG_SECONDS = 5.0
 _ALL_STEPS = 1e6  # seconds back over which the speed is averaged: a step may take minutes
@@ -50,9 +52,10 @@ class ProgressBar:
 
     def update(self, phase: str, done: int, total: int) -> None:
         """Record that step ``done`` of ``total`` is about to run, or that all are done."""
-        what = f"{phase} {self._what}: batch" if phase.startswith(("auditing", "measuring")) else f"{phase}:"
+        kind = _FIRST_WORD.match(phase)[0]  # type: ignore[index]  # the others say what it works on
+        batches = kind in ("auditing", "re-auditing", "measuring")
+        what = f"{kind} {self._what}{phase[len(kind) :]}: batch" if batches else f"{phase}:"
         with self._lock:
-            kind = phase.partition(" ")[0]  # the other words say what it works on
             is_new, self._phase = kind != self._phase or done < self._done, kind
             self._message, self._done, self._total = escape_control(what), done, total
             if not self._shown:

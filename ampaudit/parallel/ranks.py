@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -34,6 +34,7 @@ from ampaudit.run.share import Failure, PartDone, PartRecords, Share, joined_in_
 __all__ = ["RankShare", "with_ranks"]
 
 _POLL_SECONDS = 0.05
+_NAMED = 8  # ranks whose progress is shown one by one
 _AT_ONCE = 64  # batches whose records may lie on the board
 _PARTING_SECONDS = 5.0  # for the others to read the exit code
 _SAYING_SECONDS = 2.0  # for a rank that is terminated to say so
@@ -70,6 +71,7 @@ class RankShare(Share):
         self._watch = Watch(board, rank, count)
         self._about: tuple[str, Identity] | None = None
         self._passes = self._answers = 0
+        self._moves_before = 0  # of each rank, in earlier passes
 
     def describe(self, location: str, identity: Identity) -> None:
         """Say what this rank audits."""
@@ -86,8 +88,17 @@ class RankShare(Share):
         """
         del phase
         self._board.moved(self.rank)
-        self._look_after_others(self._passes + 1)
+        if self._watch.is_due():
+            self._look_after_others(self._passes + 1)
         return number % self.count == self.rank
+
+    def progress_of(self, phase: str) -> str:
+        """Add the batch at which each of the others is; of many, of the first and of the last."""
+        at = [max(moves - self._moves_before, 0) for moves in self._watch.progress()]
+        if not at:
+            return phase
+        words = f"{min(at)} to {max(at)}" if len(at) > _NAMED else ", ".join(map(str, at))
+        return f"{phase}, other ranks at {words}"
 
     def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
         """Return the record of all batches under each policy.
@@ -105,10 +116,13 @@ class RankShare(Share):
         if self.rank > 0:
             self._board.put(f"{self._passes}/{self.rank}", part_to_json(part))
             return self._sent(own)
-        parts = [part]
+        parts, total = [part], self._about[1].batches
         for rank in range(1, self.count):
-            progress(f"{phase}: waiting for rank {rank}", rank, self.count)
-            parts.append(part_from_json(self._awaited(f"{self._passes}/{rank}", rank), f"rank {rank}"))
+            told = self._awaited(
+                f"{self._passes}/{rank}", rank, lambda: progress(self.progress_of(phase), total - 1, total)
+            )
+            parts.append(part_from_json(told, f"rank {rank}"))
+        self._moves_before += total
         try:
             raise_first(part.failure for part in parts)
             totals = joined_in_order(self._received(parts, own))
@@ -196,8 +210,8 @@ class RankShare(Share):
             raise answer.failure.as_error()
         return answer
 
-    def _awaited(self, key: str, rank: int) -> bytes:
-        """Return what a rank has put there, as soon as it has.
+    def _awaited(self, key: str, rank: int, show: Callable[[], None] = lambda: None) -> bytes:
+        """Return what a rank has put there, as soon as it has, and show meanwhile how far all are.
 
         Raises:
             RankLost: a rank has failed, or it is lost, or makes no progress.
@@ -205,7 +219,9 @@ class RankShare(Share):
             PartDone: rank 0 has ended.
         """
         while not self._board.has(key):
-            self._look_after_others(self._passes, rank)
+            if self._watch.is_due():
+                self._look_after_others(self._passes, rank)
+                show()
             time.sleep(_POLL_SECONDS)
         if rank > 0:
             self._watch.compare(rank)
@@ -213,8 +229,6 @@ class RankShare(Share):
 
     def _look_after_others(self, number: int, awaited: int = 0) -> None:
         """Look after the ranks that work on a pass, which are all on rank 0, and one that is waited for."""
-        if not self._watch.is_due():
-            return
         ranks = {awaited}
         if self.rank == 0:
             ranks |= {rank for rank in range(1, self.count) if not self._board.has(f"{number}/{rank}")}

@@ -72,6 +72,10 @@ class ResumedShare(Share):
         """Return whether this process runs a batch, if it was not run earlier."""
         return self._inner.mine(phase, number)
 
+    def progress_of(self, phase: str) -> str:
+        """Return a phase as the other share does."""
+        return self._inner.progress_of(phase)
+
     def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
         """Return the record of a batch that was run earlier.
 

@@ -62,6 +62,10 @@ class Watch:
         """Give all ranks their time again, after something that they have waited for."""
         self._seen.clear()
 
+    def progress(self) -> list[int]:
+        """Return how often each rank has moved, as far as it is known."""
+        return [seen.counters[1] for _, seen in sorted(self._seen.items())]
+
     def check(self, rank: int) -> None:
         """Look after a rank that is at work.
 

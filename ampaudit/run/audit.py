@@ -138,7 +138,7 @@ def _run_in_order(
     own: dict[int, list[RunRecord]] = {}
     failure: Failure | None = None
     for number, batch in enumerate(batches):
-        progress(phase, number, len(batches))
+        progress(share.progress_of(phase), number, len(batches))
         mine, known = share.mine(phase, number), share.recorded(phase, number)
         try:
             with telling_own_failures(model, batch):

@@ -165,7 +165,7 @@ class _Segmented:
         for segment in way.own:
             with way.holding(segment, passages):
                 for place, passage in enumerate(passages):
-                    self.progress(f"{self.phase}: segment {segment + 1} of {way.count}", place, len(passages))
+                    self.progress(f"{self.phase}, segment {segment + 1} of {way.count}", place, len(passages))
                     self.at = passage.number
                     yield from self._pass(way, segment, passage)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -148,3 +149,18 @@ def test_what_is_not_divided_is_done_once(folder: Path, words: tuple[str, ...]) 
     done = torchrun(folder, 2, command, "mixed.py", *rest, "-o", "ranks.json")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("written to ranks.json") == 1
+
+
+def test_progress_tells_how_far_all_ranks_are(folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    body = MODEL.replace("    made = torch", '''    if os.environ.get("RANK") == "1":
+        import time; time.sleep(6)
+    made = torch''', 1).replace("def forward(self, ids, gain):", '''def forward(self, ids, gain):
+        if os.environ.get("RANK") == "1":
+            import time; time.sleep(0.5)''')  # fmt: skip
+    written(folder, body)
+    ranks += started(folder, 2, *SCAN)
+    _, err = ranks[0].communicate(timeout=120)
+    assert ranks[0].returncode == 0, err
+    shown = re.findall(r"^auditing mixed\.py, other ranks at (\d+): batch 9 of 9 \.\.\.$", err, re.M)
+    assert shown, err
+    assert all(0 <= int(number) <= 9 for number in shown)
