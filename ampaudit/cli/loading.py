@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 __all__ = ["load_source"]
 
 
-def load_source(location: str, config: SourceConfig) -> ModelSource:
+def load_source(location: str, config: SourceConfig, *, limited: bool = False) -> ModelSource:
     """Load the model at a location.
+
+    Args:
+        location: of the model.
+        config: how to load it.
+        limited: whether the run is to stay within a memory.
 
     Raises:
         AuditError: see ``ampaudit.source``.
@@ -21,7 +26,7 @@ def load_source(location: str, config: SourceConfig) -> ModelSource:
     from ampaudit.cli.memory import keep_freed_memory, return_freed_memory
     from ampaudit.source.open import open_source
 
-    if config.stream:  # which is there to save memory
+    if config.stream or limited:  # which is there to save memory
         return_freed_memory()
     else:
         keep_freed_memory()

@@ -184,7 +184,8 @@ def audited(
         config.check()
         from ampaudit.audit.sweep import first_sizes
 
-        source = load_source(location, loading.changed(input_sizes=first_sizes(config)))
+        loading = loading.changed(input_sizes=first_sizes(config))
+        source = load_source(location, loading, limited=config.memory is not None)
         from ampaudit.audit.scan import as_converted, scan_policies
 
         if config.against is not None:
