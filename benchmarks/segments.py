@@ -113,10 +113,8 @@ def main() -> None:
     print(f"limit {LIMITS['ratio']}")
     print(f"  each of {found['weights_moved']} weights moved {found['moves_of_a_weight']} times")
     print(f"  weights {found['weights_mb']:.0f} MB, --memory {found['memory_mb']:.0f} MB;", end=" ")
-    print(
-        f"peak above a small model {found['peak_mb_above_small']:.0f} MB, with all weights in memory", end=" "
-    )
-    print(f"{found['resident_peak_mb_above_small']:.0f} MB")
+    print(f"peak above a small model {found['peak_mb_above_small']:.0f} MB,", end=" ")
+    print(f"with all weights in memory {found['resident_peak_mb_above_small']:.0f} MB")
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,

@@ -8,8 +8,7 @@ import pytest
 
 from ampaudit.report.plan import PlannedMemory, PlanReport
 from ampaudit.report.saved import parse_document
-from tests.parallel.test_parts import run, scanned
-from tests.support.parallel import without_times
+from tests.support.parallel import run, scanned, without_times
 
 MEMORY = ("--memory", "140kB")
 DEEP = """

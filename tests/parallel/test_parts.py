@@ -7,52 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from ampaudit.cli.program import main
-from ampaudit.core.errors import AuditError
-from tests.support.parallel import BATCHES, MODEL, without_times, written
-
-PROMOTING = """
-name: promoting
-title: large sums in float32
-extends: [half]
-rules:
-- id: promoting/large
-  match: {op: [pow.Tensor_Scalar, sum.dim_IntList]}
-  when: {dtype: [float16], evidence: {headroom_bits: {below: 2}, mask: false}}
-  cast: float32
-  reason: range
-  why: the test's.
-  source: the test
-"""
-
-
-def run(*words: object) -> Result:
-    """Run the program; an error is its exit code and its text, as a user has them."""
-    done = CliRunner().invoke(main, [str(word) for word in words], catch_exceptions=True)
-    if isinstance(done.exception, AuditError):
-        done.exit_code = done.exception.exit_code
-    else:
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done
-
-
-def scanned(folder: Path, *options: str, parts: int = 0) -> Path:
-    """Scan in one process, or in parts that are merged; return the report."""
-    words = ("scan", "mixed.py", "--batches", BATCHES, "--fail-on", "never", "--force", *options)
-    if not parts:
-        done = run(*words, "-o", "one.json")
-        assert done.exit_code == 0, done.output
-        return folder / "one.json"
-    files = [f"part-{number}.json" for number in range(1, parts + 1)]
-    for number, file in enumerate(files, 1):
-        done = run(*words, "--part", f"{number}/{parts}", "-o", file)
-        assert (done.exit_code, done.stdout) == (0, ""), done.output
-        assert f"part {number} of {parts} written to {file}" in done.stderr
-    done = run("merge", *reversed(files), "-o", "merged.json", "--force")
-    assert done.exit_code == 0, done.output
-    return folder / "merged.json"
+from tests.support.parallel import BATCHES, MODEL, PROMOTING, run, scanned, without_times, written
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.test_parts import PROMOTING
-from tests.support.parallel import SCAN, alone, torchrun, without_times
+from tests.support.parallel import PROMOTING, SCAN, alone, torchrun, without_times
 
 slow = pytest.mark.slow
 MEASURED = (

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.test_parts import PROMOTING, run
-from tests.support.parallel import MODEL, alone, started, torchrun, without_times, written
+from tests.support.parallel import MODEL, PROMOTING, alone, run, started, torchrun, without_times, written
 
 slow = pytest.mark.slow
 SCAN = ("scan", "mixed.py", "--batches", "9", "--policy", "promoting.yaml", "--fail-on", "never", "--force")
