@@ -20,6 +20,7 @@ __all__ = ["Board", "rank_timeout"]
 
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 120.0  # for a connection, and for an answer
+_START_SECONDS = 30.0  # in which torch is imported, at least
 _LIMIT = "AMPAUDIT_RANK_TIMEOUT"
 _HUNG_SECONDS = 600.0  # without progress; a batch of a large model takes minutes
 _CHUNK = 1 << 24  # bytes of one entry
@@ -158,7 +159,7 @@ def _store(rank: int, name: str) -> Store:
     """Return a connection; rank 0 serves it, if no agent does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and not name and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = timedelta(seconds=min(_ANSWER_SECONDS, rank_timeout()))
+    timeout = timedelta(seconds=min(_ANSWER_SECONDS, max(_START_SECONDS, rank_timeout())))
     store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

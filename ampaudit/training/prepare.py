@@ -74,7 +74,8 @@ class Prepared:
                 "the policy keeps no masters: another optimizer cannot take over its 16-bit weights",
                 hint="choose a policy with FP32 masters, such as apex-o2",
             )
-        _check_parameters(self.model, optimizer)
+        if optimizer is not self.optimizer:
+            _check_parameters(self.model, optimizer)
         return replace(self, optimizer=optimizer)
 
     @contextmanager

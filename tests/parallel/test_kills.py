@@ -37,10 +37,10 @@ def test_a_kill_never_hangs_and_never_leaves_half_a_report(
     report.unlink(missing_ok=True)
     chance = random.Random(seed)
     victim, moment = chance.randrange(3), chance.random() * seconds
-    ranks += started(folder, 3, *SCAN, "-o", "ranks.json", AMPAUDIT_RANK_TIMEOUT="15")
+    ranks += started(folder, 3, *SCAN, "-o", "ranks.json", AMPAUDIT_RANK_TIMEOUT="30")
     time.sleep(moment)
     ranks[victim].send_signal(signal.SIGKILL)
-    said = [process.communicate(timeout=60) for process in ranks]
+    said = [process.communicate(timeout=120) for process in ranks]
     first = ranks[0].returncode
     if report.exists():
         assert without_times(report) == whole
@@ -52,7 +52,7 @@ def test_a_kill_never_hangs_and_never_leaves_half_a_report(
         assert others == [3] * len(others)
     if first == 3:
         lines = [line for line in said[0][1].splitlines() if line.startswith("ampaudit: ")]
-        how = ("ended", "not started within 15 s")  # before it connected, nobody knows its process
+        how = ("ended", "not started within 30 s")  # before it connected, nobody knows its process
         assert lines in [[f"ampaudit: rank {victim} has {what}: nothing was reported"] for what in how]
     assert all(text == ("", "") for rank, text in enumerate(said) if rank > 0)
     assert not list(folder.glob("*.part*"))

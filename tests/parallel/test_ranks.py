@@ -62,8 +62,8 @@ def test_a_rank_that_is_killed_is_named(folder: Path, ranks: list[subprocess.Pop
 
 def test_a_rank_that_hangs_is_named(folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
     written(folder, STOPS.replace("ACT", "import time; time.sleep(600)"))
-    ranks += started(folder, 2, *SCAN, AMPAUDIT_RANK_TIMEOUT="4")
-    assert told(ranks, 60) == ["ampaudit: rank 1 has finished no batch for 4 s: nothing was reported"]
+    ranks += started(folder, 2, *SCAN, AMPAUDIT_RANK_TIMEOUT="8")
+    assert told(ranks, 60) == ["ampaudit: rank 1 has finished no batch for 8 s: nothing was reported"]
 
 
 def test_the_error_of_a_rank_is_told(folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
@@ -118,16 +118,18 @@ def test_a_rank_that_runs_out_of_index_tells_the_first_batch(
     assert last == [line for line in alone.stderr.splitlines() if line.startswith("ampaudit: ")]
 
 
-@pytest.mark.parametrize(
-    "body", [MODEL, MODEL + "\ndef metric(output, batch):\n    return output['scores'].mean()\n"]
-)
+METRIC = "\ndef metric(output, batch):\n    return output['scores'].mean()\n"
+
+
+@pytest.mark.parametrize("body", [MODEL, pytest.param(MODEL + METRIC, marks=pytest.mark.slow)])
 def test_check_divides_batches_unless_a_metric_needs_them_all(folder: Path, body: str) -> None:
     written(folder, body)
-    words = ("check", "mixed.py", "mixed.py", "--batches", "9", "--policy", "torch-cuda", "--force", "-o")
+    targets = ["mixed.py"] * (1 if body == MODEL else 2)
+    words = ("check", *targets, "--batches", "9", "--policy", "torch-cuda", "--force", "-o")
     one = alone(folder, *words, "one.json")
     done = torchrun(folder, 2, *words, "ranks.json")
     assert (one.returncode, done.returncode) == (1, 1), done.stderr
-    assert done.stderr.count("FAIL  ") == 1
+    assert done.stderr.count("written to ranks.json") == 1
     assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
 
 
