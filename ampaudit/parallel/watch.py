@@ -108,7 +108,7 @@ class Watch:
                 return f"as rank {rank} has ended"
         absent = [str(rank) for rank in self._others if not self._board.has(f"process/{rank}")]
         if absent:
-            return f"before rank {', '.join(absent)} was there"
+            return f"before {'rank' if len(absent) == 1 else 'ranks'} {', '.join(absent)} had started"
         return ""
 
     def _failure(self, rank: int) -> str:

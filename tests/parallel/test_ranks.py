@@ -166,3 +166,17 @@ def test_progress_tells_how_far_all_ranks_are(folder: Path, ranks: list[subproce
     shown = re.findall(r"^auditing mixed\.py, other ranks at (\d+): batch 9 of 9 \.\.\.$", err, re.M)
     assert shown, err
     assert all(0 <= int(number) <= 9 for number in shown)
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_rank_that_it_ends_the_others_for(folder: Path) -> None:
+    body = MODEL.replace("def forward(self, ids, gain):", """def forward(self, ids, gain):
+        if os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), 9)""")  # fmt: skip
+    written(folder, body)
+    done = torchrun(folder, 3, *SCAN)
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ampaudit: ")]
+    named = "ampaudit: terminated, as rank 1 has ended; nothing was written"
+    watched = "ampaudit: rank 1 has ended: nothing was reported"
+    assert lines in ([named], [watched])  # whichever sees it first
