@@ -169,7 +169,7 @@ class MixedModule(ModelProxy):
         if self._ampaudit_config.rules.measured:
             raise UsageError(
                 f"policy {self._ampaudit_config.rules.name!r} has measured rules, and parameters are sharded",
-                hint="choose a policy without, such as apex-o2; ampaudit policies lists them",
+                hint="choose a policy without them, such as apex-o2; 'ampaudit rules list' names all",
             )
         return without_plan(self.original)
 
