@@ -89,7 +89,7 @@ class Stage:
         self.worked = self.loaded = 0
         return CliRunner(env={"COLUMNS": "160"}).invoke(main, [*self.case.words.split(), *words])
 
-    def _load(self, *_: object) -> SimpleNamespace:
+    def _load(self, *_: object, **__: object) -> SimpleNamespace:
         self.loaded += 1
         return SimpleNamespace(kind="python", dtype=None, reference=None)
 
