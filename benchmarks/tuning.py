@@ -23,11 +23,13 @@ from typing import Any
 import torch
 
 import ampaudit
+from ampaudit.audit.sensitivity import sensitivities_in
 from ampaudit.core.config import silent
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.sensitivity.measure import SensitivityProbe
+from ampaudit.run.sensitivity.probe import Sensitivities
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
 from benchmarks.tuning_models import MODELS, Made, made
@@ -43,7 +45,7 @@ PEER_TARGETS = (60.0, 62.0, 64.0)  # dB; AutoCast's default gives the T5 58.5
 Row = dict[str, Any]
 
 
-def probed(model: Made, number_format: NumberFormat) -> SensitivityProbe:
+def probed(model: Made, number_format: NumberFormat) -> tuple[SensitivityProbe, Sensitivities]:
     """Run a model in 16 bits once, and probe its outputs."""
     batches = [Batch((), dict(model.inputs))]
     found: list[SensitivityProbe] = []
@@ -54,20 +56,20 @@ def probed(model: Made, number_format: NumberFormat) -> SensitivityProbe:
 
     rules, cpu = load_policy("16-bit"), torch.device("cpu")
     config = RunConfig(rules, load_policy("torch-cuda"), number_format, cpu, differentiator=probe)
-    run_audits(model.model, batches, [config], silent)
-    return found[-1]
+    (audit,) = run_audits(model.model, batches, [config], silent)
+    return found[-1], sensitivities_in(audit)
 
 
 def predictions(model: Made, number_format: NumberFormat) -> Row:
     """Compare predicted and measured accuracy, of the worst output, of random sets of float32 values."""
     started = time.perf_counter()
-    probe = probed(model, number_format)
+    probe, sensitivities = probed(model, number_format)
     seconds = time.perf_counter() - started
     free = [name for name, value in probe.graph.values.items() if value.free]
     draw = random.Random(0)
     sets = [frozenset(n for n in free if draw.random() < share) for share in SHARES * (SUBSETS // 3 + 1)]
     started = time.perf_counter()
-    pairs = [both(probe, chosen, number_format) for chosen in (frozenset(), *sets[:SUBSETS])]
+    pairs = [both(probe, sensitivities, chosen, number_format) for chosen in (frozenset(), *sets[:SUBSETS])]
     differences = sorted(abs(p - m) for p, m in pairs[1:])
     return {
         "ops": sum(value.kind == "op" for value in probe.graph.values.values()),
@@ -84,16 +86,18 @@ def predictions(model: Made, number_format: NumberFormat) -> Row:
     }
 
 
-def both(probe: SensitivityProbe, chosen: frozenset[str], number_format: NumberFormat) -> tuple[float, float]:
+def both(
+    probe: SensitivityProbe, sensitivities: Sensitivities, chosen: frozenset[str], number_format: NumberFormat
+) -> tuple[float, float]:
     outputs = probe.batches[0].run(chosen, torch_dtype(number_format)).values()
-    errors = probe.sensitivities.predicted(probe.graph.in_float32(chosen))
+    errors = sensitivities.predicted(probe.graph.in_float32(chosen))
     measured = min(sqnr(reference, value.float()) for reference, value in outputs)
     return -10 * math.log10(errors.max()), measured
 
 
 def tunings(model: Made, number_format: NumberFormat) -> list[Row]:
     """Tune for some dB more than everything in 16 bits has."""
-    start = both(probed(model, number_format), frozenset(), number_format)[1]
+    start = both(*probed(model, number_format), frozenset(), number_format)[1]
     return [tuning(model, number_format, round(start + gain, 1)) for gain in GAINS]
 
 

@@ -19,9 +19,10 @@ from ampaudit.run.sensitivity.gradients import GradientProbe
 from ampaudit.run.sensitivity.measure import SensitivityProbe
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, PrecisionValue, ValueKind
 from ampaudit.run.sensitivity.probe import Sensitivities
+from ampaudit.run.sensitivity.record import SensitivityRecord
 from ampaudit.source import ModelSource
 
-__all__ = ["noise_rows", "probing", "probing_gradients", "sensitivity_of"]
+__all__ = ["noise_rows", "probing", "probing_gradients", "sensitivities_in", "sensitivity_of"]
 
 _LEAST_SHARE = 1e-6
 
@@ -88,17 +89,27 @@ def probing_gradients(plan: RunConfig, into: list[GradientProbe]) -> RunConfig:
     return replace(plan, differentiator=make)
 
 
+def sensitivities_in(audit: Audit) -> Sensitivities:
+    """Return what the probes of an audit found."""
+    return Sensitivities.of(_recorded(audit).columns)
+
+
+def _recorded(audit: Audit) -> SensitivityRecord:
+    assert audit.record.sensitivity is not None, "every run with probes records them"
+    return audit.record.sensitivity
+
+
 def sensitivity_of(audit: Audit, probe: SensitivityProbe | GradientProbe, form: NumberFormat) -> Sensitivity:
     """Return the ranking of a policy's roundings, with the error that they add up to."""
-    graph, found = probe.graph, probe.sensitivities
+    graph, seen, found = probe.graph, _recorded(audit), sensitivities_in(audit)
     wide = frozenset(name for name, value in graph.values.items() if not value.low)
     predicted = float(found.predicted(wide).max(initial=0.0))
     if isinstance(probe, GradientProbe):
-        worst = max(probe.measured, default=0.0)
+        worst = max(seen.measured, default=0.0)
         measured = ratio_db(1.0, worst) if 0 < worst < math.inf else None
         broken = math.isinf(worst)
     else:
-        accuracies = [seen.accuracy_db for seen in audit.record.outputs.values()]
+        accuracies = [output.accuracy_db for output in audit.record.outputs.values()]
         measured = min((db for db in accuracies if db is not None), default=None)
         broken = measured is not None and math.isinf(measured)
     return Sensitivity(
@@ -106,7 +117,7 @@ def sensitivity_of(audit: Audit, probe: SensitivityProbe | GradientProbe, form: 
         noise_rows(found, graph, wide),
         ratio_db(1.0, predicted) if predicted else None,
         None if broken else measured,
-        probe.probes,
+        seen.probes,
         broken,
         "gradients" if isinstance(probe, GradientProbe) else "outputs",
     )

@@ -33,7 +33,6 @@ _UNDIVIDED = {
     "static": "nothing is run",
     "steps": "each step needs the one before it",
     "sweep": "each size is an audit of its own",
-    "sensitivity": "probes stay where the batch was run",
     "against": "the reference runs beside each batch",
 }
 

@@ -13,10 +13,10 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.backends import Backend
-from ampaudit.run.backward.record import GradientRecord
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.program import Program
+from ampaudit.run.record import RunRecord
 from ampaudit.trace.converted import Release
 from ampaudit.trace.edits import Edit
 
@@ -29,8 +29,11 @@ NextInputs = Callable[[Any, Any], Any]
 class Differentiator(Protocol):
     """Follows a run and then runs its backward pass."""
 
-    def taken(self) -> GradientRecord | None:
-        """What it has seen of gradients since it was last asked."""
+    def take(self, record: RunRecord) -> None:
+        """Put what it has seen since this was last called into the record of a batch."""
+
+    def pass_over(self, executor: LockStep) -> None:
+        """Note a batch that is traced here, and run by another machine."""
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap an observer so that the values needed by the backward pass are kept."""

@@ -18,6 +18,7 @@ from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.observation import Observation
 from ampaudit.run.outputs import OutputComparison, merge_outputs
 from ampaudit.run.path_record import PathRecord
+from ampaudit.run.sensitivity.record import SensitivityRecord
 
 __all__ = ["Fate", "Origin", "RunRecord", "StateFault", "StepObservation"]
 
@@ -121,6 +122,7 @@ class RunRecord:
         twins: by op, why its twin was not checked; empty for one that agrees with the op's kernel.
         seconds: wall time per phase.
         gradients: what the backward pass showed, if there was one.
+        sensitivity: what probes found, if there were some.
         outputs: by name, the worst batch of each output, as it is when nothing is repaired.
         edited: by name, what edited code gives in FP32 against the user's FP32 model; empty without edits.
         decisions: by site, for ops that turn floats into integers, booleans or whole numbers.
@@ -152,6 +154,7 @@ class RunRecord:
     twins: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
+    sensitivity: SensitivityRecord | None = None
     outputs: dict[str, OutputComparison] = field(default_factory=dict)
     edited: dict[str, OutputComparison] = field(default_factory=dict)
     decisions: dict[SiteId, DecisionStats] = field(default_factory=dict)
@@ -204,6 +207,9 @@ class RunRecord:
             if self.gradients is None:
                 self.gradients = later.gradients.emptied()
             self.gradients.join(later.gradients)
+        if later.sensitivity is not None:
+            self.sensitivity = self.sensitivity or SensitivityRecord()
+            self.sensitivity.join(later.sensitivity)
         merge_outputs(self.outputs, later.outputs)
         merge_outputs(self.edited, later.edited)
         self.buffers |= later.buffers

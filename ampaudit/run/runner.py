@@ -67,12 +67,15 @@ class Runner:
 
     def skip(self, batch: Batch, number: int) -> None:
         """Trace a batch that another machine runs, so that sites and graphs are the same on all."""
-        self._elsewhere[number] = self.executors.get(batch, number), batch
+        executor = self.executors.get(batch, number)
+        self._elsewhere[number] = executor, batch
+        if self._gradients is not None:
+            self._gradients.pass_over(executor)
 
     def end_batch(self) -> RunRecord:
         """Return what was recorded since the last batch, and begin a new record."""
         if self._gradients is not None:
-            self.record.gradients = self._gradients.taken()
+            self._gradients.take(self.record)
         return self.record.taken()
 
     def execute(self, ready: PreparedBatch) -> tuple[list[Pair], dict[str, Pair], CallResult]:

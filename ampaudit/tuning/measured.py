@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ampaudit.audit.metric import metric_of, within_drop
-from ampaudit.audit.sensitivity import probing
+from ampaudit.audit.sensitivity import probing, sensitivities_in
 from ampaudit.core.errors import InputError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
@@ -98,7 +98,7 @@ def run_low_precision(source: ModelSource, base: RuleSet, dtype: str, config: Tu
     costs = costs_of(traced, config.cost, config.target)
     problem = TuningProblem(
         probe.graph,
-        probe.sensitivities,
+        sensitivities_in(audit),
         _prices(audit, probe.graph, costs),
         frozenset(ranges),
         frozenset(wide),

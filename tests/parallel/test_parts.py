@@ -25,6 +25,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--policy", "torch-cuda"), (1, 2, 3, 7)),
         (("--policy", "half", "--backward"), (3, 5)),
         (("--ranges",), (2, 5)),
+        (("--policy", "half", "--sensitivity"), (3,)),
+        (("--policy", "half", "--backward", "--sensitivity"), (2,)),
         (("--policy", "promoting.yaml"), (5,)),
         (("--policy", "half,torch-cuda", "--dtype", "bfloat16"), (2,)),
         (("--policy", "half", "--prove", "--assume", "input=-100:300"), (4,)),

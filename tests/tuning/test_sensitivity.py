@@ -9,6 +9,7 @@ import statistics
 import pytest
 import torch
 
+from ampaudit.audit.sensitivity import sensitivities_in
 from ampaudit.core.config import silent
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
@@ -16,6 +17,7 @@ from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.sensitivity import measure
 from ampaudit.run.sensitivity.measure import SensitivityProbe
 from ampaudit.run.sensitivity.precision_graph import ValueKind
+from ampaudit.run.sensitivity.probe import Sensitivities
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
 from tests.support.tuning import GRAPHS, PlainGraph, sqnr
@@ -24,7 +26,7 @@ from tests.support.tuning.graphs import USUAL
 FORMATS = (FLOAT16, BFLOAT16)
 
 
-def probed(name: str, number_format: NumberFormat) -> tuple[SensitivityProbe, PlainGraph]:
+def probed(name: str, number_format: NumberFormat) -> tuple[SensitivityProbe, Sensitivities, PlainGraph]:
     model, inputs = GRAPHS[name].made()
     batches = [Batch(inputs, {})]
     made: list[SensitivityProbe] = []
@@ -35,8 +37,8 @@ def probed(name: str, number_format: NumberFormat) -> tuple[SensitivityProbe, Pl
 
     rules, cpu = load_policy("16-bit"), torch.device("cpu")
     config = RunConfig(rules, load_policy("torch-cuda"), number_format, cpu, differentiator=probe)
-    run_audits(model, batches, [config], silent)
-    return made[-1], PlainGraph.of(model, *inputs)
+    (audit,) = run_audits(model, batches, [config], silent)
+    return made[-1], sensitivities_in(audit), PlainGraph.of(model, *inputs)
 
 
 def some_subsets(probe: SensitivityProbe, count: int) -> list[frozenset[str]]:
@@ -55,7 +57,7 @@ def measured(graph: PlainGraph, chosen: frozenset[str], number_format: NumberFor
 @pytest.mark.parametrize("number_format", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_mixed_run_computes_what_the_judge_does(name: str, number_format: NumberFormat) -> None:
-    probe, graph = probed(name, number_format)
+    probe, _, graph = probed(name, number_format)
     ops = [name for name, value in probe.graph.values.items() if value.kind is ValueKind.OP]
     assert ops == list(graph.names)
     for chosen in some_subsets(probe, 4):
@@ -72,9 +74,9 @@ def test_predictions_are_near_what_is_measured(
     monkeypatch.setattr(measure, "SPREAD", 0.03)  # of the probes' mean: 0.13 dB
     differences = []
     for name in USUAL:
-        probe, graph = probed(name, number_format)
+        probe, sensitivities, graph = probed(name, number_format)
         for chosen in some_subsets(probe, 6):
-            errors = probe.sensitivities.predicted(probe.graph.in_float32(chosen))
+            errors = sensitivities.predicted(probe.graph.in_float32(chosen))
             found = measured(graph, chosen, number_format)
             for error, decibels in zip(errors, found, strict=True):
                 assert bool(error == 0) is math.isinf(decibels)

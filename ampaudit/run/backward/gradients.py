@@ -20,6 +20,7 @@ from ampaudit.run.config import RunConfig
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer
 from ampaudit.run.program import Program
+from ampaudit.run.record import RunRecord
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, mark_number, marked_values
 
@@ -43,10 +44,12 @@ class GradientAudit:
         self._custom: dict[int, CustomBackwards] = {}
         self._tape: Tape | None = None
 
-    def taken(self) -> GradientRecord:
-        """Return what was recorded since this was last called."""
-        found, self.record = self.record, self.record.emptied()
-        return found
+    def take(self, record: RunRecord) -> None:
+        """Put what was seen since this was last called into the record of a batch."""
+        record.gradients, self.record = self.record, self.record.emptied()
+
+    def pass_over(self, executor: LockStep) -> None:
+        """Note a batch that another machine runs: nothing about gradients is known from its trace."""
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in a tape."""

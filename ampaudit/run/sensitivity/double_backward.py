@@ -14,7 +14,8 @@ from ampaudit.run.observer import resolved
 from ampaudit.run.sensitivity.error_tape import ErrorTape
 from ampaudit.run.sensitivity.gradient_errors import GradientErrors
 from ampaudit.run.sensitivity.precision_graph import ValueNames
-from ampaudit.run.sensitivity.probe import BackwardKind, Collected, DifferentiableBackend, ErrorCollector
+from ampaudit.run.sensitivity.probe import DifferentiableBackend, ErrorCollector
+from ampaudit.run.sensitivity.record import BackwardKind, Collected
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.marks import is_mark

@@ -22,12 +22,13 @@ from ampaudit.run.guards import refuse_more_than_memory
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer
 from ampaudit.run.program import Program
+from ampaudit.run.record import RunRecord
 from ampaudit.run.sensitivity.double_backward import DoubleBackward
 from ampaudit.run.sensitivity.error_tape import ErrorTape, float_nodes
 from ampaudit.run.sensitivity.gradient_errors import ErrorPass, GradientErrors
 from ampaudit.run.sensitivity.measure import enough_probes, most_probes, signs_like
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, values_of
-from ampaudit.run.sensitivity.probe import Sensitivities
+from ampaudit.run.sensitivity.record import SensitivityRecord
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.marks import mark_number
 from ampaudit.trace.values import torch_dtype
@@ -48,21 +49,25 @@ class GradientProbe(GradientAudit):
         scale: the loss scale that training starts with.
 
     Attributes:
-        sensitivities: of all batches.
         graph: the values of all programs.
-        probes: second backward passes so far.
-        measured: by batch, the squared error of all gradients relative to their squares.
     """
 
     def __init__(self, config: RunConfig, scale: StartingScale) -> None:
         super().__init__(config, scale)
-        self.sensitivities = Sensitivities()
         self.graph = PrecisionGraph()
-        self.probes = 0
-        self.measured: list[float] = []
+        self._found = SensitivityRecord()
         self._dtype = torch_dtype(config.number_format)
         self._seed = config.seed
         self._errors: ErrorTape | None = None
+
+    def take(self, record: RunRecord) -> None:
+        """Put what was seen since this was last called into the record of a batch."""
+        super().take(record)
+        record.sensitivity, self._found = self._found, SensitivityRecord()
+
+    def pass_over(self, executor: LockStep) -> None:
+        """Note the values of a batch that another machine runs."""
+        self.graph.merge(values_of(executor).graph)
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in both tapes.
@@ -89,7 +94,7 @@ class GradientProbe(GradientAudit):
         self.graph.merge(names.graph)
         parameters = self._parameters(executor.program)
         found = self._gradient_errors(executor.program, tape, outputs[-1][0], parameters)
-        self.measured.append(found.relative_error)
+        self._found.measured.append(found.relative_error)
         generator = torch.Generator().manual_seed(self._seed + number)
         seeds = (_signs(found.gradients, parameters, generator) for _ in range(most_probes(errors)))
         loss = executor.program.outputs[-1]
@@ -102,8 +107,7 @@ class GradientProbe(GradientAudit):
                 f"the gradient of an op has no gradient itself: {first_line(error)}",
                 hint="leave out --sensitivity, or rank the error of the outputs without --backward",
             ) from error
-        self.probes += len(probes)
-        self.sensitivities.add(f"gradients of {title}", probes)
+        self._found.add(f"gradients of {title}", probes)
 
     def _parameters(self, program: Program) -> dict[fx.Node, int]:
         """Return the trainable parameters by placeholder; tied ones have several."""

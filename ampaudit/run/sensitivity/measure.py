@@ -16,10 +16,12 @@ from ampaudit.run.guards import guarded, refuse_more_than_memory
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.program import Program
+from ampaudit.run.record import RunRecord
 from ampaudit.run.sensitivity.error_tape import ErrorTape, float_nodes
 from ampaudit.run.sensitivity.mixed import MixedRun
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueNames, values_of
-from ampaudit.run.sensitivity.probe import Collected, Sensitivities, probe
+from ampaudit.run.sensitivity.probe import probe
+from ampaudit.run.sensitivity.record import Collected, SensitivityRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.values import torch_dtype
@@ -73,18 +75,15 @@ class SensitivityProbe:
         decisions: whether to probe what outputs that are no floats are decided from.
 
     Attributes:
-        sensitivities: of all batches.
         graph: the values of all programs.
         batches: those that were probed.
-        probes: backward passes so far.
     """
 
     def __init__(self, config: RunConfig, batches: Sequence[Batch], *, decisions: bool = False) -> None:
         self._decisions = decisions
-        self.sensitivities = Sensitivities()
         self.graph = PrecisionGraph()
         self.batches: list[ProbedBatch] = []
-        self.probes = 0
+        self._found = SensitivityRecord()
         self._given = batches
         self._dtype = torch_dtype(config.number_format)
         self._seed = config.seed
@@ -92,8 +91,13 @@ class SensitivityProbe:
         self._names: dict[int, ValueNames] = {}
         self._tape: ErrorTape | None = None
 
-    def taken(self) -> None:
-        """Return that there is no record of gradients."""
+    def take(self, record: RunRecord) -> None:
+        """Put what was probed since this was last called into the record of a batch."""
+        record.sensitivity, self._found = self._found, SensitivityRecord()
+
+    def pass_over(self, executor: LockStep) -> None:
+        """Note the values of a batch that another machine runs."""
+        self._named(executor)
 
     def keep_low(self, casts: Collection[str]) -> None:
         """Note that these casts in the model's code are to 16 bits, whatever they take."""
@@ -119,10 +123,7 @@ class SensitivityProbe:
         """
         assert self._tape is not None, "a run is recorded before its probes"
         tape, self._tape = self._tape, None
-        if id(executor) not in self._names:
-            self._names[id(executor)] = values_of(executor)
-        names = self._names[id(executor)]
-        self.graph.merge(names.graph)
+        names = self._named(executor)
         batch, seed = self._given[number], self._seed + number
         tensors = tensor_leaves(batch.args, batch.kwargs)
         named = dict(zip(executor.program.traced.outputs, outputs, strict=True))
@@ -139,9 +140,14 @@ class SensitivityProbe:
             found = (
                 probe(executor, names, tape, seed, self._dtype, decisions=bool(decided)) for seed in seeds
             )
-            probes = enough_probes(found)
-            self.probes += len(probes)
-            self.sensitivities.add(f"{name} of {title}", probes)
+            self._found.add(f"{name} of {title}", enough_probes(found))
+
+    def _named(self, executor: LockStep) -> ValueNames:
+        """Return the names of a program's values, which are added to the graph of all."""
+        if id(executor) not in self._names:
+            self._names[id(executor)] = values_of(executor)
+            self.graph.merge(self._names[id(executor)].graph)
+        return self._names[id(executor)]
 
 
 def most_probes(tape: ErrorTape) -> int:

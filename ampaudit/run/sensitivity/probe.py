@@ -8,9 +8,9 @@ product gives the terms of all values, and of all casts of a value for one of it
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ from ampaudit.run.lockstep import LockStep
 from ampaudit.run.program import Program
 from ampaudit.run.sensitivity.error_tape import ErrorTape, finite_difference
 from ampaudit.run.sensitivity.precision_graph import ValueKind, ValueNames
+from ampaudit.run.sensitivity.record import BackwardKind, Collected, ProbedColumn
 from ampaudit.run.step import Step, widened_tensor
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.values import WIDE, float_value
 
-__all__ = ["BackwardKind", "Collected", "DifferentiableBackend", "ErrorCollector", "Sensitivities", "probe"]
+__all__ = ["DifferentiableBackend", "ErrorCollector", "Sensitivities", "probe"]
 
 Key = TypeVar("Key", bound=Hashable)
-BackwardKind = Literal["gradient", "jump"]
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -67,14 +67,6 @@ def _normalized(
     return made if bias is None else made + bias.view(shape)
 
 
-class Collected(NamedTuple):
-    """The squared errors that one probe found: by value, by value and reader, and by op for its backward."""
-
-    own: dict[str, float]
-    reads: dict[tuple[str, str], float]
-    backward: dict[tuple[str, BackwardKind], float]
-
-
 @dataclass(slots=True)
 class Sensitivities:
     """Squared error of outputs, relative to their squares, by what is rounded.
@@ -91,13 +83,21 @@ class Sensitivities:
     reads: dict[tuple[str, str], Row] = field(default_factory=dict)
     backward: dict[tuple[str, BackwardKind], Row] = field(default_factory=dict)
 
-    def add(self, column: str, probes: Sequence[Collected]) -> None:
-        """Add a column: the mean of its probes."""
+    @classmethod
+    def of(cls, columns: Iterable[ProbedColumn]) -> Sensitivities:
+        """Return the table of what was probed."""
+        made = cls()
+        for column in columns:
+            made.add(column)
+        return made
+
+    def add(self, column: ProbedColumn) -> None:
+        """Add a column; what it lacks, and what others lack, adds nothing there."""
         at = len(self.columns)
-        self.columns.append(column)
-        _extend(self.own, [found.own for found in probes], at)
-        _extend(self.reads, [found.reads for found in probes], at)
-        _extend(self.backward, [found.backward for found in probes], at)
+        self.columns.append(column.name)
+        _extend(self.own, column.own, at)
+        _extend(self.reads, {(made, reader): energy for made, reader, energy in column.reads}, at)
+        _extend(self.backward, {(made, kind): energy for made, kind, energy in column.backward}, at)
 
     def predicted(self, wide: Collection[str]) -> Row:
         """Return the relative squared error of each column with these values in float32.
@@ -114,11 +114,10 @@ class Sensitivities:
         return total
 
 
-def _extend(rows: dict[Key, Row], probes: Sequence[Mapping[Key, float]], at: int) -> None:
-    """Append the mean of some probes to each row; what a batch lacks adds nothing there."""
-    for key in dict.fromkeys((*rows, *(key for found in probes for key in found))):
-        mean = sum(found.get(key, 0.0) for found in probes) / len(probes)
-        rows[key] = np.append(rows.get(key, np.zeros(at)), mean)
+def _extend(rows: dict[Key, Row], found: Mapping[Key, float], at: int) -> None:
+    """Append a number to each row."""
+    for key in dict.fromkeys((*rows, *found)):
+        rows[key] = np.append(rows.get(key, np.zeros(at)), found.get(key, 0.0))
 
 
 class ErrorCollector(GradientObserver):
