@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError
+from ampaudit.run.share import ALONE, BatchNumbers, Share
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.isolation import call_unchanged
 
-__all__ = ["Outputs", "metric_of", "within_drop"]
+__all__ = ["Outputs", "mean_metric", "metric_of", "metrics_of", "within_drop"]
 
 Outputs = Mapping[int, Mapping[str, tuple[Any, Any]]]  # of each batch, by name: FP32's, the 16-bit run's
 
 
-def metric_of(source: ModelSource, outputs: Outputs) -> tuple[float, float]:
-    """Return the metric's means over the batches, in FP32 and in 16 bits.
+def metric_of(source: ModelSource, outputs: Outputs, share: Share = ALONE) -> tuple[float, float]:
+    """Return the metric's means over the batches of all machines, in FP32 and in 16 bits.
+
+    Raises:
+        InputError: the metric gives no number.
+        PartDone: another machine has the means.
+    """
+    return mean_metric(share.gathered(metrics_of(source, outputs)).values())
+
+
+def metrics_of(source: ModelSource, outputs: Outputs) -> BatchNumbers:
+    """Return the metric of each batch, in FP32 and in 16 bits.
 
     Raises:
         InputError: the metric gives no number.
     """
     assert source.metric is not None
-    exact: list[float] = []
-    lower: list[float] = []
+    found: BatchNumbers = {}
     for number, pairs in outputs.items():
         batch = source.batches[number]
         with calling_user_code(source.location):  # for the structure of its output
             made = call_unchanged(source.model, batch.args, batch.kwargs, seed=number)
-        for side, found in enumerate((exact, lower)):
-            tensors = {name: pair[side] for name, pair in pairs.items()}
-            found.append(_metric(source.metric, _with(made, tensors), batch))
-    return sum(exact) / len(exact), sum(lower) / len(lower)
+        sides = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
+        found[number] = [_metric(source.metric, _with(made, tensors), batch) for tensors in sides]
+    return found
+
+
+def mean_metric(batches: Collection[Sequence[float]]) -> tuple[float, float]:
+    """Return the means of a metric over the batches, in FP32 and in 16 bits."""
+    exact, lower = (sum(side) / len(batches) for side in zip(*batches, strict=True))
+    return exact, lower
 
 
 def within_drop(exact: float, lower: float, drop: float) -> bool:

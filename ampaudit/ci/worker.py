@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from ampaudit.export.verify import verify
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.gap import gaps_in_words
+from ampaudit.report.model import Report
+from ampaudit.run.share import ALONE, PartDone
 from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source
 
@@ -65,15 +68,14 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         config = config.changed(keep_outputs=outputs.__setitem__)
     if share is not None:
         config = _divided(source, config, share, request.target)
-    report = scan(source, config=config)
+    report, metric = _audited(source, config, outputs)
     if report.run.made_up:
         notes.append(f"audited on {report.run.made_up}")
     if report.gaps:
         notes.append(gaps_in_words(report.gaps))
     measured = measured_in(report)
-    if source.metric is not None and outputs:
-        fp32, lower = metric_of(source, outputs)
-        measured = replace(measured, metric_fp32=fp32, metric_lower=lower)
+    if metric is not None:
+        measured = replace(measured, metric_fp32=metric[0], metric_lower=metric[1])
     if source.kind == "converted":
         measured = _with_recorded(measured, Path(request.target))
     if budgets.max_metric_drop is not None and measured.metric_fp32 is None:
@@ -97,11 +99,26 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
     )
 
 
+def _audited(
+    source: ModelSource, config: ScanConfig, outputs: dict[int, Any]
+) -> tuple[Report, tuple[float, float] | None]:
+    """Audit a model; return the report, and the metric in FP32 and in 16 bits if there is one."""
+    report: Report | None = None
+    with suppress(PartDone):  # the outputs that this process has are still to be judged
+        report = scan(source, config=config)
+    metric = None
+    if source.metric is not None and (outputs or config.share is not None):
+        metric = metric_of(source, outputs, config.share or ALONE)
+    if report is None:
+        raise PartDone
+    return report, metric
+
+
 def _divided(source: ModelSource, config: ScanConfig, share: RankShare, location: str) -> ScanConfig:
     """Let several processes run the batches, or the first all of them where that is not possible."""
     from ampaudit.parallel.identity import identity_of, is_divisible
 
-    if source.metric is not None or not is_divisible(config):  # a metric needs all outputs in one place
+    if not is_divisible(config):
         share.finish()
         return config
     share.describe(location, identity_of(source, policies_of(config.policy), config))

@@ -9,7 +9,7 @@ import click
 
 from ampaudit.cli.options import (
     FILE,
-    GroupedCommand,
+    DividedCommand,
     config_from,
     config_options,
     debug_option,
@@ -19,12 +19,14 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.ranks import among_ranks
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control
 from ampaudit.tuning.config import TuneConfig
 
 if TYPE_CHECKING:
+    from ampaudit.parallel.ranks import RankShare
     from ampaudit.report.tuning import TuningReport
 
 __all__ = ["tune_command"]
@@ -32,7 +34,7 @@ __all__ = ["tune_command"]
 _RULES = (".yaml", ".yml")
 
 
-@click.command("tune", cls=GroupedCommand)
+@click.command("tune", cls=DividedCommand)
 @click.argument("model")
 @config_options(TuneConfig, SourceConfig, leave_out=("stream",))
 @click.option("--policy-file", "tuned_policy", type=FILE, metavar="FILE", help="Write the policy to FILE.")
@@ -54,13 +56,14 @@ def tune_command(context: click.Context, /, model: str, **options: Any) -> None:
         if options["tuned_policy"] is not None:
             raise UsageError("-o and --policy-file both name a rule file", hint="leave one out")
         options["tuned_policy"], options["output"] = output, None
-    report = _tuned(model, options)
-    deliver_document(report, options)
-    _write(report, options)
-    context.exit(report.exit_code)
+    with among_ranks() as share:
+        report = _tuned(model, options, share)
+        deliver_document(report, options)
+        _write(report, options)
+        context.exit(report.exit_code)
 
 
-def _tuned(location: str, options: dict[str, Any]) -> TuningReport:
+def _tuned(location: str, options: dict[str, Any], share: RankShare | None) -> TuningReport:
     from ampaudit.cli.progress import ProgressBar
 
     with ProgressBar(location) as progress:
@@ -70,7 +73,12 @@ def _tuned(location: str, options: dict[str, Any]) -> TuningReport:
         from ampaudit.cli.loading import load_source
         from ampaudit.tuning.tune import tune
 
-        return tune(load_source(location, config_from(SourceConfig, options)), config=config)
+        source = load_source(location, config_from(SourceConfig, options))
+        if share is not None:
+            from ampaudit.parallel.identity import identity_of
+
+            share.describe(location, identity_of(source, [], config))
+        return tune(source, config=config.changed(share=share))
 
 
 def _write(report: TuningReport, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ampaudit.audit.config import Rules, ScanConfig, rules_of
+from ampaudit.core.config import Config
 from ampaudit.core.errors import UsageError
 from ampaudit.core.version import __version__
 from ampaudit.source import ModelSource
@@ -76,7 +77,7 @@ class Identity:
         return next((text for name, text in words.items() if getattr(self, name) != getattr(other, name)), "")
 
 
-def identity_of(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> Identity:
+def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) -> Identity:
     """Return what an audit is about.
 
     Weights and inputs are compared by a sample of their elements: enough to see that a model was made with

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import click
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from ampaudit.core import interrupts
 from ampaudit.core.config import Progress
@@ -29,7 +29,15 @@ from ampaudit.parallel.wire import (
     records_to_json,
 )
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import Failure, PartDone, PartRecords, Share, joined_in_order, raise_first
+from ampaudit.run.share import (
+    BatchNumbers,
+    Failure,
+    PartDone,
+    PartRecords,
+    Share,
+    joined_in_order,
+    raise_first,
+)
 
 __all__ = ["RankShare", "with_ranks"]
 
@@ -42,18 +50,24 @@ _SAYING_SECONDS = 2.0  # for a rank that is terminated to say so
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What rank 0 tells all ranks: what measured rules need of all batches, or the error.
+    """What rank 0 tells all ranks: what measured rules need of all batches, the error, or what is run next.
 
     One that holds nothing asks for the records of further batches.
     """
 
     totals: list[RunRecord] = field(default_factory=list)
     failure: Failure | None = None
+    task: list[str] = field(default_factory=list)
 
 
 @cache
 def _schema() -> TypeAdapter[_Answer]:
     return TypeAdapter(_Answer)
+
+
+@cache
+def _numbers() -> TypeAdapter[BatchNumbers]:
+    return TypeAdapter(BatchNumbers, config=ConfigDict(ser_json_inf_nan="constants"))
 
 
 class RankShare(Share):
@@ -70,7 +84,8 @@ class RankShare(Share):
         self._board = board
         self._watch = Watch(board, rank, count)
         self._about: tuple[str, Identity] | None = None
-        self._passes = self._answers = 0
+        self.follows = rank > 0
+        self._passes = self._answers = self._gathers = 0
         self._moves_before = 0  # of each rank, in earlier passes
 
     def describe(self, location: str, identity: Identity) -> None:
@@ -155,6 +170,38 @@ class RankShare(Share):
             for number in sorted(number for number in own.records if number < end):
                 self._board.put(f"{self._passes}/records/{number}", records_to_json(own.records.pop(number)))
         return answer.totals
+
+    def gathered(self, own: BatchNumbers) -> BatchNumbers:
+        """Return the numbers of all batches, in their order, on rank 0.
+
+        Raises:
+            RankLost: a rank is lost, or has failed.
+            PartDone: this is not rank 0.
+        """
+        self._gathers += 1
+        key, numbers = f"gathered/{self._gathers}", _numbers()
+        if self.rank > 0:
+            self._board.put(f"{key}/{self.rank}", numbers.dump_json(own))
+            raise PartDone
+        found = dict(own)
+        for rank in range(1, self.count):
+            self._awaited(f"{key}/{rank}", rank)
+            found |= numbers.validate_json(self._board.take(f"{key}/{rank}"))
+        return dict(sorted(found.items()))
+
+    def tell(self, *task: str) -> None:
+        """Tell the other ranks what is run next."""
+        if self.rank == 0:
+            self._tell(_Answer(task=list(task)))
+
+    def tasks(self) -> Iterator[list[str]]:
+        """Yield what rank 0 tells.
+
+        Raises:
+            PartDone: rank 0 has ended.
+        """
+        while True:
+            yield self._told().task
 
     def finish(self) -> None:
         """End the work of all ranks but the first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ampaudit.core.config import Progress
@@ -12,6 +12,7 @@ from ampaudit.run.route import HERE, Route
 
 __all__ = [
     "ALONE",
+    "BatchNumbers",
     "Failure",
     "PartDone",
     "PartRecords",
@@ -62,6 +63,9 @@ class PartRecords:
     failure: Failure | None = None
 
 
+BatchNumbers = dict[int, list[float]]  # numbers about each batch
+
+
 class PartDone(Exception):
     """Raised where another machine goes on with what this one has recorded."""
 
@@ -72,10 +76,12 @@ class Share:
     Attributes:
         alone: whether records are joined as they are made, and an error is raised at once.
         route: the segments that this machine runs.
+        follows: whether another machine tells this one what to run.
     """
 
     alone = False
     route: Route = HERE
+    follows = False
 
     def mine(self, phase: str, number: int) -> bool:
         """Return whether this machine runs a batch in a phase."""
@@ -103,6 +109,26 @@ class Share:
         """
         del phase, progress
         return folded([own])
+
+    def gathered(self, own: BatchNumbers) -> BatchNumbers:
+        """Return the numbers of all batches, in their order.
+
+        Raises:
+            AuditError: a machine is lost.
+            PartDone: another machine has them.
+        """
+        return own
+
+    def tell(self, *task: str) -> None:
+        """Tell the machines that follow this one what is run next."""
+
+    def tasks(self) -> Iterator[list[str]]:
+        """Yield what this machine is told to run, if it follows another one.
+
+        Raises:
+            PartDone: there is nothing more to do.
+        """
+        yield from ()
 
     def finish(self) -> None:
         """End the work of machines that have no report to make.

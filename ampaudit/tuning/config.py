@@ -16,6 +16,7 @@ from ampaudit.core.config import (
     OnProgress,
     Option,
     Seed,
+    python_only,
     silent,
 )
 from ampaudit.core.errors import UsageError
@@ -59,6 +60,7 @@ class TuneConfig(Config):
     device: DeviceName = "auto"
     seed: Seed = 0
     twins: TwinFile = None
+    share: Annotated[Any, python_only("The part of the batches that this machine runs.")] = None
     on_progress: OnProgress = silent
 
     def check(self) -> None:
@@ -89,4 +91,5 @@ class TuneOptions(TypedDict, total=False):
     device: str
     seed: int
     twins: str | Path | None
+    share: Any
     on_progress: OnProgress

@@ -6,26 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from ampaudit.audit.metric import metric_of, within_drop
-from ampaudit.audit.sensitivity import probing, sensitivities_in
-from ampaudit.core.errors import InputError
-from ampaudit.core.formats import low_precision_format
+from ampaudit.audit.sensitivity import sensitivities_in
 from ampaudit.core.sites import SiteId
-from ampaudit.policy import RuleSet, load_policy
-from ampaudit.run.audit import Audit, run_audits
-from ampaudit.run.config import RunConfig
-from ampaudit.run.device import pick_device
-from ampaudit.run.outputs import compare_outputs
-from ampaudit.run.sensitivity.measure import SensitivityProbe
+from ampaudit.run.audit import Audit
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph
-from ampaudit.source import ModelSource
-from ampaudit.trace.values import torch_dtype
-from ampaudit.tuning.config import TuneConfig
 from ampaudit.tuning.costs import Costs, costs_of
-from ampaudit.tuning.problem import Chosen, Prices, TuningProblem
-from ampaudit.tuning.search import Accuracy
+from ampaudit.tuning.problem import Prices, TuningProblem
+from ampaudit.tuning.trials import Trials
 
 __all__ = ["LowPrecisionRun", "run_low_precision"]
 
@@ -37,73 +24,37 @@ class LowPrecisionRun:
     """A run with everything in 16 bits, and the means to run any other choice.
 
     Attributes:
-        source: the model.
-        config: what is asked for.
-        base: the policy that puts everything in 16 bits.
+        trials: of the model in the 16-bit format.
         audit: of the run.
-        probe: the probes of its outputs.
         problem: what is to be chosen.
-        dtype: the 16-bit format.
         ranges: ops and weights that must be in float32 because of their values, with the reason in words.
         appeared: ops that are in a trace only once their inputs are in float32; they are to stay there.
     """
 
-    source: ModelSource
-    config: TuneConfig
-    base: RuleSet
+    trials: Trials
     audit: Audit
-    probe: SensitivityProbe
     problem: TuningProblem
-    dtype: torch.dtype
     ranges: Mapping[str, str]
     appeared: set[str] = field(default_factory=set)
 
-    def accuracy(self, chosen: Chosen) -> Accuracy:
-        """Run a choice on all batches; return the accuracy of the worst output in the worst batch."""
-        config, worst = self.config, None
-        kept = {}
-        for number, batch in enumerate(self.probe.batches):
-            pairs = batch.run(chosen, self.dtype)
-            kept[number] = pairs
-            found = (comparison.accuracy_db for comparison in compare_outputs(pairs, number).values())
-            worst = min((db for db in (worst, *found) if db is not None), default=None)
-        if config.metric_drop is not None:
-            exact, lower = metric_of(self.source, kept)
-            if math.isinf(exact):
-                raise InputError("metric(output, batch) is NaN or infinite in FP32", hint="return a number")
-            return Accuracy(worst, within_drop(exact, lower, config.metric_drop), (exact, lower))
-        assert config.target_db is not None
-        return Accuracy(worst, worst is None or worst >= config.target_db)
 
-
-def run_low_precision(source: ModelSource, base: RuleSet, dtype: str, config: TuneConfig) -> LowPrecisionRun:
+def run_low_precision(trials: Trials) -> LowPrecisionRun:
     """Run a model under a policy that puts everything in 16 bits, and probe its outputs.
 
     Raises:
         AuditError: see ``run_audits``; an output has no gradient.
     """
-    form, probes = low_precision_format(dtype), list[SensitivityProbe]()
-    plan = RunConfig(
-        base,
-        load_policy("torch-cuda"),
-        form,
-        pick_device(config.device, audits=True),
-        config.seed,
-    )
-    plan = probing(plan, source, probes, decisions=config.metric_drop is not None)
-    (audit,) = run_audits(source.model, source.batches, [plan], config.on_progress)
-    probe = probes[-1]
-    traced = audit.converted.traced
-    ranges, wide = _out_of_range(audit, probe.graph, form.max)
-    costs = costs_of(traced, config.cost, config.target)
+    audit, config = trials.probe(), trials.config
+    ranges, wide = _out_of_range(audit, trials.graph, trials.number_format.max)
+    costs = costs_of(audit.converted.traced, config.cost, config.target)
     problem = TuningProblem(
-        probe.graph,
+        trials.graph,
         sensitivities_in(audit),
-        _prices(audit, probe.graph, costs),
+        _prices(audit, trials.graph, costs),
         frozenset(ranges),
         frozenset(wide),
     )
-    return LowPrecisionRun(source, config, base, audit, probe, problem, torch_dtype(form), ranges)
+    return LowPrecisionRun(trials, audit, problem, ranges)
 
 
 def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[dict[str, str], set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,8 +92,9 @@ class TuningProblem:
     def cost(self, chosen: Collection[str]) -> float:
         """Return what a choice costs: its values in float32, and the casts at its borders."""
         wide = self.graph.in_float32(chosen)
-        casts = sum(self.prices.casts.get(name, 0.0) for name, _ in self.borders(wide))
-        return sum(self.prices.values.get(name, 0.0) for name in wide) + casts
+        casts = (self.prices.casts.get(name, 0.0) for name, _ in self.borders(wide))
+        # exact: the order of a set differs from run to run
+        return math.fsum((*(self.prices.values.get(name, 0.0) for name in wide), *casts))
 
     def borders(self, wide: Collection[str]) -> Sequence[tuple[str, bool]]:
         """Return the values that are cast, and whether to float32; each once per direction."""

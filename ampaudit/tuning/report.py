@@ -78,25 +78,25 @@ def policy_text(low: LowPrecisionRun, problem: TuningProblem, chosen: Chosen) ->
         ],
     }
     every = [*(site.id for site in low.audit.sites if site.facts is not None), *low.appeared]
-    target = low.config.target_db
+    target = low.trials.config.target_db
     goal = "" if target is None else f", for {target:g} dB"
-    title = f"{plural(len(ops), 'op')} in float32{goal} in {dtype_name(low.dtype)}"
+    title = f"{plural(len(ops), 'op')} in float32{goal} in {dtype_name(low.trials.dtype)}"
     weights = [name for name in stored if name in chosen]
-    return rule_file(low.base, NAME, title, groups, weights, (every, stored))
+    return rule_file(low.trials.base, NAME, title, groups, weights, (every, stored))
 
 
 def tuning_report(tuned: Tuned) -> TuningReport:
     """Return the report."""
     low, problem, final = tuned.low, tuned.problem, tuned.final
-    source, config, record = low.source, low.config, low.audit.record
-    start = low.accuracy(frozenset())
+    source, config, record = low.trials.source, low.trials.config, low.audit.record
+    start = low.trials.accuracy(frozenset())
     weights = planned_weights(final.audited.audit.converted, masters=False)
     return TuningReport(
         schema=1,
         tool=THIS_TOOL,
         model=ModelInfo(source.location, source.kind, source.sha256),
         device=record.device,
-        dtype=dtype_name(low.dtype),
+        dtype=dtype_name(low.trials.dtype),
         target_db=config.target_db,
         metric_drop=config.metric_drop,
         metric=final.accuracy.metric,
@@ -143,7 +143,7 @@ def _errors(final: Final) -> list[str]:
 
 def _least_ops(tuned: Tuned) -> int:
     """Return how many ops must stay in float32 under the model of errors, calibrated by the result's run."""
-    final, target = tuned.final, tuned.low.config.target_db
+    final, target = tuned.final, tuned.low.trials.config.target_db
     if target is None or not final.accuracy.reached:
         return len(tuned.problem.ops(tuned.problem.required))
     predicted, measured = tuned.problem.noise(final.chosen), final.accuracy.noise

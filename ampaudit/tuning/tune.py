@@ -8,21 +8,21 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
-from ampaudit.audit.config import MIN_SQNR, PolicyConfig, ScanConfig
+from ampaudit.audit.config import PolicyConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
-from ampaudit.audit.metric import metric_of, within_drop
-from ampaudit.audit.scan import Audited, audit_policies
+from ampaudit.audit.metric import within_drop
+from ampaudit.audit.scan import Audited
 from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
 from ampaudit.report.tuning import TriedSet, TuningReport
-from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.sensitivity.precision_graph import ValueKind
+from ampaudit.run.share import ALONE, Share
 from ampaudit.source import ModelSource
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
@@ -33,13 +33,13 @@ from ampaudit.tuning.config import TuneConfig, TuneOptions
 from ampaudit.tuning.measured import run_low_precision
 from ampaudit.tuning.problem import Chosen, TuningProblem
 from ampaudit.tuning.report import Final, Tuned, policy_text, tuning_report
-from ampaudit.tuning.rescaled import rescale_text, rescaled_source
+from ampaudit.tuning.rescaled import rescale_text
 from ampaudit.tuning.rule_file import loaded
 from ampaudit.tuning.search import Accuracy, TuningSearch, noise_of, tried_set
+from ampaudit.tuning.trials import Trials, follow
 
 __all__ = ["tune", "tuned_rules"]
 
-BASE = "16-bit"
 ROUNDS = 4  # of a search and an audit of what it found
 
 
@@ -67,14 +67,18 @@ def tune(
 
     Raises:
         AuditError: see ``ampaudit.core.errors``.
+        PartDone: another machine has the report.
     """
     chosen = TuneConfig.given(config, options)
     chosen.check()
     opened = with_plain_weights(as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed)))
     _refuse(opened, chosen)
     formats = ("float16", "bfloat16") if chosen.dtype == "auto" else (chosen.dtype,)
+    share: Share = chosen.share or ALONE
     with using_twins(chosen.twins):
-        found = [_Tuning(opened, dtype, chosen).report() for dtype in formats]
+        if share.follows:
+            follow(opened, chosen, share)
+        found = [_tuned(opened, dtype, chosen, share) for dtype in formats]
     return min(
         found, key=lambda report: (not report.reached, len(report.kept), -(report.measured_db or math.inf))
     )
@@ -116,18 +120,20 @@ def _refuse(source: ModelSource, config: TuneConfig) -> None:
         raise UsageError(f"--metric-drop: {source.location} has no metric(output, batch)", hint=hint)
 
 
+def _tuned(source: ModelSource, dtype: str, config: TuneConfig, share: Share) -> TuningReport:
+    share.tell("start", dtype)
+    return _Tuning(Trials(source, dtype, config)).report()
+
+
 class _Tuning:
     """Tunes a model in one 16-bit format."""
 
-    def __init__(self, source: ModelSource, dtype: str, config: TuneConfig) -> None:
-        self._source = source
-        self._config = config
-        self._dtype = dtype
-        where = pick_device(config.device, audits=True)
-        base = _base(source).for_environment(environment_of(where))
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._config = trials.config
         self._seconds: defaultdict[str, float] = defaultdict(float)
         with self._timing("run and probes"):
-            self._low = run_low_precision(source, base, dtype, config)
+            self._low = run_low_precision(trials)
         self._tried: list[TriedSet] = []
 
     def report(self) -> TuningReport:
@@ -144,9 +150,9 @@ class _Tuning:
             broken, low = self._broken(final), self._low_casts(final)
             if final.accuracy.reached or (chosen is None and not broken):
                 break
-            self._low.probe.keep_low(low)
             if low:
-                problem = replace(problem, graph=self._low.probe.graph)
+                self._trials.keep_low(low)
+                problem = replace(problem, graph=self._trials.graph)
             elif broken:
                 problem = replace(problem, pinned=problem.pinned | broken)
             elif budget is None or target is None or final.accuracy.noise <= noise_of(target):
@@ -164,7 +170,7 @@ class _Tuning:
         self, problem: TuningProblem, budget: float | None
     ) -> tuple[TuningSearch, Chosen | None, dict[str, Accuracy]]:
         """Search a choice; with what the absence of each op shows, if that was asked for."""
-        search = TuningSearch(problem, self._low.accuracy, budget, self._config.on_progress)
+        search = TuningSearch(problem, self._trials.accuracy, budget, self._config.on_progress)
         chosen = search.solved()
         if chosen is None or not self._config.exhaustive:
             return search, chosen, {}
@@ -201,30 +207,21 @@ class _Tuning:
         """Add a rescaled residual stream, if less must stay in float32 after it."""
         if not any(kept.why == "range" for kept in report.kept):
             return report
-        source, changes = rescaled_source(self._source, self._dtype, self._config)
-        if not changes:
+        trials = self._trials.rescaled()
+        if trials is None:
             return report
-        after = _Tuning(source, self._dtype, self._config.changed(exhaustive=False)).report()
+        after = _Tuning(trials).report()
         better = after.reached and (not report.reached or len(after.kept) < len(report.kept))
-        return replace(report, rescale=rescale_text(changes, after)) if better else report
+        return replace(report, rescale=rescale_text(trials.changes, after)) if better else report
 
     def _final(self, chosen: Chosen, problem: TuningProblem) -> Final:
         """Audit a choice under its rule file."""
         self._config.on_progress("auditing the policy", 0, 0)
         text = policy_text(self._low, problem, chosen)
-        kept: dict[int, Any] = {}
         target, drop = self._config.target_db, self._config.metric_drop
-        settings = ScanConfig(
-            dtype=self._dtype,
-            device=self._config.device,
-            seed=self._config.seed,
-            min_sqnr=MIN_SQNR if target is None else target,
-            keep_outputs=kept.__setitem__,
-        )
-        (audited,) = audit_policies(self._source, [loaded(text)], settings)
+        audited, metric = self._trials.audit(text)
         db = _accuracy(audited.report)
-        if drop is not None:
-            metric = metric_of(self._source, kept)
+        if drop is not None and metric is not None:
             accuracy = Accuracy(db, within_drop(*metric, drop) and db != -math.inf, metric)
         else:
             fits = db is None or target is None or db >= target
@@ -260,15 +257,6 @@ class _Tuning:
         sites = final.audited.audit.converted.traced.sites
         casts = (site.id for site in sites if site.role is Role.CAST and site.dtype in LOW_PRECISION_DTYPES)
         return frozenset(name for name in casts if name in wide and values[name].kind is ValueKind.FOLLOW)
-
-
-def _base(source: ModelSource) -> RuleSet:
-    """Return the policy to begin with: everything in 16 bits."""
-    if source.kind != "onnx":
-        return load_policy(BASE)
-    rules = load_policy("strongly-typed")
-    static = tuple(rule for rule in rules.file.rules if not rule.measured)
-    return RuleSet(rules.file.model_copy(update={"rules": static}), None, rules.environment, rules.location)
 
 
 def _accuracy(report: Report) -> float | None:

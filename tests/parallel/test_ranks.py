@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.parallel import MODEL, SCAN, alone, environment, started, torchrun, without_times, written
+from tests.support.parallel import (
+    METRIC,
+    MODEL,
+    SCAN,
+    alone,
+    environment,
+    started,
+    torchrun,
+    without_times,
+    written,
+)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +128,8 @@ def test_a_rank_that_runs_out_of_index_tells_the_first_batch(
     assert last == [line for line in alone.stderr.splitlines() if line.startswith("ampaudit: ")]
 
 
-METRIC = "\ndef metric(output, batch):\n    return output['scores'].mean()\n"
-
-
 @pytest.mark.parametrize("body", [MODEL, pytest.param(MODEL + METRIC, marks=pytest.mark.slow)])
-def test_check_divides_batches_unless_a_metric_needs_them_all(folder: Path, body: str) -> None:
+def test_check_divides_batches(folder: Path, body: str) -> None:
     written(folder, body)
     targets = ["mixed.py"] * (1 if body == MODEL else 2)
     words = ("check", *targets, "--batches", "9", "--policy", "torch-cuda", "--force", "-o")
@@ -143,9 +150,7 @@ def test_check_names_the_rank_that_fails(folder: Path) -> None:
     assert "no data on this machine" in target["error"]
 
 
-@pytest.mark.parametrize(
-    "words", [("plan",), pytest.param(("tune", "--min-sqnr", "30"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("words", [("plan",), pytest.param(("bench", "--repeats", "1"), marks=pytest.mark.slow)])
 def test_what_is_not_divided_is_done_once(folder: Path, words: tuple[str, ...]) -> None:
     command, *rest = words
     done = torchrun(folder, 2, command, "mixed.py", *rest, "-o", "ranks.json")

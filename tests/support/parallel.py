@@ -17,6 +17,7 @@ from ampaudit.core.errors import AuditError
 
 __all__ = [
     "BATCHES",
+    "METRIC",
     "MODEL",
     "PROMOTING",
     "SCAN",
@@ -64,6 +65,8 @@ def batches():
 def loss(output, batch):
     return output["scores"].float().pow(2).mean() * 30
 """
+
+METRIC = "\ndef metric(output, batch):\n    return output['scores'].mean()\n"
 
 
 PROMOTING = """

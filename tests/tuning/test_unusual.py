@@ -14,9 +14,9 @@ import ampaudit
 from ampaudit.audit.metric import within_drop
 from ampaudit.core.errors import AuditError
 from ampaudit.report.tuning import TuningReport
-from ampaudit.tuning.measured import LowPrecisionRun
 from ampaudit.tuning.problem import Chosen
 from ampaudit.tuning.search import Accuracy
+from ampaudit.tuning.trials import Trials
 
 Runs = dict[Chosen, Accuracy]
 
@@ -37,14 +37,14 @@ def tuned(
 ) -> tuple[TuningReport, set[float]]:
     """Tune for an accuracy; return the report, and the accuracies in dB that runs of the search had."""
     found = set[float]()
-    run = LowPrecisionRun.accuracy
+    run = Trials.accuracy
 
-    def noted(low: LowPrecisionRun, chosen: Chosen) -> Accuracy:
-        accuracy = run(low, chosen)
+    def noted(trials: Trials, chosen: Chosen) -> Accuracy:
+        accuracy = run(trials, chosen)
         found.add(round(accuracy.db, 2) if accuracy.db is not None else 999.0)
         return accuracy
 
-    runs.setattr(LowPrecisionRun, "accuracy", noted)
+    runs.setattr(Trials, "accuracy", noted)
     return ampaudit.tune(Model(function, inputs.shape[-1]).eval(), inputs, min_sqnr=target), found
 
 

@@ -40,6 +40,7 @@ class ProbedBatch:
     """A batch that can be run again in any choice of precisions.
 
     Attributes:
+        number: of the batch.
         executor: of the program traced for it.
         names: of the program's values.
         tensors: its inputs.
@@ -48,6 +49,7 @@ class ProbedBatch:
         columns: outputs, or groups of them, that were probed.
     """
 
+    number: int
     executor: LockStep
     names: ValueNames
     tensors: Sequence[torch.Tensor]
@@ -130,7 +132,7 @@ class SensitivityProbe:
         decided = {} if _has_floats(named) or not self._decisions else _decided(executor.program, tape)
         columns = decided or _float_outputs(executor.program, named, title)
         references = {name: pair[0] for name, pair in named.items()}
-        self.batches.append(ProbedBatch(executor, names, tensors, seed, references, tuple(columns)))
+        self.batches.append(ProbedBatch(number, executor, names, tensors, seed, references, tuple(columns)))
         generator = torch.Generator().manual_seed(seed)
         for name, group in columns.items():
             seeds = (

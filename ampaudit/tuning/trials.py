@@ -1,0 +1,190 @@
+"""Runs a model with some values in float32 and all others in 16 bits, on the batches of all machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from ampaudit.audit.advice.residual import ResidualRescale
+from ampaudit.audit.config import MIN_SQNR, ScanConfig
+from ampaudit.audit.metric import mean_metric, metric_of, metrics_of, within_drop
+from ampaudit.audit.scan import Audited, audit_policies
+from ampaudit.audit.sensitivity import probing
+from ampaudit.core.errors import InputError, RunFailed
+from ampaudit.core.formats import low_precision_format
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.run.audit import Audit, run_audits
+from ampaudit.run.config import RunConfig
+from ampaudit.run.device import environment_of, pick_device
+from ampaudit.run.outputs import compare_outputs
+from ampaudit.run.sensitivity.measure import SensitivityProbe
+from ampaudit.run.sensitivity.precision_graph import PrecisionGraph
+from ampaudit.run.share import ALONE, BatchNumbers, PartDone, Share
+from ampaudit.source import ModelSource
+from ampaudit.trace.values import torch_dtype
+from ampaudit.tuning.config import TuneConfig
+from ampaudit.tuning.problem import Chosen
+from ampaudit.tuning.rescaled import rescaled_source
+from ampaudit.tuning.rule_file import loaded
+from ampaudit.tuning.search import Accuracy
+
+__all__ = ["Trials", "follow"]
+
+BASE = "16-bit"
+
+
+class Trials:
+    """Runs one model in one 16-bit format: probed, and under choices of what is in float32.
+
+    Where machines share the batches, the first decides what is run, and the others do what it tells them;
+    there, each method raises ``PartDone`` once this machine's batches are done.
+
+    Args:
+        source: the model.
+        dtype: name of the 16-bit format.
+        config: what is asked for.
+        changes: how the model was rescaled.
+
+    Attributes:
+        base: the policy that puts everything in 16 bits.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        dtype: str,
+        config: TuneConfig,
+        changes: tuple[ResidualRescale, ...] = (),
+    ) -> None:
+        self.source, self.config, self.changes = source, config, changes
+        self.number_format = low_precision_format(dtype)
+        self.dtype = torch_dtype(self.number_format)
+        self.device = pick_device(config.device, audits=True)
+        self.base = _base(source).for_environment(environment_of(self.device))
+        self._share: Share = config.share or ALONE
+        self._probes: list[SensitivityProbe] = []
+
+    @property
+    def graph(self) -> PrecisionGraph:
+        """The values of the programs of all batches."""
+        return self._probes[-1].graph
+
+    def probe(self) -> Audit:
+        """Run with everything in 16 bits, and probe the outputs.
+
+        Raises:
+            AuditError: see ``run_audits``; an output has no gradient.
+        """
+        config = self.config
+        self._share.tell("probe", *(change.change for change in self.changes))
+        plan = RunConfig(self.base, load_policy("torch-cuda"), self.number_format, self.device, config.seed)
+        plan = probing(plan, self.source, self._probes, decisions=config.metric_drop is not None)
+        (audit,) = run_audits(self.source.model, self.source.batches, [plan], config.on_progress, self._share)
+        return audit
+
+    def accuracy(self, chosen: Chosen) -> Accuracy:
+        """Run a choice on all batches; return the accuracy of the worst output in the worst batch."""
+        self._share.tell("accuracy", *sorted(chosen))
+        config, kept, own = self.config, dict[int, Any](), BatchNumbers()
+        for batch in self._probes[-1].batches:
+            self._share.mine("trial", batch.number)
+            pairs = batch.run(chosen, self.dtype)
+            found = (seen.accuracy_db for seen in compare_outputs(pairs, batch.number).values())
+            own[batch.number] = [min((db for db in found if db is not None), default=math.inf)]
+            if config.metric_drop is not None:
+                kept[batch.number] = pairs
+        for number, pair in (metrics_of(self.source, kept) if kept else {}).items():
+            own[number] += pair
+        every = self._share.gathered(own).values()
+        least = min(db for db, *_ in every)
+        worst = None if least == math.inf else least
+        if config.metric_drop is None:
+            assert config.target_db is not None
+            return Accuracy(worst, worst is None or worst >= config.target_db)
+        exact, lower = mean_metric([metric for _, *metric in every])
+        if math.isinf(exact):
+            raise InputError("metric(output, batch) is NaN or infinite in FP32", hint="return a number")
+        return Accuracy(worst, within_drop(exact, lower, config.metric_drop), (exact, lower))
+
+    def keep_low(self, casts: Collection[str]) -> None:
+        """Note that these casts in the model's code are to 16 bits, whatever they take."""
+        self._share.tell("keep_low", *sorted(casts))
+        self._probes[-1].keep_low(casts)
+
+    def audit(self, text: str) -> tuple[Audited, tuple[float, float] | None]:
+        """Audit a rule file; return the audit with the metric in FP32 and in 16 bits, if one is asked for."""
+        self._share.tell("audit", text)
+        config, kept = self.config, dict[int, Any]()
+        target = config.target_db
+        settings = ScanConfig(
+            dtype=self.number_format.name,
+            device=config.device,
+            seed=config.seed,
+            min_sqnr=MIN_SQNR if target is None else target,
+            keep_outputs=kept.__setitem__,
+            share=config.share,
+        )
+        audited: Audited | None = None
+        with suppress(PartDone):  # the outputs that this machine has are still to be judged
+            (audited,) = audit_policies(self.source, [loaded(text)], settings)
+        metric = None if config.metric_drop is None else metric_of(self.source, kept, self._share)
+        if audited is None:
+            raise PartDone
+        return audited, metric
+
+    def rescaled(self) -> Trials | None:
+        """Return trials of a model whose residual streams are rescaled; ``None`` if none overflows."""
+        self._share.tell("rescale")
+        source, changes = rescaled_source(self.source, self.number_format.name, self.config)
+        if not changes:
+            return None
+        return Trials(source, self.number_format.name, self.config.changed(exhaustive=False), changes)
+
+
+def follow(source: ModelSource, config: TuneConfig, share: Share) -> NoReturn:
+    """Run what the first machine tells, until it has ended.
+
+    Raises:
+        PartDone: always.
+        AuditError: this machine cannot run it.
+    """
+    trials: Trials | None = None
+    for name, *words in share.tasks():
+        with suppress(PartDone):
+            if name == "start":
+                trials = Trials(source, words[0], config)
+            else:
+                assert trials is not None, "a start comes first"
+                trials = _followed(trials, name, words)
+    raise PartDone
+
+
+def _followed(trials: Trials, name: str, words: list[str]) -> Trials:
+    """Do one task; return the trials of which the next ones are."""
+    if name == "rescale":
+        return trials.rescaled() or trials
+    if name == "probe":
+        if words != [change.change for change in trials.changes]:
+            raise RunFailed(
+                "this machine rescales the model in another way than the first",
+                hint="use machines of one kind",
+            )
+        trials.probe()
+    elif name == "accuracy":
+        trials.accuracy(frozenset(words))
+    elif name == "keep_low":
+        trials.keep_low(words)
+    else:
+        trials.audit(*words)
+    return trials
+
+
+def _base(source: ModelSource) -> RuleSet:
+    """Return the policy to begin with: everything in 16 bits."""
+    if source.kind != "onnx":
+        return load_policy(BASE)
+    rules = load_policy("strongly-typed")
+    static = tuple(rule for rule in rules.file.rules if not rule.measured)
+    return RuleSet(rules.file.model_copy(update={"rules": static}), None, rules.environment, rules.location)
