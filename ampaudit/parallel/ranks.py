@@ -5,17 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-import click
 from pydantic import ConfigDict, TypeAdapter
 
 from ampaudit.core import interrupts
 from ampaudit.core.config import Progress
-from ampaudit.core.errors import AuditError, RankLost, first_line
-from ampaudit.core.torchrun import place_of
+from ampaudit.core.errors import AuditError
 from ampaudit.parallel.board import Board
 from ampaudit.parallel.identity import Identity
 from ampaudit.parallel.watch import Watch
@@ -39,7 +36,7 @@ from ampaudit.run.share import (
     raise_first,
 )
 
-__all__ = ["RankShare", "with_ranks"]
+__all__ = ["RankShare"]
 
 _POLL_SECONDS = 0.05
 _NAMED = 8  # ranks whose progress is shown one by one
@@ -212,9 +209,9 @@ class RankShare(Share):
         if self.rank > 0:
             raise PartDone
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, why: str) -> None:
         """Tell rank 0 why this rank cannot go on."""
-        self._board.put(f"failed/{self.rank}", _told_in_a_line(error).encode(errors="replace"))
+        self._board.put(f"failed/{self.rank}", why.encode(errors="replace"))
 
     def end(self, code: int) -> None:
         """Tell all ranks the exit code, and wait until they have it."""
@@ -290,45 +287,3 @@ def _naming(rank: int, failure: Failure | None) -> Failure | None:
     if failure is None or failure.kind != "RunFailed":
         return failure
     return replace(failure, message=f"rank {rank}: {failure.message}")
-
-
-def _told_in_a_line(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return "out of memory"
-    if isinstance(error, AuditError) and error.args:
-        return str(error.args[0])
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-@contextmanager
-def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[RankShare | None]:
-    """Give this process's share of a command; all ranks end with the exit code of the first.
-
-    Args:
-        kind: how the work is divided.
-        name: of the work, if the processes of the ranks have started others for it.
-    """
-    place = place_of()
-    if place is None:
-        yield None
-        return
-    share = kind(Board.connect(place.rank, name), place.rank, place.count)
-    share.tell_signals()
-    if place.rank > 0:
-        try:
-            yield share
-        except (PartDone, RankLost):
-            pass  # rank 0 finds out itself who is lost
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            share.fail(error)
-        raise click.exceptions.Exit(share.exit_code())
-    try:
-        yield share
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        share.end(getattr(error, "exit_code", 3))
-        raise
-    share.end(0)

@@ -150,7 +150,9 @@ def test_check_names_the_rank_that_fails(folder: Path) -> None:
     assert "no data on this machine" in target["error"]
 
 
-@pytest.mark.parametrize("words", [("plan",), pytest.param(("bench", "--repeats", "1"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "words", [("plan",), pytest.param(("bench", "--repeats", "1"), marks=pytest.mark.slow)]
+)
 def test_what_is_not_divided_is_done_once(folder: Path, words: tuple[str, ...]) -> None:
     command, *rest = words
     done = torchrun(folder, 2, command, "mixed.py", *rest, "-o", "ranks.json")
