@@ -55,7 +55,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
 
     PATHS are files, directories or globs (default: the current directory); '-' reads standard input. No
     script is executed. Options on the command line override [tool.ampaudit.lint] in pyproject.toml.
-    Exit codes: 0 no findings, 1 findings (with --diff: changes), 2 usage error or unreadable file.
+    Exit codes: 0 no findings, 1 findings (with --diff: changes), 2 usage error, or no file could be read.
     """
     from ampaudit.core.pyproject import find_config
     from ampaudit.linter.lint import lint_report
@@ -76,7 +76,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
         if file.is_elsewhere and file.findings:
             where = escape_control(file.path)
             click.echo(f"{where}: not fixed: a link leads to it out of the given paths", err=True)
-    report = lint_report(linted, config.fail_on, fixed=fixed)
+    report = lint_report(linted, config, fixed=fixed)
     code = report.exit_code
     with keeping(report):
         if options["diff"]:
@@ -93,15 +93,18 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
 def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.linter.linting import RuleSelection, lint_bytes, lint_files
+    from ampaudit.linter.processes import available_cores
 
-    change, selection = options["fix"] or options["diff"], RuleSelection.parse(config.select, config.ignore)
+    change = options["fix"] or options["diff"]
     if _STDIN in paths:
         if len(paths) > 1:
             raise click.UsageError("'-' cannot be combined with other paths")
-        return [lint_bytes(_read_stdin(), options["stdin_filename"], selection, fix=change)]
+        name = options["stdin_filename"]
+        selection = RuleSelection.of(config).for_file(Path(name))
+        return [lint_bytes(_read_stdin(), name, selection, fix=change)]
     with ProgressBar(" ".join(paths)) as progress:
-        files = lint_files(paths, selection, exclude=config.exclude, fix=change, on_progress=progress.update)
-        return list(files)
+        jobs = available_cores()
+        return list(lint_files(paths, config, fix=change, jobs=jobs, on_progress=progress.update))
 
 
 def _read_stdin() -> bytes:
@@ -125,7 +128,7 @@ def _print_diff(linted: list[LintedFile], report: LintReport) -> int:
     click.echo(f"would fix {findings} in {files}" if changed else "nothing to fix", err=True)
     for item in report.unread:
         click.echo(str(item), err=True)
-    return 1 if changed else 2 if report.unread else 0
+    return 1 if changed else report.exit_code if report.exit_code == 2 else 0
 
 
 def _write(linted: list[LintedFile]) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from ampaudit.core.config import Config, Option, Texts
+from pydantic import BeforeValidator
+
+from ampaudit.core.config import Config, FilePath, Option, Texts
 from ampaudit.core.pyproject import read_options
 from ampaudit.report.finding import FailOn
 
 __all__ = ["LintConfig", "LintOptions", "read_lint_config"]
+
+
+def _of_table(given: Any) -> Any:
+    """Return the entries of a table such as ``{"tests/*": ["AMP86"]}`` as they are written in a command."""
+    if not isinstance(given, dict):
+        return given
+    entries = ((glob, [found] if isinstance(found, str) else found) for glob, found in given.items())
+    return [f"{glob}:{','.join(map(str, found))}" for glob, found in entries if isinstance(found, list)]
 
 
 class LintConfig(Config):
@@ -18,7 +28,19 @@ class LintConfig(Config):
 
     select: Annotated[Texts, Option("Codes or prefixes to enable (repeatable).", metavar="CODES")] = ()
     ignore: Annotated[Texts, Option("Codes or prefixes to disable (repeatable).", metavar="CODES")] = ()
+    per_file_ignores: Annotated[
+        Texts,
+        BeforeValidator(_of_table),
+        Option("Codes or prefixes to disable in files (repeatable).", metavar="GLOB:CODES"),
+    ] = ()
+    notes: Annotated[bool, Option("Report notes as well.")] = False
     exclude: Annotated[Texts, Option("Files or directories to skip (repeatable).", metavar="GLOB")] = ()
+    gitignore: Annotated[bool, Option("Lint files that git ignores as well.", flags=("--no-gitignore",))] = (
+        True
+    )
+    baseline: Annotated[
+        FilePath | None, Option("Leave out what this JSON report of lint has.", metavar="FILE")
+    ] = None
     fail_on: Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")] = "warning"
 
 
@@ -27,7 +49,11 @@ class LintOptions(TypedDict, total=False):
 
     select: Sequence[str]
     ignore: Sequence[str]
+    per_file_ignores: Mapping[str, Sequence[str]] | Sequence[str]
+    notes: bool
     exclude: Sequence[str]
+    gitignore: bool
+    baseline: str | Path | None
     fail_on: FailOn
 
 

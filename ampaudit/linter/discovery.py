@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["find_files", "leaves_tree"]
+from ampaudit.linter.ignored_files import IgnoredFiles
+
+__all__ = ["find_files", "leaves_tree", "matches"]
 
 _SUFFIXES = (".py", ".pyi", ".ipynb", ".md", ".markdown")
 _SKIPPED_DIRECTORIES = frozenset(
@@ -15,7 +17,9 @@ _SKIPPED_DIRECTORIES = frozenset(
 )
 
 
-def find_files(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[Path]:
+def find_files(
+    paths: Sequence[str], exclude: Sequence[str] = (), *, gitignore: bool = False
+) -> Iterator[Path]:
     """Yield every file once, in order, without following links to directories.
 
     A file that is named itself is yielded whatever its suffix; so are a path that does not exist and a
@@ -24,14 +28,16 @@ def find_files(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[Pa
     Args:
         paths: files, directories and globs.
         exclude: globs that match whole paths or single components of them.
+        gitignore: whether to skip what git ignores below directories.
     """
     seen: set[str] = set()
     for text in paths:
         for path in _expand(text):
-            candidates: Iterable[Path] = _walk(path, exclude) if os.path.isdir(path) else [path]
+            ignored = IgnoredFiles(path) if gitignore and os.path.isdir(path) else None
+            candidates: Iterable[Path] = _walk(path, exclude, ignored) if os.path.isdir(path) else [path]
             for candidate in candidates:
                 real = os.path.realpath(candidate)
-                if real not in seen and not _is_excluded(candidate, exclude):
+                if real not in seen and not matches(candidate, exclude):
                     seen.add(real)
                     yield candidate
 
@@ -64,7 +70,7 @@ def _base_of(text: str) -> Path:
     return path
 
 
-def _walk(directory: Path, exclude: Sequence[str]) -> Iterator[Path]:
+def _walk(directory: Path, exclude: Sequence[str], ignored: IgnoredFiles | None) -> Iterator[Path]:
     unreadable: list[OSError] = []
     for parent, directories, names in os.walk(directory, onerror=unreadable.append):
         directories[:] = sorted(
@@ -72,15 +78,18 @@ def _walk(directory: Path, exclude: Sequence[str]) -> Iterator[Path]:
             for name in directories
             if name not in _SKIPPED_DIRECTORIES
             and not name.startswith(".")
-            and not _is_excluded(Path(parent) / name, exclude)
+            and not matches(Path(parent) / name, exclude)
+            and not (ignored and ignored.covers(Path(parent) / name, is_directory=True))
         )
-        yield from (Path(parent) / name for name in sorted(names) if name.endswith(_SUFFIXES))
+        found = (Path(parent) / name for name in sorted(names) if name.endswith(_SUFFIXES))
+        yield from (path for path in found if not (ignored and ignored.covers(path)))
     yield from (Path(error.filename) for error in unreadable)
 
 
-def _is_excluded(path: Path, exclude: Sequence[str]) -> bool:
+def matches(path: Path, globs: Sequence[str]) -> bool:
+    """Return whether a glob matches a whole path, the end of one, or a single component."""
     text = path.as_posix()
     return any(
         fnmatchcase(text, pattern) or fnmatchcase(text, f"*/{pattern}") or pattern.rstrip("/") in path.parts
-        for pattern in exclude
+        for pattern in globs
     )

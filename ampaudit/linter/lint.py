@@ -8,10 +8,10 @@ from typing import Unpack
 
 from ampaudit.core.arguments import given_paths
 from ampaudit.core.version import __version__
+from ampaudit.linter.baseline import without_baseline
 from ampaudit.linter.config import LintConfig, LintOptions
-from ampaudit.linter.linting import LintedFile, RuleSelection, lint_files
-from ampaudit.report.finding import FailOn
-from ampaudit.report.lint import LintReport
+from ampaudit.linter.linting import LintedFile, lint_files
+from ampaudit.report.lint import LintFinding, LintReport
 
 __all__ = ["lint", "lint_report"]
 
@@ -37,19 +37,25 @@ def lint(
     """
     chosen = LintConfig.given(config, options)
     asked = given_paths(paths, "paths")
-    selection = RuleSelection.parse(chosen.select, chosen.ignore)
-    linted = list(lint_files(asked, selection, exclude=chosen.exclude))
-    return lint_report(linted, chosen.fail_on)
+    return lint_report(list(lint_files(asked, chosen)), chosen)
 
 
-def lint_report(linted: Sequence[LintedFile], fail_on: FailOn, *, fixed: int = 0) -> LintReport:
-    """Put the report of some files together; ``fixed`` mistakes were repaired in them."""
+def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int = 0) -> LintReport:
+    """Put the report of some files together; ``fixed`` mistakes were repaired in them.
+
+    Raises:
+        InputError: the baseline is no report of lint.
+    """
+    findings: Iterable[LintFinding] = (finding for file in linted for finding in file.findings)
+    if config.baseline is not None:
+        findings = without_baseline(findings, config.baseline)
     return LintReport(
         schema=1,
         tool_version=__version__,
-        fail_on=fail_on,
+        fail_on=config.fail_on,
         linted=len(linted),
-        findings=tuple(finding for file in linted for finding in file.findings),
+        findings=tuple(findings),
         unread=tuple(item for file in linted for item in file.unread),
         fixed=fixed,
+        unreadable=sum(not file.was_read for file in linted),
     )

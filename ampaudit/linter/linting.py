@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Diagnostic
 from ampaudit.linter.discovery import find_files, leaves_tree
 from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, read_script
 from ampaudit.linter.flow.values import Value
+from ampaudit.linter.notebook_lines import lines_of_cells
+from ampaudit.linter.processes import processes
 from ampaudit.linter.reporting import Suppressions, to_findings
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
@@ -22,6 +25,7 @@ from ampaudit.report.lint import LintFinding, UnreadFile
 
 __all__ = ["LintedFile", "RuleSelection", "lint_bytes", "lint_file", "lint_files", "lint_text"]
 
+_MANY = 64  # files from which several processes are faster
 _MAX_FIX_ROUNDS = 10  # a fix may uncover the next
 _PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
@@ -39,6 +43,7 @@ class LintedFile:
         encoding: encoding of the file.
         fixed: number of findings that were fixed.
         is_elsewhere: whether it was not to be fixed, since a link leads to it out of the given directories.
+        was_read: whether anything in it could be read.
     """
 
     path: str
@@ -49,24 +54,48 @@ class LintedFile:
     encoding: str = "utf-8"
     fixed: int = 0
     is_elsewhere: bool = False
+    was_read: bool = False
 
 
 def lint_files(
     paths: Sequence[str],
-    selection: RuleSelection,
+    config: LintConfig,
     *,
-    exclude: Sequence[str] = (),
     fix: bool = False,
+    jobs: int = 1,
     on_progress: Progress = silent,
 ) -> Iterator[LintedFile]:
-    """Lint every file that files, directories and globs name; fix none that a link finds elsewhere."""
-    found = list(find_files(paths, exclude))
-    for number, path in enumerate(found):
-        on_progress("linting", number, len(found))
-        elsewhere = fix and leaves_tree(path, paths)
-        linted = lint_file(path, selection, fix=fix and not elsewhere)
-        linted.is_elsewhere = elsewhere
-        yield linted
+    """Lint every file that files, directories and globs name; fix none that a link finds elsewhere.
+
+    Args:
+        paths: files, directories and globs.
+        config: what to lint and what to report.
+        fix: whether to apply fixes to the texts; no file is written.
+        jobs: processes; one of them if there are few files.
+        on_progress: called with the number of files done.
+
+    Raises:
+        UsageError: a code does not exist.
+    """
+    selection = RuleSelection.of(config)
+    found = list(find_files(paths, config.exclude, gitignore=config.gitignore))
+    elsewhere = [fix and leaves_tree(path, paths) for path in found]
+    tasks = [(path, selection, fix and not away) for path, away in zip(found, elsewhere, strict=True)]
+    if (count := jobs if len(found) >= _MANY else 1) > 1:
+        import ampaudit.linter.analysis  # noqa: F401  (once, before there are copies of this process)
+    with processes(count) as run:
+        for number, (linted, away) in enumerate(zip(run(_lint_task, tasks), elsewhere, strict=True)):
+            on_progress("linting", number, len(found))
+            linted.is_elsewhere = away
+            yield linted
+
+
+def _lint_task(task: tuple[Path, RuleSelection, bool]) -> LintedFile:
+    path, selection, fix = task
+    linted = lint_file(path, selection, fix=fix)
+    if linted.after == linted.before:  # there is nothing to write, and the texts may come from elsewhere
+        linted.before = linted.after = ""
+    return linted
 
 
 def lint_file(path: Path, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
@@ -77,7 +106,7 @@ def lint_file(path: Path, selection: RuleSelection, *, fix: bool = False) -> Lin
     except InputError as error:
         reason = str(error.args[0]).removeprefix(f"{describe_path(path)}: ")
         return LintedFile(name, unread=[UnreadFile(name, 1, reason)])
-    return lint_bytes(data, name, selection, fix=fix)
+    return lint_bytes(data, name, selection.for_file(path), fix=fix)
 
 
 def lint_bytes(data: bytes, name: str, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
@@ -100,6 +129,7 @@ def lint_text(text: str, name: str, selection: RuleSelection, *, fix: bool = Fal
     except Unreadable as error:
         linted.unread.append(UnreadFile(name, error.line, str(error)))
         return linted
+    linted.was_read = not blocks
     names: dict[str, Value] = {}
     changed: list[tuple[CodeBlock, str]] = []
     for original in blocks:
@@ -114,6 +144,12 @@ def lint_text(text: str, name: str, selection: RuleSelection, *, fix: bool = Fal
         names |= defined  # a later block may use them
     if changed:
         linted.after = replace_code_blocks(text, suffix, changed)
+    if suffix == ".ipynb" and linted.findings:
+        lines = lines_of_cells(linted.after)
+        linted.findings = [
+            replace(found, file_line=lines[found.cell][found.line - 1]) if found.cell else found
+            for found in linted.findings
+        ]
     return linted
 
 
@@ -139,6 +175,7 @@ def _analyze(
             linted.unread.append(UnreadFile(linted.path, 1, reason))
             return [], {}, block
         else:
+            linted.was_read = True
             return diagnostics, defined, block
     if not block.marks:  # a file that is not worth reading is still reported if it does not parse
         try:
@@ -146,7 +183,9 @@ def _analyze(
         except ScriptTooLong as error:
             linted.unread.append(UnreadFile(linted.path, 1, str(error)))
         except _PARSE_ERRORS as error:
-            _record_parse_error(linted, block, error)
+            if _record_parse_error(linted, block, error) is None and not block.is_example:
+                return [], {}, block
+    linted.was_read = True
     return [], {}, block
 
 

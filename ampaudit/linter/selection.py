@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.untrusted import describe
+from ampaudit.linter.config import LintConfig
+from ampaudit.linter.discovery import matches
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
 
@@ -21,27 +25,51 @@ class RuleSelection:
     Attributes:
         select: codes or prefixes to enable.
         ignore: codes or prefixes to disable.
+        notes: whether rules that give notes are enabled although no code or prefix selects them.
+        per_file: globs of files with codes or prefixes to disable there.
     """
 
     select: tuple[str, ...] = (LINTED,)
     ignore: tuple[str, ...] = ()
+    notes: bool = True
+    per_file: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @classmethod
-    def parse(cls, select: Iterable[str], ignore: Iterable[str]) -> RuleSelection:
+    def of(cls, config: LintConfig) -> RuleSelection:
         """Parse comma-separated lists such as ``AMP807,AMP82``.
 
         Raises:
-            UsageError: a code or prefix matches no rule.
+            UsageError: a code or prefix matches no rule, or an entry about files has no codes.
         """
-        return cls(tuple(_parse_codes(select)) or (LINTED,), tuple(_parse_codes(ignore)))
+        chosen = tuple(_parse_codes(config.select))
+        notes = config.notes or config.fail_on == "note" or LINTED in chosen
+        per_file = tuple(map(_parse_entry, config.per_file_ignores))
+        return cls(chosen or (LINTED,), tuple(_parse_codes(config.ignore)), notes, per_file)
+
+    def for_file(self, path: Path) -> RuleSelection:
+        """Return the rules that are enabled in a file."""
+        more = tuple(code for glob, codes in self.per_file if matches(path, (glob,)) for code in codes)
+        return replace(self, ignore=(*self.ignore, *more)) if more else self
 
     def includes(self, code: str) -> bool:
         """Return whether a rule is enabled; the longer of two matching prefixes decides."""
         if code == UNUSED_SUPPRESSION:
             return code not in self.ignore
         selected = max((len(prefix) for prefix in self.select if code.startswith(prefix)), default=-1)
+        if selected == len(LINTED) and not self.notes and all_pages()[code].severity == "note":
+            return False
         ignored = max((len(prefix) for prefix in self.ignore if code.startswith(prefix)), default=-1)
         return selected > ignored
+
+
+def _parse_entry(text: str) -> tuple[str, tuple[str, ...]]:
+    """Parse an entry such as ``tests/*:AMP86,AMP802``."""
+    glob, _, codes = text.rpartition(":")
+    if not glob or not codes.strip():
+        raise UsageError(
+            f"{describe(text)} is not a glob of files with codes", hint="write it as 'tests/*:AMP86'"
+        )
+    return glob, tuple(_parse_codes([codes]))
 
 
 def _parse_codes(texts: Iterable[str]) -> Iterator[str]:

@@ -31,6 +31,7 @@ class LintFinding:
         fixable: whether ``--fix`` can change it.
         source: the line as it stands there.
         suppressed: why it does not count.
+        file_line: line of a notebook's file, from 1.
     """
 
     code: str
@@ -47,6 +48,7 @@ class LintFinding:
     fixable: bool
     source: str
     suppressed: str | None = None
+    file_line: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class LintReport(Shown):
         findings: by file and line.
         unread: files that could not be read.
         fixed: number of mistakes that were fixed, or would be.
+        unreadable: number of files of which nothing could be read.
     """
 
     schema: Literal[1]
@@ -82,6 +85,7 @@ class LintReport(Shown):
     findings: tuple[LintFinding, ...]
     unread: tuple[UnreadFile, ...]
     fixed: int = 0
+    unreadable: int = 0
     kind: Literal["lint"] = "lint"
 
     @property
@@ -91,11 +95,11 @@ class LintReport(Shown):
 
     @property
     def exit_code(self) -> int:
-        """1 for findings at or above the threshold, else 2 for unreadable files, else 0."""
+        """1 for findings at or above the threshold; else 2 if no file could be read; else 0."""
         least = threshold(self.fail_on)
         if any(finding.severity.rank >= least for finding in self.active):
             return 1
-        return 2 if self.unread else 0
+        return 2 if self.unread and self.unreadable >= self.linted else 0
 
     @property
     def headline(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ampaudit.linter.linting import RuleSelection, lint_files
+from ampaudit.linter.config import LintConfig
+from ampaudit.linter.linting import lint_files
 from tests.linter.examples import notebook
 
 
@@ -28,7 +29,7 @@ def test_directories_links_globs_and_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "lost.py").symlink_to(tmp_path / "nowhere")
 
     def read(*paths: str, exclude: tuple[str, ...] = ()) -> list[str]:
-        found = lint_files([str(tmp_path / p) for p in paths], RuleSelection(), exclude=exclude)
+        found = lint_files([str(tmp_path / p) for p in paths], LintConfig(exclude=exclude))
         return [os.path.relpath(f.path, tmp_path) for f in found]
 
     assert read("") == ["a.py", "h.md", "lost.py", "deep/b.py", "deep/c.ipynb"]
@@ -36,5 +37,5 @@ def test_directories_links_globs_and_what_is_left_out(tmp_path: Path) -> None:
     assert read("**/*.py") == ["a.py", "build/g.py", "deep/b.py", "lost.py", "venv/e.py"]
     assert read("f.txt", "a.py", "a.py") == ["f.txt", "a.py"]
     assert read("nothing.py") == ["nothing.py"]
-    (lost,) = [f for f in lint_files([str(tmp_path)], RuleSelection()) if f.path.endswith("lost.py")]
+    (lost,) = [f for f in lint_files([str(tmp_path)], LintConfig()) if f.path.endswith("lost.py")]
     assert lost.unread[0].reason == "No such file or directory"

@@ -45,7 +45,7 @@ def report_of(*texts: str, name: str = "train.py") -> LintReport:
 
 
 def test_findings_are_printed_with_their_lines(project: Path, cli: CLI) -> None:
-    done = cli("lint", "src", cwd=project)
+    done = cli("lint", "src", "--notes", cwd=project)
     assert done.returncode == 1
     number = BAD.split("\n").index("        optimizer.step()") + 1
     assert f"src/train.py:{number}:9: error AMP803 the optimizer steps with scaled gradients" in done.stdout
@@ -66,6 +66,12 @@ def test_findings_are_printed_with_their_lines(project: Path, cli: CLI) -> None:
         (("--exclude", "src"), 0),
         ((), 1),
         (("nothing.py",), 2),
+        (("nothing.py", "good.py"), 0),
+        (("nothing.py", "good.py", "--diff"), 0),
+        (("nothing.py", "--diff"), 2),
+        (("src/model.py", "--notes"), 0),
+        (("src", "--per-file-ignores", "src/tr*:AMP80"), 0),
+        (("src", "--per-file-ignores", "AMP80"), 2),
         (("nothing.py", "src/train.py"), 1),
         (("src", "--select", "AMP7"), 2),
         (("src", "--fix", "--diff"), 2),
@@ -173,7 +179,7 @@ def test_torch_is_never_imported(project: Path) -> None:
 
 
 def test_json_is_a_report_that_can_be_read_again(project: Path, cli: CLI) -> None:
-    done = cli("lint", "src", "--format", "json", cwd=project)
+    done = cli("lint", "src", "--notes", "--format", "json", cwd=project)
     found = parse_document(done.stdout, "stdout")
     assert isinstance(found, LintReport)
     assert [f.code for f in found.findings] == ["AMP861", "AMP803"]

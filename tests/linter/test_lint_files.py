@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import lint_bytes, lint_files
 from ampaudit.linter.selection import RuleSelection
 
@@ -39,7 +40,7 @@ def test_a_directory_that_cannot_be_listed_is_told(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "scandir", scandir)
     monkeypatch.setattr(os, "open", open_)
-    unread = [item for file in lint_files([str(tmp_path)], RuleSelection()) for item in file.unread]
+    unread = [item for file in lint_files([str(tmp_path)], LintConfig()) for item in file.unread]
     assert [str(item) for item in unread] == [f"{tmp_path / 'secret'}:1: not read: Permission denied"]
 
 
@@ -61,11 +62,11 @@ def test_fix_does_not_follow_a_link_out_of_the_tree(tmp_path: Path, cli: Cli, gi
     (tree / "inside").mkdir(parents=True)
     (tree / "inside" / "link.py").symlink_to(tmp_path / "outside.py")
     (tree / "inside" / "own.py").write_text(OLD)
-    done = cli("lint", "--fix", given, cwd=tree)
+    done = cli("lint", "--fix", "--notes", given, cwd=tree)
     assert (tmp_path / "outside.py").read_text() == OLD
     assert (tree / "inside" / "own.py").read_text() != OLD
     assert "link.py: not fixed" in done.stderr
-    cli("lint", "--fix", "inside/link.py", cwd=tree)  # the user names it
+    cli("lint", "--fix", "--notes", "inside/link.py", cwd=tree)  # the user names it
     assert (tmp_path / "outside.py").read_text() != OLD
     assert (tree / "inside" / "link.py").is_symlink()
 

@@ -10,7 +10,7 @@ from ampaudit.core.text import escape_control, plural
 from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.findings import Alert, Suite, safe_line
 from ampaudit.render.view import Row, View
-from ampaudit.report.finding import threshold
+from ampaudit.report.finding import Severity, threshold
 from ampaudit.report.lint import LintFinding, LintReport
 from ampaudit.report.pages import title_of
 
@@ -18,6 +18,7 @@ __all__ = ["LintView"]
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _WIDEST = 100
+_PLACES = 20  # of notes with one code
 
 
 class LintView(View[LintReport]):
@@ -32,9 +33,13 @@ class LintView(View[LintReport]):
         """Render the findings and a summary; the summary alone if ``verbosity`` is -1."""
         report = self.document
         if verbosity >= 0:
-            for finding in report.findings:
-                if finding.suppressed is None or verbosity > 0:
-                    yield Section(tuple(_finding(finding)))
+            shown = report.findings if verbosity > 0 else report.active
+            alone = [f for f in shown if verbosity > 0 or f.severity != Severity.NOTE]
+            for finding in alone:
+                yield Section(tuple(_finding(finding)))
+            notes = [f for f in shown if verbosity <= 0 and f.severity == Severity.NOTE]
+            for code in sorted({note.code for note in notes}):
+                yield Section(tuple(_group([note for note in notes if note.code == code])))
         unread = (line(str(item), style="yellow", wrap=False) for item in report.unread)
         verdict = ("FAIL  ", "bold red") if report.exit_code else ("PASS  ", "bold green")
         yield Section((*unread, line(verdict, _summary(report), wrap=False)))
@@ -80,6 +85,21 @@ def _finding(finding: LintFinding) -> Iterator[Line]:
     yield line(f"{'':>5} = {escape_control(finding.advice)}{fix}", wrap=False)
 
 
+def _group(notes: list[LintFinding]) -> Iterator[Line]:
+    """Return the places of notes with one code, with the cause and the advice of the first."""
+    first, count = notes[0], f" ({len(notes)})" if len(notes) > 1 else ""
+    head = (f"note {first.code}", _STYLES["note"])
+    yield line(head, f" {title_of(first.code, first.code)}{count}", wrap=False)
+    for note in notes[:_PLACES]:
+        cell = f"cell {note.cell}:" if note.cell is not None else ""
+        place = f"{escape_control(note.file)}:{cell}{note.line}:{note.column}"
+        yield line(f"  {place}: {escape_control(note.cause)}", wrap=False)
+    if len(notes) > _PLACES:
+        yield line(f"  and {len(notes) - _PLACES} more: -v shows all", wrap=False)
+    fix = "  (fixable with --fix)" if any(note.fixable for note in notes) else ""
+    yield line(f"  = {escape_control(first.advice)}{fix}", wrap=False)
+
+
 def _excerpt(finding: LintFinding) -> tuple[str, int, int]:
     """Return the line without indentation, and the column and width of the finding in it."""
     text = escape_control(finding.source.expandtabs(4))
@@ -95,12 +115,15 @@ def _excerpt(finding: LintFinding) -> tuple[str, int, int]:
 
 
 def _summary(report: LintReport) -> str:
+    read = report.linted - report.unreadable
     if not report.linted:
         said = "no Python, notebook or Markdown file found"
+    elif not read:
+        said = "nothing could be read"
     else:
         levels = Counter(str(finding.severity) for finding in report.active)
         parts = [plural(levels[level], level) for level in _STYLES if levels[level]]
-        said = f"{', '.join(parts) or 'no findings'} in {plural(report.linted, 'file')}"
+        said = f"{', '.join(parts) or 'no findings'} in {plural(read, 'file')}"
     counts = {
         "fixable with --fix": sum(finding.fixable for finding in report.active),
         "fixed": report.fixed,
@@ -121,7 +144,8 @@ def _alert(finding: LintFinding, rank: float) -> Alert:
         site=cell + (escape_control(finding.function) or "(module)"),
         cause=escape_control(finding.cause),
         advice=escape_control(finding.advice),
-        line=safe_line(SourceLine(finding.file, finding.line, finding.source.strip())),
+        line=safe_line(SourceLine(finding.file, finding.file_line or finding.line, finding.source.strip())),
         suppressed=finding.suppressed,
-        region=(finding.column, finding.end_line, finding.end_column),
+        # columns of a cell are not those of its notebook's file
+        region=None if finding.cell else (finding.column, finding.end_line, finding.end_column),
     )
