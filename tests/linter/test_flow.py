@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.linter.examples import GOOD, codes, training_loop
 
@@ -94,3 +95,97 @@ def test_an_annotation_says_what_a_parameter_is(written: str) -> None:
     )
     assert codes(text) == ["AMP803"]
     assert codes(text.replace(f": {written}", "")) == []
+
+
+ACCUMULATING = """import torch
+
+
+def train(config, model, loader, optimizer, scaler):
+    optimizer.zero_grad()
+    for i, x in enumerate(loader):
+        loss = model(x).mean()
+        if config.accumulate > 1:
+            scaler.scale(loss / config.accumulate).backward()
+            FIRST
+            if (i + 1) % config.accumulate == 0:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                SECOND
+                optimizer.zero_grad()
+            THIRD
+        else:
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third", "wanted"),
+    [
+        ("pass", "scaler.update()", "pass", []),
+        ("scaler.unscale_(optimizer)", "scaler.update()", "pass", ["AMP810"]),
+        ("pass", "pass", "scaler.update()", ["AMP825"]),
+        ("pass", "scaler.update()", "optimizer.zero_grad()", ["AMP831"]),
+    ],
+)
+def test_a_branch_that_accumulates_is_judged_by_itself(
+    first: str, second: str, third: str, wanted: list[str]
+) -> None:
+    text = ACCUMULATING.replace("FIRST", first).replace("SECOND", second).replace("THIRD", third)
+    if "AMP810" in wanted:  # what it unscales, the step must not unscale again
+        text = text.replace("                scaler.unscale_(optimizer)\n", "", 1)
+    assert codes(text) == wanted
+
+
+def test_torch_raises_where_update_follows_no_step() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+
+
+@pytest.mark.parametrize(
+    "test", ["amp is True", "amp == True", "amp", "amp is not False", "not amp is False"]
+)
+def test_a_flag_may_be_compared_with_true(test: str) -> None:
+    body = (
+        f"if {test}:\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+        "else:\n    loss.backward()\n"
+    )
+    assert codes(training_loop(f"{body}    optimizer.step()", ", amp=True")) == []
+    assert codes(training_loop(f"{body}optimizer.step()", ", amp=True")) == ["AMP817"]
+
+
+EPOCHS = """import torch
+
+
+def one_epoch(model, loader, optimizer):
+    INSIDE
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def main(make, loader):
+    BEFORE
+    for epoch in range(10):
+        AGAIN
+        one_epoch(model, loader, optimizer)
+"""
+MODEL = "model = make(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+
+
+@pytest.mark.parametrize(
+    ("before", "again", "wanted"), [(MODEL, "pass", ["AMP814"]), ("pass", MODEL, [])], ids=["kept", "anew"]
+)
+def test_a_scaler_that_is_made_in_each_epoch_is_found_across_calls(
+    before: str, again: str, wanted: list[str]
+) -> None:
+    text = EPOCHS.replace("INSIDE", 'scaler = torch.amp.GradScaler("cuda")')
+    assert codes(text.replace("BEFORE", before).replace("AGAIN", again)) == wanted

@@ -230,7 +230,10 @@ def condition_of(test: ast.expr) -> tuple[str, bool] | None:
             if other.value is None and isinstance(test.ops[0], ast.Is | ast.IsNot):
                 positive ^= isinstance(test.ops[0], ast.Is)
                 test = test.left
-            elif isinstance(other.value, str | bool) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+            elif isinstance(other.value, bool):
+                positive ^= isinstance(test.ops[0], ast.IsNot | ast.NotEq) != (other.value is False)
+                test = test.left
+            elif isinstance(other.value, str) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
                 text = dotted_name(test.left)
                 return (
                     (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))

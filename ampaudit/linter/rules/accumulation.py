@@ -15,22 +15,58 @@ __all__ = ["check_accumulation"]
 _STEPS = ("scaler.step", "optimizer.step")
 
 
+Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
+
+
 def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check unscaling, zeroing, division and synchronization in accumulation loops."""
+    """Check unscaling, updating, zeroing, division and synchronization in accumulation loops."""
     for loop in dict.fromkeys(e.loop for e in events if e.kind == "backward" and e.loop is not None):
         inside = [e for e in events if any(g.node is loop for g in e.guards)]
         backwards = [e for e in inside if e.kind == "backward" and e.loop is loop]
         steps = of_kind(inside, *_STEPS)
         if steps and all(e.data["no_sync"] for e in backwards):
             _report_never_synchronized(interpreter, steps[0])
-        gates = _gates(loop, backwards, steps)
-        if not gates:
-            continue
-        _check_unscale(interpreter, loop, inside, gates)
-        _check_zero_grad(interpreter, loop, inside, gates)
-        if not any(e.kind in ("gradient.read", "backward.unknown") for e in inside):
-            _check_division(interpreter, backwards)
-        _check_synchronization(interpreter, inside, backwards)
+        for branch in dict.fromkeys(_branch(loop, e) for e in backwards):
+            _check_branch(interpreter, loop, branch, inside)
+
+
+def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, inside: list[Event]) -> None:
+    """Check what happens in a loop where its conditions have these sides."""
+    there = [e for e in inside if _branch(loop, e)[: len(branch)] == branch]
+    backwards = [e for e in there if e.kind == "backward" and e.loop is loop and _branch(loop, e) == branch]
+    steps = of_kind(there, *_STEPS)
+    gates = _gates(loop, backwards, steps)
+    if not gates:
+        return
+    always = [e for e in there if _branch(loop, e) == branch and not gates & {g.node for g in e.guards}]
+    _check_unscale(interpreter, always)
+    _check_update(interpreter, always, steps)
+    _check_zero_grad(interpreter, always)
+    if not any(e.kind in ("gradient.read", "backward.unknown") for e in there):
+        _check_division(interpreter, backwards)
+    _check_synchronization(interpreter, there, backwards)
+
+
+def _branch(loop: ast.AST, event: Event) -> Branch:
+    """Return the conditions between a loop and an event but for those on a count, each with its side."""
+    guards = event.guards_inside(loop)
+    following = (*(guard.node for guard in guards[1:]), event.node)
+    return tuple(
+        (guard.node, _side(guard.node, node))
+        for guard, node in zip(guards, following, strict=False)
+        if guard.kind == "if" and not _tests_remainder(guard)
+    )
+
+
+def _side(condition: ast.AST, node: ast.AST) -> str:
+    """Return in which part of a condition a node is."""
+    line = getattr(node, "lineno", 0)
+    for name in ("body", "orelse"):
+        part = getattr(condition, name, [])
+        statements = part if isinstance(part, list) else [part]
+        if any(s.lineno <= line <= (s.end_lineno or s.lineno) for s in statements):
+            return name
+    return ""
 
 
 def _gates(loop: ast.AST, backwards: list[Event], steps: list[Event]) -> set[ast.AST]:
@@ -58,37 +94,40 @@ def _tests_remainder(guard: Guard) -> bool:
     )
 
 
-def _runs_every_batch(loop: ast.AST, event: Event, gates: set[ast.AST]) -> bool:
-    """Return whether an event happens for every batch."""
-    return not any(g.kind == "if" for g in event.guards_inside(loop)) and not gates & {
-        g.node for g in event.guards
-    }
+def _check_unscale(interpreter: Interpreter, always: list[Event]) -> None:
+    for event in of_kind(always, "scaler.unscale"):
+        interpreter.report(
+            "AMP810",
+            event.node,
+            "unscale_() runs for every batch, but the step only for some: the second call raises, "
+            "and later batches would add scaled gradients to unscaled ones",
+            "move it under the condition of the step, before clipping",
+        )
 
 
-def _check_unscale(interpreter: Interpreter, loop: ast.AST, inside: list[Event], gates: set[ast.AST]) -> None:
-    for event in inside:
-        if event.kind == "scaler.unscale" and _runs_every_batch(loop, event, gates):
+def _check_update(interpreter: Interpreter, always: list[Event], steps: list[Event]) -> None:
+    """Report an update that raises after a batch without a step, as nothing has looked for infinities."""
+    looked = {event.data["scaler"] for event in of_kind(always, "scaler.unscale")}
+    stepped = {event.data["scaler"] for event in of_kind(steps, "scaler.step")} - looked
+    for event in of_kind(always, "scaler.update"):
+        if event.data["scaler"] in stepped:
             interpreter.report(
-                "AMP810",
+                "AMP825",
                 event.node,
-                "unscale_() runs for every batch, but the step only for some: the second call raises, "
-                "and later batches would add scaled gradients to unscaled ones",
-                "move it under the condition of the step, before clipping",
+                "update() runs for every batch, but the step only for some: without a step, it raises",
+                "move it under the condition of the step, after it",
             )
 
 
-def _check_zero_grad(
-    interpreter: Interpreter, loop: ast.AST, inside: list[Event], gates: set[ast.AST]
-) -> None:
-    for event in inside:
-        if event.kind == "zero_grad" and _runs_every_batch(loop, event, gates):
-            interpreter.report(
-                "AMP831",
-                event.node,
-                "the gradients are zeroed for every batch, but the step "
-                "runs only for some: nothing is accumulated",
-                "move zero_grad() under the condition of the step, after it",
-            )
+def _check_zero_grad(interpreter: Interpreter, always: list[Event]) -> None:
+    for event in of_kind(always, "zero_grad"):
+        interpreter.report(
+            "AMP831",
+            event.node,
+            "the gradients are zeroed for every batch, but the step "
+            "runs only for some: nothing is accumulated",
+            "move zero_grad() under the condition of the step, after it",
+        )
 
 
 def _check_division(interpreter: Interpreter, backwards: list[Event]) -> None:

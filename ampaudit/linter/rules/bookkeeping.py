@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Fix
-from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.events import Event, Guard, of_kind
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict, Tensor
 
@@ -27,13 +27,14 @@ def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> None:
     for made in (event for event in events if event.kind == "scaler.made"):
-        # a loop around the call of the function that creates it may train one model per call
         own = [i for i, guard in enumerate(made.guards) if isinstance(guard.node, ast.Call)]
-        for guard in made.guards[own[-1] if own else 0 :]:
+        for index, guard in enumerate(made.guards):
             if guard.kind != "loop":
                 continue
             inside = {event.kind for event in events if any(g.node is guard.node for g in event.guards)}
-            if inside & {"backward", "scaler.scale"} and "optimizer.made" not in inside:
+            # a loop around the call of the function that creates it may train one model per call
+            kept = index > (own[-1] if own else -1) or _optimizer_before(events, guard.node)
+            if inside & {"backward", "scaler.scale"} and "optimizer.made" not in inside and kept:
                 interpreter.report(
                     "AMP814",
                     made.node,
@@ -41,6 +42,19 @@ def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> Non
                     "it has found and starts at 65,536 again",
                     "create the scaler once, before the loop",
                 )
+
+
+def _optimizer_before(events: list[Event], loop: ast.AST) -> bool:
+    """Return whether an optimizer was made in the function of a loop, before it."""
+    around = next(e.guards for e in events if any(g.node is loop for g in e.guards))
+    place = next(i for i, guard in enumerate(around) if guard.node is loop)
+    outside = around[:place]
+    made = of_kind(events, "optimizer.made")
+    return any(e.guards == outside[: len(e.guards)] and _calls(e.guards) == _calls(outside) for e in made)
+
+
+def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
+    return [guard for guard in guards if guard.kind == "call"]
 
 
 def _check_scheduler(interpreter: Interpreter, events: list[Event]) -> None:
