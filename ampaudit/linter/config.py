@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -49,7 +49,7 @@ class LintOptions(TypedDict, total=False):
 
     select: Sequence[str]
     ignore: Sequence[str]
-    per_file_ignores: Mapping[str, Sequence[str]] | Sequence[str]
+    per_file_ignores: Sequence[str]
     notes: bool
     exclude: Sequence[str]
     gitignore: bool

@@ -55,7 +55,7 @@ PLANTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "compared": lambda net, x: torch.where(x > 3.0, x, 0.0),
     "square": lambda net, x: x + x * x,
     "integers": lambda net, x: x + x.to(torch.int32),
-    "bits": lambda net, x: x + x.view(torch.int32),
+    "bits": lambda net, x: x + x.view(torch.int32 if x.dtype == torch.float32 else torch.int16),
     "layer": lambda net, x: x + torch.tanh(net.probe(x)),
 }
 

@@ -124,7 +124,7 @@ def test_what_was_written_is_said(tmp_path: Path) -> None:
         import signal, sys
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
         import ampaudit.core.files as files
-        sys.argv = ["ampaudit", "lint", "--fix", "a.py"]
+        sys.argv = ["ampaudit", "lint", "--fix", "--notes", "a.py"]
         swap = files.Path.replace
         def replace(path, target):
             signal.raise_signal(signal.SIGINT)  # in the middle of putting the result into place
