@@ -44,6 +44,11 @@ MISSED = {
     "64_zero_grad_missing_in_fp32_branch": "no rule",
 }
 
+FALSE_ALARMS = {
+    "52_flax_dynamic_scale": {"AMP860"},  # another framework's code
+    "64_notebook_export": {"AMP860"},  # what is filled is float32: the line before says .float()
+}
+
 
 def alarms(path: Path) -> list[LintFinding]:
     """Return the errors and warnings in a file."""
@@ -66,10 +71,10 @@ def test_a_mistake_of_the_field_is_found_or_listed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CORRECT, ids=lambda path: path.stem)
-def test_a_correct_loop_of_the_field_raises_no_alarm(path: Path) -> None:
-    assert alarms(path) == []
+def test_a_correct_loop_of_the_field_raises_no_alarm_that_is_not_listed(path: Path) -> None:
+    assert {finding.code for finding in alarms(path)} == FALSE_ALARMS.get(path.stem, set())
 
 
 def test_the_corpus_is_whole() -> None:
-    assert (len(MISTAKES), len(CORRECT)) == (32, 24)
+    assert (len(MISTAKES), len(CORRECT)) == (32, 32)
     assert MISSED.keys() <= {path.stem for path in MISTAKES}
