@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from enum import IntEnum
 
-__all__ = ["Diagnostic", "Fix", "position_of", "remove_statement"]
+__all__ = ["Certainty", "Diagnostic", "Fix", "position_of", "remove_statement"]
 
 
 def position_of(node: ast.AST) -> tuple[int, int]:
     """Return a node's line, from 1, and column in UTF-8 bytes, from 0; zeros for a node without position."""
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+class Certainty(IntEnum):
+    """How certain a fact is: what is likely gives warnings at most, what is unknown gives nothing."""
+
+    UNKNOWN = 0
+    LIKELY = 1
+    KNOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,7 @@ class Diagnostic:
         cause: what is wrong, in one sentence.
         advice: what to write instead.
         fix: a safe change that resolves it, if there is one.
+        certainty: whether it is known or likely.
     """
 
     code: str
@@ -59,3 +69,4 @@ class Diagnostic:
     cause: str
     advice: str
     fix: Fix | None = None
+    certainty: Certainty = Certainty.KNOWN

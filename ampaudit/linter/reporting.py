@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ampaudit.core.comments import Comment, comments_of
 from ampaudit.linter.code_blocks import CodeBlock
-from ampaudit.linter.diagnostic import Diagnostic
+from ampaudit.linter.diagnostic import Certainty, Diagnostic
 from ampaudit.linter.flow.script import parse
 from ampaudit.linter.selection import UNUSED_SUPPRESSION, RuleSelection
 from ampaudit.linter.source_text import character_column, split_lines
@@ -85,6 +85,13 @@ def _unused_suppression(path: str, block: CodeBlock, comment: Comment) -> LintFi
     )
 
 
+def _severity(diagnostic: Diagnostic) -> Severity:
+    """Return the severity of a rule; what is only likely is a warning at most."""
+    severity = Severity(all_pages()[diagnostic.code].severity)
+    is_weaker = diagnostic.certainty < Certainty.KNOWN and severity == Severity.ERROR
+    return Severity.WARNING if is_weaker else severity
+
+
 def _to_finding(
     path: str, block: CodeBlock, lines: list[str], diagnostic: Diagnostic, function: str
 ) -> LintFinding:
@@ -96,7 +103,7 @@ def _to_finding(
     line, cell = block.locate(first)
     return LintFinding(
         code=diagnostic.code,
-        severity=Severity(all_pages()[diagnostic.code].severity),
+        severity=_severity(diagnostic),
         file=path,
         line=line,
         column=column + block.indent + 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
 from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS, canonical_name
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -212,10 +214,20 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
     interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
     for fact in ("updated", "idle", "fresh"):
         state.invalidate(fact)
-    touches = any(isinstance(value, Scaler | Optimizer) for value in flat)
+    reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(given))
-    if touches or trains:
-        state.set_fact(MAYBE, "grads")
-        for fact in ("unscaled", "stepped", "early", "zeroed", "last", "unused", "leftover"):
+    handles = any(isinstance(value, Scaler) for value in given) or _HANDLES_GRADIENTS.search(last)
+    if trains or (reaches and handles):
+        state.gradients = UNKNOWN_GRADIENTS
+        state.invalidate("unscaled")
+    elif reaches:
+        state.gradients = state.gradients.weakened()
+        for key, fact in state.matching("unscaled"):
+            state.facts[key] = fact and MAYBE
+    if reaches or trains:
+        for fact in ("stepped", "early", "zeroed", "last", "unused", "leftover"):
             state.invalidate(fact)
         state.set_fact(MAYBE, "touched")
+
+
+_HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")

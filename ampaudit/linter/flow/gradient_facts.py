@@ -1,6 +1,5 @@
 """Queries on the facts about gradients in a state.
 
-- ``grads``: the backward passes whose gradients are in ``.grad``
 - ``unscaled``, ``stepped``, per scaler and optimizer: what was done since the last update
 - ``updated``, per scaler: the last update, if no backward followed
 - ``early``, per scaler: an update before the step
@@ -18,7 +17,8 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.state import Contribution, Gradients
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -30,8 +30,8 @@ __all__ = [
     "clear_gradients",
     "gradient_contributions",
     "has_single_optimizer",
-    "is_still_scaled",
     "is_unscaled",
+    "still_scaled",
 ]
 
 
@@ -45,19 +45,16 @@ BY_STEP = "by step"
 
 
 def gradient_contributions(interpreter: Interpreter) -> frozenset[Contribution] | None:
-    """Return the backward passes in ``.grad``; ``None`` if that is not certain."""
-    found = interpreter.state.get("grads")
-    if found is None:
-        return NO_CONTRIBUTIONS
-    return found if isinstance(found, frozenset) else None
+    """Return the backward passes in ``.grad``; ``None`` if that is not known."""
+    gradients = interpreter.state.gradients
+    return gradients.contributions if gradients.certainty == Certainty.KNOWN else None
 
 
-def is_still_scaled(interpreter: Interpreter) -> bool:
-    """Return whether all gradients are certainly scaled."""
-    found = gradient_contributions(interpreter)
-    if not found or not all(item.scaler for item in found):
-        return False
-    return not interpreter.state.may_hold("unscaled")
+def still_scaled(interpreter: Interpreter) -> Certainty:
+    """Return how certain it is that all gradients are scaled."""
+    found = interpreter.state.gradients
+    scaled = found.contributions and all(item.scaler for item in found.contributions)
+    return found.certainty if scaled and not interpreter.state.may_hold("unscaled") else Certainty.UNKNOWN
 
 
 def has_single_optimizer(interpreter: Interpreter) -> bool:
@@ -73,6 +70,6 @@ def is_unscaled(interpreter: Interpreter) -> bool:
 
 def clear_gradients(interpreter: Interpreter) -> None:
     """Set the facts after all gradients were zeroed."""
-    interpreter.state.set_fact(NO_CONTRIBUTIONS, "grads")
+    interpreter.state.gradients = Gradients()
     interpreter.state.set_fact(YES, "idle")
     interpreter.state.set_fact(None, "leftover")

@@ -11,12 +11,12 @@ from ampaudit.linter.flow.gradient_facts import (
     YES,
     gradient_contributions,
     has_single_optimizer,
-    is_still_scaled,
     is_unscaled,
+    still_scaled,
 )
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.scaler_checks import check_early
-from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
+from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import following_step
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -39,7 +39,7 @@ __all__ = ["autograd_grad", "backward", "clip", "unknown_backward"]
 def unknown_backward(interpreter: Interpreter) -> None:
     """Interpret a backward pass of unknown code, which may scale the loss."""
     state = interpreter.state
-    state.set_fact(MAYBE, "grads")
+    state.gradients = UNKNOWN_GRADIENTS
     state.clear("updated")
     state.clear("zeroed")
     state.set_fact(None, "last")
@@ -63,12 +63,12 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
         _check_graph(
             interpreter, node, loss, retained or (retain is not None and not isinstance(retain, LiteralValue))
         )
-    found = gradient_contributions(interpreter)
-    if loss.scaler_key == MAYBE or found is None:
-        state.set_fact(MAYBE, "grads")
+    if loss.scaler_key == MAYBE:
+        state.gradients = UNKNOWN_GRADIENTS
     elif loss.scaler_key != UNSCALED or not is_unscaled(interpreter):
         # what a plain loss adds to gradients that were unscaled is right
-        state.set_fact(found | {Contribution(loss.scaler_key, node, loss.computed_under)}, "grads")
+        new = Contribution(loss.scaler_key, node, loss.computed_under)
+        state.gradients = state.gradients.with_contribution(new)
     if loss.scaler_key != UNSCALED:
         check_early(
             interpreter, f"the backward at line {node.lineno}, whose loss has another scale", stepped=False
@@ -78,7 +78,7 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
     state.set_fact(None, "idle")
     state.set_fact(YES, "fresh")
     for key, fact in state.matching("unscaled"):
-        if fact == BY_STEP:
+        if fact == BY_STEP or (fact == MAYBE and loss.scaler_key != UNSCALED):
             state.facts[key] = None  # these gradients are new
     state.set_fact(None, "last")
     return UNKNOWN
@@ -122,13 +122,14 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
 def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like."""
     interpreter.record_event("clip", node)
-    if is_still_scaled(interpreter):
+    if certainty := still_scaled(interpreter):
         interpreter.report(
             "AMP807",
             node,
             "the gradients are clipped while they are still scaled by the loss scale",
             "call scaler.unscale_(optimizer) before clipping",
             _unscale_first(interpreter),
+            certainty,
         )
     found = gradient_contributions(interpreter)
     raises = arguments.keywords.get("error_if_nonfinite")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ampaudit.linter.diagnostic import Diagnostic, Fix, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
 from ampaudit.linter.flow.events import Event, Guard
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.script import Script, ScriptTooLong, condition_of, dotted_name
@@ -110,9 +110,20 @@ class Interpreter:
 
     # results
 
-    def report(self, code: str, node: ast.AST, cause: str, advice: str, fix: Fix | None = None) -> None:
-        """Report a diagnostic, once per rule and position."""
-        self.diagnostics.setdefault((code, *position_of(node)), Diagnostic(code, node, cause, advice, fix))
+    def report(
+        self,
+        code: str,
+        node: ast.AST,
+        cause: str,
+        advice: str,
+        fix: Fix | None = None,
+        certainty: Certainty = Certainty.KNOWN,
+    ) -> None:
+        """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
+        key = (code, *position_of(node))
+        known = self.diagnostics.get(key)
+        if known is None or known.certainty < certainty:
+            self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
 
     def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
         """Record an event, once per kind, node and guards."""

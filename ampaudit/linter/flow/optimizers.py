@@ -15,7 +15,7 @@ from ampaudit.linter.flow.gradient_facts import (
     is_unscaled,
 )
 from ampaudit.linter.flow.scaler_checks import check_zeroed, record_step_inside_autocast
-from ampaudit.linter.flow.state import Contribution
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
 from ampaudit.linter.flow.values import (
@@ -68,7 +68,7 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
     state = interpreter.state
     interpreter.record_event("optimizer.step", node)
     if arguments.all():  # a closure runs backward
-        state.set_fact(MAYBE, "grads")
+        state.gradients = UNKNOWN_GRADIENTS
         return
     record_step_inside_autocast(interpreter, node)
     check_zeroed(interpreter, optimizer)

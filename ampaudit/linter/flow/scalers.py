@@ -26,7 +26,7 @@ from ampaudit.linter.flow.scaler_checks import (
     has_update,
     record_step_inside_autocast,
 )
-from ampaudit.linter.flow.state import NO_CONTRIBUTIONS
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Gradients
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -63,7 +63,7 @@ def scaler_method(
         _unscale(interpreter, node, scaler, target)
     elif name in ("step", "unscale_"):
         interpreter.record_event(f"scaler.{name.rstrip('_')}", node, scaler=scaler.key, optimizer="")
-        interpreter.state.set_fact(MAYBE, "grads")
+        interpreter.state.gradients = UNKNOWN_GRADIENTS
         for fact in ("unscaled", "stepped", "early"):
             interpreter.state.invalidate(fact)
         interpreter.state.set_fact(MAYBE, "touched")
@@ -103,7 +103,7 @@ def _step(
     known = optimizer.key if not optimizer.one_of_several else ""
     interpreter.record_event("scaler.step", node, scaler=scaler.key, optimizer=known)
     if scaler.enabled is False:
-        state.set_fact(NO_CONTRIBUTIONS, "grads")
+        state.gradients = Gradients()
         return
     closure = arguments.get(1, "closure")
     lambdas = isinstance(arguments.expression(1, "closure"), ast.Lambda)
@@ -114,7 +114,7 @@ def _step(
             "the scaler does not support an optimizer that recomputes the loss in a closure",
             "use an optimizer without a closure, or train in bfloat16 or float32 without a scaler",
         )
-        state.set_fact(MAYBE, "grads")
+        state.gradients = UNKNOWN_GRADIENTS
         state.set_fact(None, "unused", scaler.key)
         state.set_fact(YES, "stepped", scaler.key, optimizer.key)
         state.set_fact(MAYBE, "updated", scaler.key)
@@ -134,7 +134,7 @@ def _step(
         and not optimizer.one_of_several
         and gradient_contributions(interpreter) is not None
     ):
-        state.set_fact(NO_CONTRIBUTIONS, "grads")  # the step has unscaled the gradients
+        state.gradients = Gradients()  # the step has unscaled the gradients
     state.set_fact(None, "early", scaler.key)
     state.set_fact(None, "fresh")
 
@@ -197,11 +197,11 @@ def _update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
         known = state.get("updated", scaler.key) != MAYBE
         state.set_fact(node if known else MAYBE, "updated", scaler.key)
         if state.get("fresh") is None:
-            state.set_fact(NO_CONTRIBUTIONS, "grads")
+            state.gradients = Gradients()
         state.set_fact(YES if known else MAYBE, "idle")
     elif stepped:
         state.set_fact(MAYBE, "updated", scaler.key)
-        state.set_fact(MAYBE, "grads")
+        state.gradients = UNKNOWN_GRADIENTS
         state.set_fact(MAYBE, "idle")
     state.clear("stepped", scaler.key)
     state.clear("unscaled", scaler.key)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.values import MAYBE, Value
 
-__all__ = ["NO_CONTRIBUTIONS", "Contribution", "Fact", "FactKey", "State", "join"]
+__all__ = ["NO_CONTRIBUTIONS", "Contribution", "UNKNOWN_GRADIENTS", "Fact", "FactKey", "Gradients", "State", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,41 @@ class Contribution:
     computed_under: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What is in ``.grad``.
+
+    Attributes:
+        contributions: the backward passes.
+        certainty: of all of them; ``LIKELY`` if one of them, or code that is not known, may have changed that.
+    """
+
+    contributions: frozenset[Contribution] = frozenset()
+    certainty: Certainty = Certainty.KNOWN
+
+    def with_contribution(self, new: Contribution) -> Gradients:
+        """Return the gradients after another backward pass; one whose loss is scaled is known again."""
+        if self.certainty == Certainty.UNKNOWN:
+            return Gradients(frozenset({new}), Certainty.LIKELY) if new.scaler else UNKNOWN_GRADIENTS
+        return replace(self, contributions=self.contributions | {new})
+
+    def weakened(self) -> Gradients:
+        """Return the gradients after code that hardly, but possibly, changes them."""
+        return replace(self, certainty=Certainty.LIKELY) if self.contributions else UNKNOWN_GRADIENTS
+
+    def joined(self, other: Gradients) -> Gradients:
+        """Return what is known of them where two paths meet."""
+        certainty = min(self.certainty, other.certainty)
+        if self.contributions == other.contributions or certainty == Certainty.UNKNOWN:
+            return Gradients(self.contributions, certainty) if certainty else UNKNOWN_GRADIENTS
+        union = self.contributions | other.contributions
+        if len({item.scaler for item in union}) > 1:
+            return UNKNOWN_GRADIENTS
+        is_on_one_path = not self.contributions or not other.contributions
+        return Gradients(union, Certainty.LIKELY if is_on_one_path else certainty)
+
+
+UNKNOWN_GRADIENTS: Final = Gradients(certainty=Certainty.UNKNOWN)
 FactKey: TypeAlias = tuple[str, ...]
 Fact: TypeAlias = object
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
@@ -40,11 +76,15 @@ class State:
     A copy shares its scopes until one side writes to them, so that branches cost what they change.
     """
 
-    __slots__ = ("_owned", "facts", "scopes")
+    __slots__ = ("_owned", "facts", "gradients", "scopes")
 
     def __init__(
-        self, facts: dict[FactKey, Fact] | None = None, scopes: dict[Scope, dict[str, Value]] | None = None
+        self,
+        facts: dict[FactKey, Fact] | None = None,
+        scopes: dict[Scope, dict[str, Value]] | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
+        self.gradients = Gradients() if gradients is None else gradients
         self.facts: dict[FactKey, Fact] = {} if facts is None else facts
         self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
         self._owned: set[Scope] = set()
@@ -52,7 +92,7 @@ class State:
     def copy(self) -> State:
         """Return a copy for another branch."""
         self.share()
-        return State(self.facts.copy(), self.scopes.copy())
+        return State(self.facts.copy(), self.scopes.copy(), self.gradients)
 
     def share(self) -> None:
         """Copy each scope before the next write to it."""
@@ -69,7 +109,9 @@ class State:
 
     def equals(self, other: State) -> bool:
         """Return whether facts and names are equal."""
-        return self.facts == other.facts and self.scopes == other.scopes
+        return (
+            self.gradients == other.gradients and self.facts == other.facts and self.scopes == other.scopes
+        )
 
     def get(self, *key: str) -> Fact:
         """Return a fact; ``None`` if it was never set."""
@@ -134,7 +176,7 @@ def join(one: State | None, other: State | None) -> State | None:
         scopes.setdefault(scope, names)
     one.share()  # neither may write to what the joined state has of them
     other.share()
-    return State(facts, scopes)
+    return State(facts, scopes, one.gradients.joined(other.gradients))
 
 
 def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:

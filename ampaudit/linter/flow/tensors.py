@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.gradient_facts import is_still_scaled
+from ampaudit.linter.flow.gradient_facts import still_scaled
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -190,14 +190,14 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
     """Record that ``p.grad`` is read, and report it if it is still scaled."""
     interpreter.record_event("gradient.read", node)
     line = getattr(node, "lineno", 0)
-    if is_still_scaled(interpreter) and not any(
-        key[:2] == ("AMP808", line) for key in interpreter.diagnostics
-    ):
+    certainty = still_scaled(interpreter)
+    if certainty and not any(key[:2] == ("AMP808", line) for key in interpreter.diagnostics):
         interpreter.report(
             "AMP808",
             node,
             "these gradients are still scaled by the loss scale",
             "call scaler.unscale_(optimizer) once, before the gradients are first used",
+            certainty=certainty,
         )
 
 
