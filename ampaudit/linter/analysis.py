@@ -31,16 +31,18 @@ from ampaudit.linter.flow.values import (
 from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.autograd_functions import check_autograd_functions
 from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_checkpoints
+from ampaudit.linter.rules.branches import check_branches
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
 from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
+from ampaudit.linter.rules.weight_cache import check_weight_cache
 
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
 _SYNTAX_RULES = (check_constants, check_deprecated_names, check_autograd_functions)
-_ENTRY_POINT_RULES = (check_accumulation, check_regions, check_retained_graphs, check_loops)
+_ENTRY_POINT_RULES = (check_accumulation, check_branches, check_regions, check_weight_cache, check_retained_graphs, check_loops)
 
 
 def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:

@@ -225,6 +225,7 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
         for key, fact in state.matching("unscaled"):
             state.facts[key] = fact and MAYBE
     if reaches or trains:
+        interpreter.record_event("unknown.effect", interpreter.statement or interpreter.script.tree)
         for fact in ("stepped", "early", "zeroed", "last", "unused", "leftover"):
             state.invalidate(fact)
         state.set_fact(MAYBE, "touched")

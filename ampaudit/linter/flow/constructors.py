@@ -21,6 +21,8 @@ def make_autocast(
     interpreter: Interpreter, node: ast.Call, device: str | None, arguments: Arguments
 ) -> Autocast:
     """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
+    if device is None:
+        _check_device_type(interpreter, node, arguments)
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     given: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
     device_type = objects.device_of(given.get("device_type")) if device is None else device
@@ -33,7 +35,25 @@ def make_autocast(
         return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
     enabled = _enabled(interpreter, given["enabled"], arguments.expression(names.index("enabled"), "enabled"))
     conditional = given["enabled"] is not None and not isinstance(given["enabled"], LiteralValue)
-    return Autocast(enabled, device_type or None, dtype, node, conditional=conditional)
+    cache = arguments.keywords.get("cache_enabled", LiteralValue(True))
+    caches = isinstance(cache, LiteralValue) and cache.value is True
+    return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
+
+
+def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+    """Report a call that leaves out the device type, which only the older names have by themselves."""
+    first = arguments.get(0, "device_type")
+    imported = isinstance(node.func, ast.Attribute) or "torch.amp.autocast" in interpreter.script.imports
+    imported = imported or "torch.autocast" in interpreter.script.imports
+    is_flag = isinstance(first, LiteralValue) and isinstance(first.value, bool)
+    has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
+    if imported and not has_more and (first is None or is_flag):
+        interpreter.report(
+            "AMP853",
+            node,
+            "torch.autocast needs the device type as its first argument, and raises without it",
+            'write torch.autocast("cuda", ...)',
+        )
 
 
 def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr | None) -> bool | None:
@@ -48,7 +68,7 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
 
 
-def make_scaler(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
     """Interpret ``GradScaler(...)`` and the assignment to a name."""
     expression = arguments.expression(99, "enabled")
     enabled = _enabled(interpreter, arguments.keywords.get("enabled"), expression)
@@ -60,7 +80,10 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, arguments: Arguments) 
     key = key_of(node)
     if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
         enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
-    scaler = Scaler(key, node, enabled, text)
+    given = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
+    default = "cpu" if path.startswith("torch.cpu") else "cuda"
+    device = default if given is None else objects.device_of(given)
+    scaler = Scaler(key, node, enabled, text, device)
     interpreter.record_event("scaler.made", node, scaler=key)
     interpreter.state.set_fact(YES, "unused", key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler

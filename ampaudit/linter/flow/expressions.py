@@ -20,6 +20,7 @@ from ampaudit.linter.flow.values import (
     KnownItems,
     LiteralValue,
     LossGradients,
+    LossScale,
     Managed,
     Model,
     Parameters,
@@ -96,10 +97,16 @@ def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
     return value if isinstance(value, Tensor) and isinstance(node.op, ast.USub) else UNKNOWN
 
 
-def _operands(interpreter: Interpreter, node: ast.Compare | ast.BoolOp) -> Value:
-    values = node.values if isinstance(node, ast.BoolOp) else [node.left, *node.comparators]
-    for value in values:
+def _alternatives(interpreter: Interpreter, node: ast.BoolOp) -> Value:
+    for value in node.values:
         interpreter.evaluate(value)
+    return UNKNOWN
+
+
+def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
+    left, *others = (interpreter.evaluate(value) for value in (node.left, *node.comparators))
+    if isinstance(left, LossScale) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+        interpreter.record_event("scales.compared", node)
     return UNKNOWN
 
 
@@ -199,8 +206,8 @@ EXPRESSIONS: Handlers = {
     ast.Call: evaluate_call,
     ast.BinOp: _binary,
     ast.UnaryOp: _unary,
-    ast.Compare: _operands,
-    ast.BoolOp: _operands,
+    ast.Compare: _comparison,
+    ast.BoolOp: _alternatives,
     ast.IfExp: _conditional,
     ast.Tuple: _sequence,
     ast.List: _sequence,

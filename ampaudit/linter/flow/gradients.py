@@ -17,7 +17,7 @@ from ampaudit.linter.flow.gradient_facts import (
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.scaler_checks import check_early
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, Contribution
-from ampaudit.linter.flow.statement_context import following_step
+from ampaudit.linter.flow.statement_context import call_beside_scaler, following_step, said_where
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -67,7 +67,8 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
         state.gradients = UNKNOWN_GRADIENTS
     elif loss.scaler_key != UNSCALED or not is_unscaled(interpreter):
         # what a plain loss adds to gradients that were unscaled is right
-        new = Contribution(loss.scaler_key, node, loss.computed_under)
+        models = loss.model_calls and frozenset(call.partition(" at ")[0] for call in loss.model_calls)
+        new = Contribution(loss.scaler_key, node, loss.computed_under, models or None)
         state.gradients = state.gradients.with_contribution(new)
     if loss.scaler_key != UNSCALED:
         check_early(
@@ -123,12 +124,13 @@ def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Valu
     """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like."""
     interpreter.record_event("clip", node)
     if certainty := still_scaled(interpreter):
+        place = call_beside_scaler(interpreter.script, node, interpreter.calls)
         interpreter.report(
             "AMP807",
-            node,
-            "the gradients are clipped while they are still scaled by the loss scale",
+            place,
+            f"the gradients are clipped{said_where(node, place)} while they are still scaled by the loss scale",
             "call scaler.unscale_(optimizer) before clipping",
-            _unscale_first(interpreter),
+            _unscale_first(interpreter) if place is node else None,
             certainty,
         )
     found = gradient_contributions(interpreter)

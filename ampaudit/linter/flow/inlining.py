@@ -20,6 +20,7 @@ from ampaudit.linter.flow.values import (
     Instance,
     LiteralValue,
     Managed,
+    Model,
     Optimizer,
     Scaler,
     Value,
@@ -145,14 +146,19 @@ def _bind_parameters(
             interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)
 
 
+_COLLECTIONS: Final = frozenset("list List dict Dict Sequence Iterable tuple Tuple Callable type ModuleList".split())
+
+
 def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:
     """Return the value of an annotation such as ``GradScaler``, ``"Optimizer"`` or ``Accelerator | None``."""
     written = ast.unparse(argument.annotation) if argument.annotation is not None else ""
     names = set(re.findall(r"\w+", written))
     if "GradScaler" in names:
         return interpreter.register_scaler(Scaler(f"name {argument.arg}", text=argument.arg))
-    if "Optimizer" in names and not names & {"list", "List", "dict", "Dict", "Sequence", "Iterable", "tuple"}:
+    if "Optimizer" in names and not names & _COLLECTIONS:
         return Optimizer(f"name {argument.arg}")
+    if names & {"Module", "DistributedDataParallel"} and not names & _COLLECTIONS:
+        return Model(f"name {argument.arg}")
     return Managed() if names & {"Accelerator", "Fabric", "DeepSpeedEngine"} else UNKNOWN
 
 

@@ -152,12 +152,15 @@ class Interpreter:
         return self.autocasts[-1]
 
     @property
+    def calls(self) -> list[ast.Call]:
+        """The calls that lead here, outermost first."""
+        nodes = (guard.node for guard in self.guards if guard.kind == "call")
+        return [node for node in nodes if isinstance(node, ast.Call)]
+
+    @property
     def call_path(self) -> str:
         """The calls that lead here, as text, which tells apart two calls of one function."""
-        calls = (
-            guard.node for guard in self.guards if guard.kind == "call" and isinstance(guard.node, ast.Call)
-        )
-        return "".join(f" from {key_of(call)}" for call in calls)
+        return "".join(f" from {key_of(call)}" for call in self.calls)
 
     def assumed_truth(self, test: ast.expr) -> bool | None:
         """Return the assumed truth of a condition; ``None`` if nothing is assumed."""

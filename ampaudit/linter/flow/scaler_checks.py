@@ -20,6 +20,7 @@ __all__ = [
     "check_early",
     "check_gradients",
     "check_order",
+    "check_paired",
     "check_parameters",
     "check_repeated",
     "check_update",
@@ -96,6 +97,21 @@ def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contri
         f"write {text or 'scaler'}.scale(loss).backward()",
         fix,
     )
+
+
+def check_paired(interpreter: Interpreter, optimizer: Optimizer, step: ast.Call) -> None:
+    """Report the step of an optimizer none of whose parameters took part in a loss."""
+    found, own = gradient_contributions(interpreter), optimizer.models
+    if not found or not own or optimizer.one_of_several:
+        return
+    if all(item.models is not None and not item.models & own for item in found):
+        interpreter.report(
+            "AMP829",
+            step,
+            "no loss of this iteration depends on the parameters of this optimizer: the scaler finds no gradients"
+            " to check, and raises",
+            "step the optimizer whose model the loss is computed with",
+        )
 
 
 def check_order(interpreter: Interpreter, scaler: Scaler, node: ast.Call) -> None:

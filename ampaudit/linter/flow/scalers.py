@@ -19,6 +19,7 @@ from ampaudit.linter.flow.scaler_checks import (
     check_early,
     check_gradients,
     check_order,
+    check_paired,
     check_parameters,
     check_repeated,
     check_update,
@@ -35,6 +36,7 @@ from ampaudit.linter.flow.values import (
     BoundMethod,
     Function,
     KnownItems,
+    LossScale,
     Optimizer,
     Scaler,
     StateDict,
@@ -74,7 +76,7 @@ def scaler_method(
         return StateDict("scaler", scaler.key) if name == "state_dict" else UNKNOWN
     elif name in ("get_scale", "_get_scale_async", "is_enabled"):
         interpreter.record_event("scaler.get_scale", node, scaler=scaler.key)
-        return UNKNOWN
+        return LossScale(scaler.key) if name == "get_scale" else UNKNOWN
     return UNKNOWN
 
 
@@ -122,6 +124,7 @@ def _step(
     if scaler.enabled is True:
         check_parameters(interpreter, optimizer, node)
     check_gradients(interpreter, scaler, optimizer, node)
+    check_paired(interpreter, optimizer, node)
     check_order(interpreter, scaler, node)
     check_repeated(interpreter, scaler, optimizer, node)
     record_step_inside_autocast(interpreter, node)
@@ -182,7 +185,7 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
 def _update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
     state = interpreter.state
     interpreter.record_event("scaler.update", node, scaler=scaler.key)
-    if scaler.enabled is False:
+    if scaler.enabled is False or (isinstance(node, ast.Call) and (node.args or node.keywords)):  # a new scale
         return
     check_update(interpreter, node, scaler)
     stepped = [fact for _, fact in state.matching("stepped", scaler.key) if fact is not None]

@@ -21,11 +21,13 @@ class Contribution:
         scaler: key of the scaler that scaled the loss; empty if unscaled.
         node: the call of ``backward``.
         computed_under: 16-bit dtype of autocast when the loss was computed; empty without.
+        models: keys of the models that the loss depends on; ``None`` if unknown.
     """
 
     scaler: str
     node: ast.AST
     computed_under: str = ""
+    models: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

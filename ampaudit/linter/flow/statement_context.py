@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ampaudit.linter.flow.script import Script, dotted_name
 
-__all__ = ["following_step", "in_same_function", "nested_blocks", "scaler_in_scope"]
+__all__ = ["call_beside_scaler", "enclosing_function", "following_step", "in_same_function", "nested_blocks", "said_where", "scaler_in_scope"]
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -15,24 +15,43 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 def in_same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
     """Return whether two nodes are in the same function, where a name means the same."""
-    return _enclosing_function(script.tree, one) is _enclosing_function(script.tree, other)
+    return enclosing_function(script.tree, one) is enclosing_function(script.tree, other)
 
 
 def scaler_in_scope(script: Script, node: ast.AST) -> str:
     """Return the name of the only scaler in the function around a node; empty if there is not exactly one."""
+    scalers = _scalers_in_scope(script, node)
+    return scalers[0] if len(scalers) == 1 else ""
+
+
+def call_beside_scaler(script: Script, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
+    """Return the innermost of a node and the calls that lead to it whose function uses a scaler itself.
+
+    There, the order is decided: a helper that clips may be right, and called in the wrong place.
+    """
+    around = (node, *reversed(calls))
+    return next((place for place in around if _scalers_in_scope(script, place)), node)
+
+
+def said_where(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
+    """Return the line of a node as words, if the diagnostic is at the call that leads to it."""
+    here = f" {otherwise}" if otherwise else ""
+    return here if place is node else f" at line {getattr(node, 'lineno', 0)}"
+
+
+def _scalers_in_scope(script: Script, node: ast.AST) -> list[str]:
     texts = {
         dotted_name(call.func.value)
-        for call in ast.walk(_enclosing_function(script.tree, node))
+        for call in ast.walk(enclosing_function(script.tree, node))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
     }
-    scalers = [text for text in texts if script.usage.is_scaler(text)]
-    return scalers[0] if len(scalers) == 1 else ""
+    return [text for text in texts if script.usage.is_scaler(text)]
 
 
 _PROTOCOL = ("scale", "step", "update", "unscale_")
 
 
-def _enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
+def enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
     """Return the innermost function around a node, or the module."""
     line, found, pending = getattr(node, "lineno", 0), tree, list(tree.body)
     while pending:

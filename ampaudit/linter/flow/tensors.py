@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.gradient_facts import still_scaled
+from ampaudit.linter.flow.statement_context import call_beside_scaler, said_where
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -189,13 +190,14 @@ def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradie
 def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
     """Record that ``p.grad`` is read, and report it if it is still scaled."""
     interpreter.record_event("gradient.read", node)
-    line = getattr(node, "lineno", 0)
     certainty = still_scaled(interpreter)
+    place = call_beside_scaler(interpreter.script, node, interpreter.calls)
+    line = getattr(place, "lineno", 0)
     if certainty and not any(key[:2] == ("AMP808", line) for key in interpreter.diagnostics):
         interpreter.report(
             "AMP808",
-            node,
-            "these gradients are still scaled by the loss scale",
+            place,
+            f"the gradients used{said_where(node, place, 'here')} are still scaled by the loss scale",
             "call scaler.unscale_(optimizer) once, before the gradients are first used",
             certainty=certainty,
         )

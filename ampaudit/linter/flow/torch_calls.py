@@ -69,7 +69,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if path in AUTOCASTS:
         return make_autocast(interpreter, node, AUTOCASTS[path], arguments)
     if path in SCALERS:
-        return make_scaler(interpreter, node, arguments)
+        return make_scaler(interpreter, node, path, arguments)
     if name in _CLIPS:
         return gradients.clip(interpreter, node, arguments)
     if path.startswith("torch."):

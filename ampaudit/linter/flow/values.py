@@ -28,6 +28,7 @@ __all__ = [
     "LiteralValue",
     "LossFunction",
     "LossGradients",
+    "LossScale",
     "Managed",
     "Model",
     "Optimizer",
@@ -99,12 +100,13 @@ class DictLiteral:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition."""
+    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition, ``device`` is empty if unknown."""
 
     key: str
     node: ast.AST | None = None
     enabled: bool | None = True
     text: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,14 @@ class Autocast:
     node: ast.AST | None = None
     explicit: bool = True  # a torch.autocast(...) of this script, not of unknown code
     conditional: bool = False  # enabled by a setting that is assumed to be on
+    caches: bool = True  # keeps the casts of weights
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """The result of ``scaler.get_scale()``."""
+
+    scaler_key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +300,6 @@ class BoundMethod:
 
 Value: TypeAlias = (
     "Unknown | ImportedName | LiteralValue | KnownItems | StateDict | DictLiteral | Scaler | Optimizer"
-    " | Model | Parameters | GradAttribute | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
+    " | Model | Parameters | GradAttribute | LossScale | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
     " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
 )

@@ -10,7 +10,7 @@ from ampaudit.linter.flow.events import Event, Guard, of_kind
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_accumulation"]
+__all__ = ["Branch", "branch_of", "check_accumulation"]
 
 _STEPS = ("scaler.step", "optimizer.step")
 
@@ -26,19 +26,19 @@ def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
         steps = of_kind(inside, *_STEPS)
         if steps and all(e.data["no_sync"] for e in backwards):
             _report_never_synchronized(interpreter, steps[0])
-        for branch in dict.fromkeys(_branch(loop, e) for e in backwards):
+        for branch in dict.fromkeys(branch_of(loop, e) for e in backwards):
             _check_branch(interpreter, loop, branch, inside)
 
 
 def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, inside: list[Event]) -> None:
     """Check what happens in a loop where its conditions have these sides."""
-    there = [e for e in inside if _branch(loop, e)[: len(branch)] == branch]
-    backwards = [e for e in there if e.kind == "backward" and e.loop is loop and _branch(loop, e) == branch]
+    there = [e for e in inside if branch_of(loop, e)[: len(branch)] == branch]
+    backwards = [e for e in there if e.kind == "backward" and e.loop is loop and branch_of(loop, e) == branch]
     steps = of_kind(there, *_STEPS)
     gates = _gates(loop, backwards, steps)
     if not gates:
         return
-    always = [e for e in there if _branch(loop, e) == branch and not gates & {g.node for g in e.guards}]
+    always = [e for e in there if branch_of(loop, e) == branch and not gates & {g.node for g in e.guards}]
     _check_unscale(interpreter, always)
     _check_update(interpreter, always, steps)
     _check_zero_grad(interpreter, always)
@@ -47,7 +47,7 @@ def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, insid
     _check_synchronization(interpreter, there, backwards)
 
 
-def _branch(loop: ast.AST, event: Event) -> Branch:
+def branch_of(loop: ast.AST, event: Event) -> Branch:
     """Return the conditions between a loop and an event but for those on a count, each with its side."""
     guards = event.guards_inside(loop)
     following = (*(guard.node for guard in guards[1:]), event.node)

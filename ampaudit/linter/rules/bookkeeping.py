@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Fix
@@ -23,6 +24,24 @@ def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
     for event in events:
         if event.kind == "item":
             _check_item(interpreter, events, event)
+        elif event.kind == "scales.compared":
+            _check_compared(interpreter, event)
+
+
+_SKIPS = re.compile(r"skip|overflow|stepped|return|continue|\.step\(|did_")
+
+
+def _check_compared(interpreter: Interpreter, event: Event) -> None:
+    """Check that a decision about skipped steps does not count the growth of the scale."""
+    statement = event.statement
+    if statement is not None and _SKIPS.search(ast.unparse(statement)):
+        interpreter.report(
+            "AMP827",
+            event.node,
+            "the scale changes also when it grows, after 2,000 good steps: an unequal scale does not mean that a"
+            " step was skipped",
+            "compare with <: the step was skipped if scaler.get_scale() < scale_before",
+        )
 
 
 def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> None:

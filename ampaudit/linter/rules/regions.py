@@ -47,6 +47,7 @@ def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
             )
             late.add(context.node)
     _check_never_entered(interpreter, events)
+    _check_scaler_device(interpreter, events)
     _check_half(interpreter, events)
     _check_threads(interpreter, events)
 
@@ -74,6 +75,25 @@ def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
             "this creates an autocast context but does not enter it",
             "enter it with 'with', around the forward pass and the loss",
         )
+
+
+def _check_scaler_device(interpreter: Interpreter, events: list[Event]) -> None:
+    """Report a scaler for another device than the one that all autocast blocks are for."""
+    entered = [e.data["value"] for e in of_kind(events, "autocast.entered")]
+    devices = {context.device for context in entered if context.enabled is not False}
+    for event in of_kind(events, "scaler.scale"):
+        scaler = interpreter.scalers.get(event.data["scaler"])
+        if scaler is None or scaler.node is None or not scaler.device or len(devices) != 1:
+            continue
+        (device,) = devices
+        if device is not None and device != scaler.device:
+            interpreter.report(
+                "AMP847",
+                scaler.node,
+                f"this scaler is for {scaler.device}, but autocast is for {device}: where there is no"
+                f" {scaler.device}, the scaler switches itself off",
+                f'create it with torch.amp.GradScaler("{device}")',
+            )
 
 
 def _check_half(interpreter: Interpreter, events: list[Event]) -> None:

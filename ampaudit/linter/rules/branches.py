@@ -1,0 +1,111 @@
+"""Rules on what one branch of a training loop does and another leaves out."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.events import Event, Guard, of_kind
+from ampaudit.linter.flow.statement_context import enclosing_function
+from ampaudit.linter.rules.accumulation import Branch, branch_of
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_branches"]
+
+
+def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check loops for gradients that one branch never zeroes, and for an update that one leaves out."""
+    for loop in dict.fromkeys(e.loop for e in events if e.kind == "backward" and e.loop is not None):
+        inside = [e for e in events if any(g.node is loop for g in e.guards)]
+        _check_zeroed(interpreter, loop, inside)
+    _check_skipped_update(interpreter, events)
+
+
+def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) -> None:
+    zeroed = [branch_of(loop, e) for e in of_kind(inside, "zero_grad")]
+    if not zeroed or ".grad = None" in ast.unparse(loop):
+        return
+    stepped = [branch_of(loop, e) for e in of_kind(inside, "optimizer.step", "scaler.step")]
+    unknown = [branch_of(loop, e) for e in of_kind(inside, "unknown.effect", "backward.unknown")]
+    for event in of_kind(inside, "backward"):
+        branch = branch_of(loop, event)
+        alone = all(_excludes(branch, other) for other in (*zeroed, *unknown))
+        if event.loop is loop and branch and alone and any(_agrees(branch, other) for other in stepped):
+            interpreter.report(
+                "AMP839",
+                event.node,
+                "on this branch the optimizer steps but the gradients are never zeroed: each step uses the sum"
+                " of all batches so far",
+                "call optimizer.zero_grad() in every iteration, outside of the condition",
+            )
+
+
+def _excludes(one: Branch, other: Branch) -> bool:
+    """Return whether two branches are different sides of one condition."""
+    sides = dict(one)
+    return any(sides.get(condition, side) != side for condition, side in other)
+
+
+def _agrees(one: Branch, other: Branch) -> bool:
+    return other[: len(one)] == one
+
+
+def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check for ``unscale_`` that runs always where ``update`` runs only if a computed condition allows."""
+    updates = of_kind(events, "scaler.update")
+    for event in of_kind(events, "scaler.unscale"):
+        later = [e for e in updates if e.data["scaler"] == event.data["scaler"]]
+        extra = [_guards_beyond(event, e) for e in later]
+        if not later or any(guards is None or not guards for guards in extra):
+            continue
+        first = next(guards[0] for guards in extra if guards)
+        together = all(guards is not None and guards[0].node is first.node for guards in extra)
+        sides = {_side_of(first.node, e.node) for e in later}
+        if together and len(sides) == 1 and _is_computed(interpreter, first.node, event):
+            interpreter.report(
+                "AMP828",
+                event.node,
+                f"update() at line {getattr(later[0].node, 'lineno', 0)} is left out where the condition of line"
+                f" {getattr(first.node, 'lineno', 0)} skips the step: the next unscale_() raises",
+                "call scaler.update() after the condition, whether the step was skipped or not",
+                certainty=Certainty.LIKELY,
+            )
+
+
+def _guards_beyond(event: Event, other: Event) -> list[Guard] | None:
+    """Return the conditions around another event but not around this one; ``None`` if it is elsewhere."""
+    shared = 0
+    while shared < min(len(event.guards), len(other.guards)) and event.guards[shared] == other.guards[shared]:
+        shared += 1
+    if any(guard.kind in ("if", "loop", "call") for guard in event.guards[shared:]):
+        return None
+    beyond = other.guards[shared:]
+    return None if any(g.kind != "if" for g in beyond) else list(beyond)
+
+
+def _side_of(condition: ast.AST, node: ast.AST) -> str:
+    line = getattr(node, "lineno", 0)
+    orelse = getattr(condition, "orelse", [])
+    return "orelse" if any(s.lineno <= line <= (s.end_lineno or line) for s in orelse) else "body"
+
+
+def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> bool:
+    """Return whether a condition depends on the gradients or the loss rather than on a setting."""
+    if not isinstance(condition, ast.If) or any(isinstance(n, ast.Mod) for n in ast.walk(condition.test)):
+        return False
+    names = {n.id for n in ast.walk(condition.test) if isinstance(n, ast.Name)}
+    values = [
+        ast.unparse(node.value)
+        for node in ast.walk(enclosing_function(interpreter.script.tree, event.node))
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
+    ]
+    other_side = "\n".join(map(ast.unparse, (*condition.body, *condition.orelse)))
+    ends = any(word in other_side for word in ("raise ", "exit(", "break", "GradScaler("))
+    return not ends and any(map(_COMPUTED.search, (ast.unparse(condition.test), *values)))
+
+
+_COMPUTED = re.compile(r"norm|finite|isnan|isinf|\bnan|grad")

@@ -1,0 +1,59 @@
+"""Rule on autocast's weight cache, which outlives an optimizer step inside one long block."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.flow.events import Event, of_kind
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_weight_cache"]
+
+
+def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check for steps in a loop that is inside one autocast block, and forget the milder AMP840, AMP841.
+
+    Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
+    ``aten/src/ATen/autocast_mode.cpp``: ``cached_cast`` and ``clear_cache``).
+    """
+    for event in of_kind(events, "step.inside"):
+        block = _block_around_loop(event, events)
+        if block is None:
+            continue
+        stale = {id(e.node) for e in of_kind(events, "step.inside", "backward.inside") if _is_inside(e, block)}
+        for key, found in list(interpreter.diagnostics.items()):
+            if key[0] in ("AMP840", "AMP841") and id(found.node) in stale:
+                del interpreter.diagnostics[key]
+        interpreter.report(
+            "AMP852",
+            event.node,
+            f"this step is in a loop inside the autocast block of line {block.lineno}, which casts each weight"
+            " once and keeps the copy: from the second iteration on, the model computes with the old weights",
+            "enter autocast anew in each iteration, around the forward pass and the loss only",
+        )
+
+
+def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:
+    """Return the autocast block around a loop that computes a loss and steps."""
+    contexts = {id(e.data["block"]): e.data["value"] for e in of_kind(events, "autocast.entered")}
+    for index, guard in enumerate(step.guards):
+        context = contexts.get(id(guard.node)) if guard.kind == "with" else None
+        if context is None or not isinstance(guard.node, ast.With):
+            continue
+        loops = [g.node for g in step.guards[index + 1 :] if g.kind == "loop"]
+        computes = any(
+            g.node in loops
+            for e in of_kind(events, "backward")
+            if not e.data["loss"].computed_under == "" or _is_inside(e, guard.node)
+            for g in e.guards
+            if g.kind == "loop"
+        )
+        return guard.node if context.caches and context.enabled is True and computes else None
+    return None
+
+
+def _is_inside(event: Event, block: ast.AST) -> bool:
+    return any(guard.node is block for guard in event.guards)
