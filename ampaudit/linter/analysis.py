@@ -34,6 +34,7 @@ from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_che
 from ampaudit.linter.rules.branches import check_branches
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
+from ampaudit.linter.rules.managed_loops import check_lightning_module, check_managed_loops
 from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
 from ampaudit.linter.rules.weight_cache import check_weight_cache
@@ -42,7 +43,7 @@ __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
 _SYNTAX_RULES = (check_constants, check_deprecated_names, check_autograd_functions)
-_ENTRY_POINT_RULES = (check_accumulation, check_branches, check_regions, check_weight_cache, check_retained_graphs, check_loops)
+_ENTRY_POINT_RULES = (check_accumulation, check_branches, check_managed_loops, check_regions, check_weight_cache, check_retained_graphs, check_loops)
 
 
 def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
@@ -99,7 +100,7 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
 
 
 def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: list[list[Event]]) -> State:
-    info = entry.info
+    info, known = entry.info, frozenset(interpreter.diagnostics)
     interpreter.path_state, interpreter.guards, interpreter.repetitions = entry.start.fork(), (), 0
     interpreter.frame, interpreter.loops, interpreter.returns, interpreter.grad_modes = 0, [], [], []
     interpreter.autocasts = [entry.context]
@@ -109,14 +110,14 @@ def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: 
         else:
             inline_call(interpreter, info, info.node, {}, None if info.is_static else entry.owner, 0)
     interpreter.stack.clear()
-    _finish(interpreter, events_by_entry)
+    _finish(interpreter, events_by_entry, known)
     return interpreter.path_state or State()
 
 
 def _follow_class(
     interpreter: Interpreter, events_by_entry: list[list[Event]], end: State, info: ClassInfo
 ) -> None:
-    owner = Instance(f"class {info.node.name}", info)
+    owner, before = Instance(f"class {info.node.name}", info), len(events_by_entry)
     interpreter.managed = info.derives("LightningModule", "LightningLite", "Callback")
     start = info.methods.get("__init__")
     if start is not None and start.relevant:
@@ -125,13 +126,17 @@ def _follow_class(
         if method.relevant and method is not start and method not in interpreter.called:
             _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end))
     interpreter.managed = False
+    if info.derives("LightningModule"):
+        check_lightning_module(interpreter, info, [e for entry in events_by_entry[before:] for e in entry])
 
 
 _TRAINING_EVENTS = frozenset({"backward", "forward", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
 
 
-def _finish(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
-    """Check the rules on the events of one entry point."""
+def _finish(
+    interpreter: Interpreter, events_by_entry: list[list[Event]], known: frozenset[tuple[str, int, int]]
+) -> None:
+    """Check the rules on the events of one entry point, before which some diagnostics were known."""
     events = list(interpreter.events.values())
     interpreter.events = {}
     interpreter.reset_steps()
@@ -140,7 +145,9 @@ def _finish(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> Non
             check(interpreter, events)
     else:
         interpreter.diagnostics = {
-            key: item for key, item in interpreter.diagnostics.items() if key[0] in _RULES_FOR_MANAGED
+            key: item
+            for key, item in interpreter.diagnostics.items()
+            if key in known or key[0] in _RULES_FOR_MANAGED
         }
     events_by_entry.append(events)
 

@@ -460,9 +460,9 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP842": (
         TRAINER,
-        "with torch.autocast('cuda', dtype=torch.float16):\n    out = self.model(batch['x'])\n"
+        "with torch.autocast('cuda', dtype=torch.float16):\n    out = F.linear(self.model(batch['x']), self.head)\n"
         "loss = nn.CrossEntropyLoss()(out, batch['y'])\nself.grad_scaler.scale(loss).backward()\n" + _STEP,
-        "with torch.autocast('cuda', dtype=torch.float16):\n    out = self.model(batch['x'])\n"
+        "with torch.autocast('cuda', dtype=torch.float16):\n    out = F.linear(self.model(batch['x']), self.head)\n"
         "loss = nn.CrossEntropyLoss()(out.float(), batch['y'])\nself.grad_scaler.scale(loss).backward()\n"
         + _STEP,
     ),

@@ -11,6 +11,7 @@ from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
+from ampaudit.linter.flow.managed import call_managed, managed_method
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS, canonical_name
@@ -21,6 +22,7 @@ from ampaudit.linter.flow.values import (
     BoundMethod,
     Class,
     Function,
+    FunctionInfo,
     GradAttribute,
     ImportedName,
     Instance,
@@ -119,13 +121,11 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
     if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
         return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
-    if isinstance(base, LossFunction | Parameters | KnownItems | Managed):
-        return base if name in ("to", "cuda", "cpu", "values", "items") else _managed(base)
+    if isinstance(base, Managed):
+        return managed_method(interpreter, node, base, name, arguments)
+    if isinstance(base, LossFunction | Parameters | KnownItems):
+        return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
     return unknown_call(interpreter, node, name, arguments)
-
-
-def _managed(base: Value) -> Value:
-    return base if isinstance(base, Managed) else UNKNOWN
 
 
 def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, name: str) -> Value:
@@ -145,14 +145,14 @@ def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, n
 def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     arguments = _arguments(interpreter, node)
     if isinstance(function, Function):
-        if not function.info.relevant:
+        if not _is_followed(interpreter, function.info):
             return UNSCALED_TENSOR
         return inline_call(interpreter, function.info, node, arguments.named(), None, function.frame)
     if isinstance(function, BoundMethod):
         owner = None if function.info.is_static else function.owner
         return (
             inline_call(interpreter, function.info, node, arguments.named(), owner, 0)
-            if function.info.relevant
+            if _is_followed(interpreter, function.info)
             else UNSCALED_TENSOR
         )
     if isinstance(function, Class):
@@ -163,9 +163,16 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
         return objects.call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
         return torchcalls.call_loss_function(interpreter, node, function, arguments)
+    if isinstance(function, Managed):
+        call_managed(interpreter, node, function)
     if isinstance(function, Instance):
         return _called_instance(interpreter, node, function)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
+
+
+def _is_followed(interpreter: Interpreter, info: FunctionInfo) -> bool:
+    """Return whether a function is worth following; under autocast, each op in it has a dtype."""
+    return info.relevant or interpreter.autocast.enabled is True
 
 
 def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) -> Value:
@@ -186,6 +193,8 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     for value in given:
         if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
             follow_callback(interpreter, value, node)
+    if _LOSS.search(last.lower()):
+        tensors.record_loss(interpreter, node, given)
     if last not in HARMLESS_METHODS:
         _assume_any_effect(interpreter, name, given)
     touched = any(isinstance(value, Scaler | Instance) for value in given)
@@ -231,4 +240,5 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
         state.set_fact(MAYBE, "touched")
 
 
+_LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
 _HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")

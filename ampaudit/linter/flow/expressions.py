@@ -54,7 +54,11 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
     if isinstance(base, GradAttribute):
         return base if node.attr == "data" else UNKNOWN
     if isinstance(base, Model):
-        return base if node.attr == "module" else interpreter.infer_from_usage(UNKNOWN, dotted_name(node))
+        if node.attr == "module":
+            return base
+        if base.instance is not None:
+            return _member(interpreter, base.instance, node)
+        return interpreter.infer_from_usage(UNKNOWN, dotted_name(node))
     if isinstance(base, Parameters):
         return base if node.attr == "data" else UNKNOWN
     if isinstance(base, Tensor):

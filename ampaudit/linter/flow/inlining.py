@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.script import dotted_name, sets_own_context
@@ -159,7 +161,10 @@ def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:
         return Optimizer(f"name {argument.arg}")
     if names & {"Module", "DistributedDataParallel"} and not names & _COLLECTIONS:
         return Model(f"name {argument.arg}")
-    return Managed() if names & {"Accelerator", "Fabric", "DeepSpeedEngine"} else UNKNOWN
+    for framework in FRAMEWORKS:
+        if any(path.rpartition(".")[2] in names for path in framework.constructors):
+            return Managed(framework, Certainty.LIKELY)
+    return Managed() if "DeepSpeedEngine" in names else UNKNOWN
 
 
 def _join_returns(interpreter: Interpreter, entry: State) -> Value:

@@ -27,6 +27,7 @@ from ampaudit.linter.flow.values import (
     Instance,
     KnownItems,
     LiteralValue,
+    Managed,
     Model,
     Optimizer,
     Scaler,
@@ -105,6 +106,7 @@ class Interpreter:
         self.called: set[FunctionInfo] = set()
         self.stack: list[FunctionInfo] = []
         self.managed = False
+        self.managers: set[Managed] = set()
         self.repetitions = 0
         self._steps = self._work = 0
 
@@ -127,6 +129,8 @@ class Interpreter:
 
     def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
         """Record an event, once per kind, node and guards."""
+        if kind == "managed.made":
+            self.managers.add(data["managed"])
         key = (kind, node, self.guards)
         if key not in self.events:
             self.events[key] = Event(kind, node, self.guards, self.statement, data)

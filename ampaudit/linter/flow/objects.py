@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
+from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     ClassInfo,
     ContextManager,
+    FunctionInfo,
     Instance,
+    KnownItems,
     LiteralValue,
     Model,
     Parameters,
@@ -52,16 +56,26 @@ _WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
 
 def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
     """Create a model that is constructed or loaded here."""
-    model = Model(key_of(node), node, origin=origin)
+    model = Model(key_of(node), node, origin=origin, layers=_layers(origin, arguments))
     for name in ("dtype", "torch_dtype"):
         if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
             interpreter.state.set_fact(node, "half", model.key)
     return model
 
 
+def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:
+    name = origin.rpartition(".")[2]
+    if not origin.startswith("torch.nn."):
+        return ()
+    if name != "Sequential":
+        return (name,)
+    parts = [value.layers if isinstance(value, Model) else ("",) for value in arguments.positional]
+    return tuple(layer for part in parts for layer in (part or ("",)))
+
+
 def wrap_model(model: Model, wrapper: str) -> Model:
     """Return a model inside a parallel wrapper, which has the same parameters."""
-    return Model(model.key, model.node, wrapper, model.origin)
+    return replace(model, wrapper=wrapper)
 
 
 def model_method(
@@ -92,12 +106,11 @@ def model_method(
         return model
     if name in _WITHOUT_FORWARD:
         return UNKNOWN
-    value = call_model(interpreter, node, model, arguments)
-    return (
-        value
-        if name in ("forward", "__call__")
-        else Tensor(model_calls=value.model_calls, computed_under=value.computed_under)
-    )
+    method = "forward" if name in ("forward", "__call__") else name
+    value = call_model(interpreter, node, model, arguments, method)
+    if method == "forward" or not isinstance(value, Tensor) or _method_of(model, method) is not None:
+        return value
+    return Tensor(model_calls=value.model_calls, computed_under=value.computed_under)
 
 
 def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
@@ -129,8 +142,14 @@ def device_of(value: Value | None) -> str:
     return "cuda" if isinstance(text, int) and not isinstance(text, bool) else ""
 
 
-def call_model(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
-    """Interpret a forward pass under the current autocast context."""
+def _method_of(model: Model, name: str) -> FunctionInfo | None:
+    return None if model.instance is None else model.instance.info.method(name)
+
+
+def call_model(
+    interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str = "forward"
+) -> Value:
+    """Interpret a forward pass, or another method, under the current autocast context."""
     cast = autocast_dtype(interpreter) if _check_device(interpreter, node, model) else ""
     root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
     given: frozenset[str] | None = frozenset({root})
@@ -149,24 +168,37 @@ def call_model(interpreter: Interpreter, node: ast.Call, model: Model, arguments
     halved = interpreter.state.get("half", model.key)
     if cast and isinstance(halved, ast.AST):
         interpreter.record_event("half.autocast", halved)
+    info = _method_of(model, method)
+    if info is not None:
+        returned = inline_call(interpreter, info, node, arguments.named(), model.instance, 0)
+        return _from_model(returned, cast, given, node)
     return Tensor(
-        cast=cast if _keeps_cast(interpreter, model) else "",
+        cast=cast if _ends_in_product(model, arguments) else "",
         computed_under=cast,
         model_calls=given,
         node=node,
     )
 
 
-def _keeps_cast(interpreter: Interpreter, model: Model) -> bool:
-    """Return whether a model's output has autocast's dtype, as far as its class in this file shows."""
-    info = interpreter.script.classes.get(model.origin)
-    method = info.method("forward") if info is not None else None
-    if method is None:
-        return True
-    returned = [n.value for n in ast.walk(method.node) if isinstance(n, ast.Return) and n.value is not None]
-    text = " ".join(ast.unparse(value) for value in returned)
-    plain = all(isinstance(value, ast.Call | ast.Name) for value in returned)
-    return plain and not any(word in text for word in ("float(", "softmax", "float32", "norm", "loss"))
+def _from_model(returned: Value, cast: str, given: frozenset[str] | None, node: ast.Call) -> Value:
+    """Return what a followed method returned, as the result of a call of the model."""
+    if isinstance(returned, KnownItems):
+        items = tuple(_from_model(item, cast, given, node) for item in returned.items)
+        return replace(returned, items=items)
+    if not isinstance(returned, Tensor):
+        return Tensor(computed_under=cast, model_calls=given, node=node)
+    return replace(returned, computed_under=cast or returned.computed_under, model_calls=given, node=node)
+
+
+def _ends_in_product(model: Model, arguments: Arguments) -> bool:
+    """Return whether the output certainly has autocast's dtype, as that of a linear layer has."""
+    for layer in reversed(model.layers):
+        if layer in MATRIX_LAYERS:
+            return True
+        if layer not in LAYERS_WITHOUT_DTYPE:
+            return False
+    first = arguments.positional[0] if arguments.positional else None
+    return bool(model.layers) and isinstance(first, Tensor) and bool(first.cast)
 
 
 def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> bool:
@@ -201,12 +233,13 @@ def scheduler_method(
 
 def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:
     """Create an instance of a class of the file."""
-    if info.derives("Module", "LightningModule"):
-        return make_model(interpreter, node, info.node.name, arguments)
     if info.derives("Optimizer"):
         return UNKNOWN
-    made = Instance(f"{info.node.name} {key_of(node)}", info)
+    is_module = info.derives("Module", "LightningModule")
+    made = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
     start = info.method("__init__")
-    if start is not None and start.relevant:
+    if start is not None and (start.relevant or is_module):
         inline_call(interpreter, start, node, arguments.named(), made, 0)
+    if is_module:
+        return replace(make_model(interpreter, node, info.node.name, arguments), instance=made)
     return made

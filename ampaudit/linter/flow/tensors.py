@@ -36,13 +36,14 @@ __all__ = [
     "common_scale",
     "dtype_named",
     "matrix_product",
+    "record_loss",
     "requested_dtype",
     "tensor_method",
     "use_gradient",
 ]
 
 _KEEPS_DTYPE: Final = frozenset(
-    "mean sum view reshape squeeze unsqueeze flatten transpose permute contiguous to cuda cpu clone type_as"
+    "mean amax amin abs neg relu clamp select index_select view reshape squeeze unsqueeze flatten transpose permute contiguous to cuda cpu clone type_as"
     " requires_grad_ expand repeat chunk split t T".split()
 )
 # methods that nothing but a tensor has, or that do no harm to what else has them
@@ -106,6 +107,15 @@ def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
             return None
         found |= value.model_calls
     return found
+
+
+def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]) -> None:
+    """Record a loss that is computed under autocast from what a model has returned outside."""
+    autocast = interpreter.autocast
+    outside = [v for v in values if isinstance(v, Tensor) and v.model_calls and not v.computed_under]
+    if outside and autocast.enabled is True and autocast.explicit:
+        calls = frozenset(call for value in outside for call in value.model_calls or ())
+        interpreter.record_event("loss.inside", node, calls=calls)
 
 
 def _scale_of_product(values: list[Value]) -> str:
@@ -239,8 +249,9 @@ def tensor_method(
         return replace(base, divided=True, upcast=None, node=node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return replace(base, upcast=None, node=node)
-    kept = base if name in _KEEPS_DTYPE else replace(base, cast="", loss="", sigmoid=None)
-    return replace(kept, upcast=base.upcast if name in _KEEPS_DTYPE else None, node=node)
+    keeps = name in _KEEPS_DTYPE or (name == "sum" and interpreter.autocast.enabled is False)
+    kept = base if keeps else replace(base, cast="", loss="", sigmoid=None)
+    return replace(kept, upcast=base.upcast if keeps else None, node=node)
 
 
 def requested_dtype(name: str, arguments: Arguments) -> str:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.diagnostic import Fix
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
+from ampaudit.linter.flow.frameworks import framework_of
 from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.managed import make_managed
 from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
     LOSS_FUNCTIONS,
@@ -27,7 +29,6 @@ from ampaudit.linter.flow.values import (
     LiteralValue,
     LossFunction,
     LossGradients,
-    Managed,
     Model,
     Parameters,
     Scaler,
@@ -44,12 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["call_imported", "call_loss_function"]
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
-_MANAGED: Final = (
-    "accelerate.Accelerator",
-    "lightning.Fabric",
-    "lightning.fabric.Fabric",
-    "deepspeed.initialize",
-)
 _MODELS: Final = (
     "torchvision.models.",
     "timm.",
@@ -74,8 +69,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return gradients.clip(interpreter, node, arguments)
     if path.startswith("torch."):
         return _call_torch(interpreter, node, path, name, arguments)
-    if path.startswith(_MANAGED):
-        return KnownItems((Managed(),) * 4) if path.endswith("initialize") else Managed()
+    if (framework := framework_of(path)) is not None:
+        return make_managed(interpreter, node, framework, arguments)
     if path.startswith(_MODELS):
         return objects.make_model(interpreter, node, path, arguments)
     if path in _PASS_THROUGH:
@@ -154,6 +149,7 @@ def call_loss_function(
     given = [value for value in arguments.all() if isinstance(value, Tensor)]
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     autocast = interpreter.autocast
+    tensors.record_loss(interpreter, node, given)
     if (
         loss.name in ("BCELoss", "binary_cross_entropy")
         and autocast.enabled is True

@@ -12,8 +12,10 @@ __all__ = [
     "DTYPES",
     "FLOAT16_ROUNDS_TO_ZERO",
     "HARMLESS_METHODS",
+    "LAYERS_WITHOUT_DTYPE",
     "LOSS_FUNCTIONS",
     "MANAGING_PACKAGES",
+    "MATRIX_LAYERS",
     "MATRIX_PRODUCTS",
     "SCALERS",
     "WITHOUT_HALF_KERNEL",
@@ -80,6 +82,15 @@ WITHOUT_HALF_KERNEL: Final = frozenset(
         " inv_ex cholesky_ex matrix_rank".split()
     }
     | {f"torch.{n}" for n in "inverse det logdet slogdet svd qr cholesky pinverse".split()}
+)
+# the same for modules: those that end in a matrix product; those that pass on the dtype of their input
+MATRIX_LAYERS: Final = frozenset(
+    "Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d".split()
+)
+LAYERS_WITHOUT_DTYPE: Final = frozenset(
+    "ReLU ReLU6 LeakyReLU ELU GELU SiLU Mish Hardswish Tanh Sigmoid Dropout Dropout2d Identity Flatten Unflatten"
+    " MaxPool1d MaxPool2d MaxPool3d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveMaxPool2d"
+    " BatchNorm1d BatchNorm2d BatchNorm3d PixelShuffle ZeroPad2d ReflectionPad2d".split()
 )
 LOSS_FUNCTIONS: Final = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy"

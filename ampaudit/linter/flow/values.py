@@ -6,7 +6,8 @@ import ast
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ampaudit.linter.diagnostic import position_of
+from ampaudit.linter.diagnostic import Certainty, position_of
+from ampaudit.linter.flow.frameworks import Framework
 
 __all__ = [
     "MAYBE",
@@ -125,12 +126,23 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A module; ``wrapper`` is the parallel class around it, ``origin`` the dotted name of its class."""
+    """A module.
+
+    Attributes:
+        key: of the object.
+        node: the expression that creates it.
+        wrapper: the parallel class around it.
+        origin: dotted name of its class.
+        layers: classes of its layers of torch in order, itself if it is one; empty if unknown.
+        instance: the object, if its class is in a linted file.
+    """
 
     key: str
     node: ast.AST | None = None
     wrapper: str = ""
     origin: str = ""
+    layers: tuple[str, ...] = ()
+    instance: Instance | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +241,15 @@ class ContextManager:
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """An object that Accelerate, Lightning, Fabric or DeepSpeed manages."""
+    """An object that Accelerate, Lightning, Fabric or DeepSpeed manages.
+
+    Attributes:
+        framework: what is known of the framework.
+        scales: how certain it is that it scales the loss.
+    """
+
+    framework: Framework | None = None
+    scales: Certainty = Certainty.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,7 +51,7 @@ def _excludes(one: Branch, other: Branch) -> bool:
 
 
 def _agrees(one: Branch, other: Branch) -> bool:
-    return other[: len(one)] == one
+    return other == one
 
 
 def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Fix, position_of
 from ampaudit.linter.flow.events import Event, of_kind
-from ampaudit.linter.flow.values import Autocast, Function
+from ampaudit.linter.flow.values import Autocast, Function, key_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -48,6 +48,7 @@ def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
             late.add(context.node)
     _check_never_entered(interpreter, events)
     _check_scaler_device(interpreter, events)
+    _check_model_outside(interpreter, events)
     _check_half(interpreter, events)
     _check_threads(interpreter, events)
 
@@ -75,6 +76,26 @@ def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
             "this creates an autocast context but does not enter it",
             "enter it with 'with', around the forward pass and the loss",
         )
+
+
+def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
+    """Report models that are called outside autocast although the loss of their output is inside."""
+    forwards = of_kind(events, "forward")
+    if any(e.data["autocast"].enabled is not False for e in forwards):
+        return
+    for loss in of_kind(events, "loss.inside"):
+        for event in forwards:
+            name = f"{event.data['model'].key} at {key_of(event.node)}"
+            info = interpreter.script.classes.get(event.data["model"].origin)
+            own = info is not None and "autocast" in ast.unparse(info.node)
+            if not own and any(call.startswith(name) for call in loss.data["calls"]):
+                interpreter.report(
+                    "AMP854",
+                    event.node,
+                    f"the model is called outside autocast, and only the loss of its output, at line"
+                    f" {getattr(loss.node, 'lineno', 0)}, inside: it runs in float32",
+                    "begin the autocast block before the model is called",
+                )
 
 
 def _check_scaler_device(interpreter: Interpreter, events: list[Event]) -> None:

@@ -1,0 +1,84 @@
+"""Facts about frameworks that scale the loss themselves: how each is made, and what to call instead of torch.
+
+Sources: documentation and code of Accelerate 1.0 to 1.12, Lightning and Fabric 2.0 to 2.6, DeepSpeed 0.9 to 0.18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["FRAMEWORKS", "Framework", "framework_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A framework that manages precision.
+
+    Attributes:
+        name: as its users call it.
+        constructors: dotted names of what creates its objects.
+        precision: keyword of the constructor that sets the precision.
+        scaled: values of it for which the loss is scaled.
+        unscaled: values of it for which it is not.
+        backward: what to call instead of ``loss.backward()``.
+        clip: what to call instead of torch's clipping; empty if its own configuration clips.
+        keeps_gradients: whether ``.grad`` holds the scaled gradients after its backward.
+    """
+
+    name: str
+    constructors: tuple[str, ...]
+    precision: str
+    scaled: tuple[object, ...]
+    unscaled: tuple[object, ...]
+    backward: str
+    clip: str
+    keeps_gradients: bool = True
+
+
+_BY_LIGHTNING: Final = (
+    ("16-mixed", "16", 16),
+    ("32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true", "64-true", 64, "16-true"),
+)
+FRAMEWORKS: Final = (
+    Framework(
+        "Accelerate",
+        ("accelerate.Accelerator",),
+        "mixed_precision",
+        ("fp16",),
+        ("no", "bf16", "fp8"),
+        "accelerator.backward(loss)",
+        "accelerator.clip_grad_norm_(...)",
+    ),
+    Framework(
+        "Fabric",
+        ("lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric"),
+        "precision",
+        *_BY_LIGHTNING,
+        "fabric.backward(loss)",
+        "fabric.clip_gradients(...)",
+    ),
+    Framework(
+        "Lightning",
+        ("lightning.Trainer", "lightning.pytorch.Trainer", "pytorch_lightning.Trainer"),
+        "precision",
+        *_BY_LIGHTNING,
+        "self.manual_backward(loss)",
+        "self.clip_gradients(...)",
+    ),
+    Framework(
+        "DeepSpeed",
+        ("deepspeed.initialize",),
+        "",
+        (),
+        (),
+        "engine.backward(loss)",
+        "",
+        keeps_gradients=False,
+    ),
+)
+
+
+def framework_of(path: str) -> Framework | None:
+    """Return the framework whose object a call of a dotted name creates."""
+    return next((one for one in FRAMEWORKS if path in one.constructors), None)

@@ -1,0 +1,75 @@
+"""Interprets calls of what a framework manages."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.frameworks import Framework
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution, Gradients
+from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Value
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["call_managed", "make_managed", "managed_method"]
+
+_CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
+
+
+def make_managed(
+    interpreter: Interpreter, node: ast.Call, framework: Framework, arguments: Arguments
+) -> Value:
+    """Interpret the construction of a framework's object."""
+    given = arguments.keywords.get(framework.precision)
+    certainty = Certainty.LIKELY
+    if isinstance(given, LiteralValue):
+        scaled, unscaled = given.value in framework.scaled, given.value in framework.unscaled
+        certainty = Certainty.KNOWN if scaled else Certainty.UNKNOWN if unscaled else Certainty.LIKELY
+    elif framework.name == "Lightning":
+        certainty = Certainty.UNKNOWN if given is None else Certainty.LIKELY  # its default is float32
+    managed = Managed(framework, certainty)
+    interpreter.record_event("managed.made", node, managed=managed)
+    return KnownItems((managed,) * 4) if framework.name == "DeepSpeed" else managed
+
+
+def managed_method(
+    interpreter: Interpreter, node: ast.Call, base: Managed, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of an object that a framework manages."""
+    state, framework = interpreter.state, base.framework
+    if name == "backward" and framework is not None:
+        interpreter.record_event("managed.backward", node, managed=base)
+        scaled = framework.keeps_gradients and base.scales
+        new = Contribution(f"managed by {framework.name}", node)
+        state.gradients = Gradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
+    elif name in (*_CLIPS, "unscale_gradients"):
+        interpreter.record_event("managed.clip", node, managed=base)
+        state.gradients = UNKNOWN_GRADIENTS
+    elif name in ("step", "zero_grad"):
+        interpreter.record_event(f"managed.{name}", node, managed=base)
+        state.gradients = Gradients() if name == "zero_grad" else UNKNOWN_GRADIENTS
+    elif name == "fit":
+        _check_fitted(interpreter, base, arguments)
+    return base
+
+
+def call_managed(interpreter: Interpreter, node: ast.Call, base: Managed) -> None:
+    """Interpret a call of a model that a framework has prepared."""
+    interpreter.record_event("managed.forward", node, managed=base)
+
+
+def _check_fitted(interpreter: Interpreter, trainer: Managed, arguments: Arguments) -> None:
+    model = arguments.get(0, "model")
+    halved = interpreter.state.get("half", model.key) if isinstance(model, Model) else None
+    if isinstance(halved, ast.AST) and trainer.scales and trainer.framework is not None:
+        interpreter.report(
+            "AMP801",
+            halved,
+            f"these parameters are float16, and the scaler of {trainer.framework.name} cannot unscale float16"
+            " gradients",
+            "keep the parameters in float32 and let the trainer's precision choose the dtype of each op",
+            certainty=trainer.scales,
+        )

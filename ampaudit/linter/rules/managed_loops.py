@@ -1,0 +1,85 @@
+"""Rules on loops in which a framework scales the loss: what goes past it."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.frameworks import FRAMEWORKS
+from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.values import ClassInfo, Managed
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_lightning_module", "check_managed_loops"]
+
+
+def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check the loops of one entry point."""
+    used = [e.data["managed"] for e in of_kind(events, "managed.step", "managed.forward")]
+    used = [managed for managed in used if managed.framework is not None and managed.scales]
+    if used:
+        managed: Managed = used[0]
+        for event in of_kind(events, "backward", "backward.unknown"):
+            _report_own_backward(interpreter, event, managed.framework, managed.scales)
+    for event in of_kind(events, "managed.clip"):
+        _check_accumulated(interpreter, event, event.data["managed"])
+
+
+def _report_own_backward(interpreter: Interpreter, event: Event, framework: object, certainty: Certainty) -> None:
+    call = _backward_call(event)
+    if call is None:
+        return
+    known = next(one for one in FRAMEWORKS if one is framework)
+    interpreter.report(
+        "AMP802",
+        call,
+        f"backward runs on the unscaled loss, past {known.name}, whose step divides the gradients by the loss"
+        " scale in float16",
+        f"write {known.backward}",
+        certainty=certainty,
+    )
+
+
+def _backward_call(event: Event) -> ast.Call | None:
+    """Return the call of ``backward`` on a loss itself; what is scaled before is left alone."""
+    if event.kind == "backward":
+        found = event.node if not event.data["loss"].scaler_key else None
+    else:
+        calls = (n for n in ast.walk(event.node) if isinstance(n, ast.Call))
+        found = next((c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"), None)
+    if not isinstance(found, ast.Call) or not isinstance(found.func, ast.Attribute):
+        return None
+    return found if "loss" in dotted_name(found.func.value).lower() or event.kind == "backward" else None
+
+
+def _check_accumulated(interpreter: Interpreter, event: Event, managed: Managed) -> None:
+    """Check that Accelerate clips only where it steps, as each call unscales."""
+    blocks = [ast.unparse(item.context_expr) for g in event.guards if isinstance(g.node, ast.With) for item in g.node.items]
+    tests = [ast.unparse(g.node.test) for g in event.guards if isinstance(g.node, ast.If)]
+    name = managed.framework.name if managed.framework is not None else ""
+    accumulates = any(".accumulate(" in text for text in blocks)
+    if name == "Accelerate" and accumulates and managed.scales and not any("sync" in text or "%" in text for text in tests):
+        interpreter.report(
+            "AMP810",
+            event.node,
+            "the gradients are clipped for every batch, but the step runs only for some: each call unscales, and"
+            " with fp16 the second raises",
+            "clip only 'if accelerator.sync_gradients:'",
+            certainty=managed.scales,
+        )
+
+
+def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: list[Event]) -> None:
+    """Check a Lightning module that optimizes manually: it must not call ``loss.backward()``."""
+    if "automatic_optimization = False" not in ast.unparse(info.node):
+        return
+    framework = next(one for one in FRAMEWORKS if one.name == "Lightning")
+    trainers = [managed for managed in interpreter.managers if managed.framework is framework]
+    certainty = max((managed.scales for managed in trainers), default=Certainty.LIKELY)
+    if certainty:
+        for event in of_kind(events, "backward", "backward.unknown"):
+            _report_own_backward(interpreter, event, framework, certainty)
