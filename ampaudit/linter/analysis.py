@@ -29,6 +29,7 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 from ampaudit.linter.rules.accumulation import check_accumulation
+from ampaudit.linter.rules.apex_loops import check_apex_loops
 from ampaudit.linter.rules.autograd_functions import check_autograd_functions
 from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_checkpoints
 from ampaudit.linter.rules.branches import check_branches
@@ -42,7 +43,7 @@ from ampaudit.linter.rules.weight_cache import check_weight_cache
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
-_SYNTAX_RULES = (check_constants, check_deprecated_names, check_autograd_functions)
+_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions)
 _ENTRY_POINT_RULES = (check_accumulation, check_branches, check_managed_loops, check_regions, check_weight_cache, check_retained_graphs, check_loops)
 
 
@@ -64,7 +65,10 @@ def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic
     check_updates_and_checkpoints(interpreter, events_by_entry)
     check_validation(interpreter, events_by_entry)
     diagnostics = dict(interpreter.diagnostics)
-    for item in (item for check in _SYNTAX_RULES for item in check(script)):
+    constants = check_constants(
+        script, interpreter.half_values, interpreter.float_values, interpreter.half_lines
+    )
+    for item in (*constants, *(item for check in _SYNTAX_RULES for item in check(script))):
         diagnostics.setdefault((item.code, *position_of(item.node)), item)
     ordered = sorted(diagnostics.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
     names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, ImportedName)}

@@ -18,7 +18,7 @@ from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, 
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.notebook_lines import lines_of_cells
 from ampaudit.linter.processes import processes
-from ampaudit.linter.reporting import Suppressions, to_findings
+from ampaudit.linter.reporting import Suppressions, severity_of, to_findings
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.report.lint import LintFinding, UnreadFile
@@ -226,7 +226,7 @@ def _apply_fixes(
         fixes = [
             item.fix
             for item in diagnostics
-            if item.fix is not None and selection.includes(item.code) and not suppressions.matching(item)
+            if item.fix is not None and selection.includes(item.code, severity_of(item)) and not suppressions.matching(item)
         ]
         if not fixes:
             break

@@ -17,7 +17,7 @@ from ampaudit.report.lint import LintFinding
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
 
-__all__ = ["Suppressions", "to_findings"]
+__all__ = ["Suppressions", "severity_of", "to_findings"]
 
 
 class Suppressions:
@@ -57,7 +57,7 @@ def to_findings(
     findings = []
     for diagnostic in diagnostics:
         comment = suppressions.matching(diagnostic)
-        if selection.includes(diagnostic.code) and definitions is not None:
+        if selection.includes(diagnostic.code, severity_of(diagnostic)) and definitions is not None:
             function = definitions.name_at(getattr(diagnostic.node, "lineno", 1))
             finding = _to_finding(path, block, lines, diagnostic, function)
             findings.append(replace(finding, suppressed=f"comment: {comment.reason}") if comment else finding)
@@ -85,10 +85,12 @@ def _unused_suppression(path: str, block: CodeBlock, comment: Comment) -> LintFi
     )
 
 
-def _severity(diagnostic: Diagnostic) -> Severity:
-    """Return the severity of a rule; what is only likely is a warning at most."""
+def severity_of(diagnostic: Diagnostic) -> Severity:
+    """Return the severity of a rule; what is likely is a warning at most, what is not known a note."""
+    if diagnostic.certainty == Certainty.UNKNOWN:
+        return Severity.NOTE
     severity = Severity(all_pages()[diagnostic.code].severity)
-    is_weaker = diagnostic.certainty < Certainty.KNOWN and severity == Severity.ERROR
+    is_weaker = diagnostic.certainty == Certainty.LIKELY and severity == Severity.ERROR
     return Severity.WARNING if is_weaker else severity
 
 
@@ -103,7 +105,7 @@ def _to_finding(
     line, cell = block.locate(first)
     return LintFinding(
         code=diagnostic.code,
-        severity=_severity(diagnostic),
+        severity=severity_of(diagnostic),
         file=path,
         line=line,
         column=column + block.indent + 1,

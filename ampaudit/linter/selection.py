@@ -10,6 +10,7 @@ from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.untrusted import describe
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.discovery import matches
+from ampaudit.report.finding import Severity
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
 
@@ -51,12 +52,13 @@ class RuleSelection:
         more = tuple(code for glob, codes in self.per_file if matches(path, (glob,)) for code in codes)
         return replace(self, ignore=(*self.ignore, *more)) if more else self
 
-    def includes(self, code: str) -> bool:
-        """Return whether a rule is enabled; the longer of two matching prefixes decides."""
+    def includes(self, code: str, severity: Severity | None = None) -> bool:
+        """Return whether a rule is enabled, at a severity if it has several; the longer matching prefix decides."""
         if code == UNUSED_SUPPRESSION:
             return code not in self.ignore
         selected = max((len(prefix) for prefix in self.select if code.startswith(prefix)), default=-1)
-        if selected == len(LINTED) and not self.notes and all_pages()[code].severity == "note":
+        severity = severity or Severity(all_pages()[code].severity)
+        if selected == len(LINTED) and not self.notes and severity == Severity.NOTE:
             return False
         ignored = max((len(prefix) for prefix in self.ignore if code.startswith(prefix)), default=-1)
         return selected > ignored

@@ -85,9 +85,10 @@ class Net(nn.Module):
         return x
 
 
-def predict(model, x):
+def predict(x, mask):
+    model = Net()
     with torch.autocast("cuda", dtype=torch.float16):
-        return model(x)
+        return model(x, mask)
 """
 
 
@@ -628,8 +629,8 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP861": (
         PLAIN,
-        _MODULE.format("x = torch.log(x.clamp(min=1e-10))"),
-        _MODULE.format("x = torch.log(x.clamp(min=1e-6))"),
+        _MODULE.format("x = torch.log((x @ x).clamp(min=1e-10))"),
+        _MODULE.format("x = torch.log((x @ x).clamp(min=1e-6))"),
     ),
     "AMP862": (
         PLAIN,

@@ -193,6 +193,9 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     for value in given:
         if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
             follow_callback(interpreter, value, node)
+    if last == "submit":
+        target = next((value for value in given if isinstance(value, Function | BoundMethod)), None)
+        interpreter.record_event("thread", node, target=target, autocast=interpreter.autocast)
     if _LOSS.search(last.lower()):
         tensors.record_loss(interpreter, node, given)
     if last not in HARMLESS_METHODS:

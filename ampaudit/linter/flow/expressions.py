@@ -89,6 +89,8 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
             use_gradient(interpreter, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         return left
+    if any(isinstance(value, Tensor) and value.cast == "float16" for value in (left, right)):
+        interpreter.half_values.add(node)
     if isinstance(node.op, ast.MatMult):
         return matrix_product(interpreter, node, [left, right])
     if isinstance(left, LiteralValue) and isinstance(right, LiteralValue):

@@ -105,6 +105,9 @@ class Interpreter:
         self.escaped: set[str] = set()
         self.called: set[FunctionInfo] = set()
         self.stack: list[FunctionInfo] = []
+        self.half_values: set[ast.AST] = set()  # ops on values that are float16
+        self.float_values: set[ast.AST] = set()  # ops on values that are float32
+        self.half_lines: set[int] = set()  # of statements under float16 autocast
         self.managed = False
         self.managers: set[Managed] = set()
         self.repetitions = 0
@@ -198,6 +201,8 @@ class Interpreter:
             if self.path_state is None:
                 break
             self.statement = statement
+            if self.autocast.computes_float16:
+                self.half_lines.add(statement.lineno)
             handler = self.statements.get(type(statement))
             if handler is not None:
                 handler(self, statement)
@@ -286,6 +291,7 @@ class Interpreter:
         elif isinstance(target, ast.Attribute):
             owner = self.evaluate(target.value)
             if isinstance(owner, Instance):
+                self._check_replaced(target, self.state.value(owner.key, target.attr), value)
                 self.state.bind(owner.key, target.attr, value)
             elif text := dotted_name(target):
                 self.state.bind(self.frame, text, value)
@@ -295,6 +301,12 @@ class Interpreter:
                 self.assign(part, items[index] if index < len(items) else item_of(value))
         elif isinstance(target, ast.Starred):
             self.assign(target.value, UNKNOWN)
+
+    def _check_replaced(self, target: ast.Attribute, old: Value | None, new: Value) -> None:
+        """Record a scaler that training makes anew although the object has one, perhaps a restored one."""
+        made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
+        if made and old != new and self.stack and self.repetitions == 0:
+            self.record_event("scaler.replaced", target, function=self.stack[-1].node.name)
 
     def assign_item(self, target: ast.expr, value: Value) -> None:
         """Assign an item of an iterable, which is one of several."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ampaudit.linter.flow.script import Script, dotted_name
 
-__all__ = ["call_beside_scaler", "enclosing_function", "following_step", "in_same_function", "nested_blocks", "said_where", "scaler_in_scope"]
+__all__ = ["call_beside_scaler", "enclosing_function", "following_step", "in_same_function", "nested_blocks", "said_where", "scaler_in_scope", "tests_around"]
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -37,6 +37,15 @@ def said_where(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
     """Return the line of a node as words, if the diagnostic is at the call that leads to it."""
     here = f" {otherwise}" if otherwise else ""
     return here if place is node else f" at line {getattr(node, 'lineno', 0)}"
+
+
+def tests_around(script: Script, node: ast.AST) -> list[str]:
+    """Return the conditions of the ``if`` statements around a node in its function, as text."""
+    line = getattr(node, "lineno", 0)
+    inner = ast.walk(enclosing_function(script.tree, node))
+    return [
+        ast.unparse(n.test) for n in inner if isinstance(n, ast.If) and n.lineno <= line <= (n.end_lineno or 0)
+    ]
 
 
 def _scalers_in_scope(script: Script, node: ast.AST) -> list[str]:

@@ -112,10 +112,9 @@ def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
 def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]) -> None:
     """Record a loss that is computed under autocast from what a model has returned outside."""
     autocast = interpreter.autocast
-    outside = [v for v in values if isinstance(v, Tensor) and v.model_calls and not v.computed_under]
+    outside = {id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under}
     if outside and autocast.enabled is True and autocast.explicit:
-        calls = frozenset(call for value in outside for call in value.model_calls or ())
-        interpreter.record_event("loss.inside", node, calls=calls)
+        interpreter.record_event("loss.inside", node, outputs=outside)
 
 
 def _scale_of_product(values: list[Value]) -> str:
@@ -147,20 +146,26 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
             divided=True,
             upcast=None,
             model_calls=all_model_calls([left, right]),
-            cast="",
+            cast=_cast_of_pair(left, right),
             node=node,
         )
     divided: bool | None = any(t.divided for t in tensors) or (False if first.divided is False else None)
     return replace(
         first,
         scaler_key=common_scale([left, right]),
-        cast=first.cast if all(t.cast == first.cast for t in tensors) and len(tensors) == 2 else "",
+        cast=_cast_of_pair(left, right),
         upcast=None,
         model_calls=all_model_calls([left, right]),
         divided=divided,
         loss=next((t.loss for t in tensors if t.loss), ""),
         node=node,
     )
+
+
+def _cast_of_pair(left: Value, right: Value) -> str:
+    """Return the 16-bit dtype of a result; a number leaves the dtype, and another tensor must have it too."""
+    casts = {v.cast if isinstance(v, Tensor) else "" for v in (left, right) if not isinstance(v, LiteralValue)}
+    return casts.pop() if len(casts) == 1 else ""
 
 
 def _is_number(left: Value, right: Value) -> bool:
@@ -228,6 +233,10 @@ def tensor_method(
     interpreter: Interpreter, node: ast.Call, base: Tensor, name: str, arguments: Arguments
 ) -> Value:
     """Interpret a method of a tensor."""
+    if base.cast == "float16":
+        interpreter.half_values.add(node)
+    if base.upcast is not None:
+        interpreter.float_values.add(node)
     if name == "backward":
         from ampaudit.linter.flow.gradients import backward
 

@@ -224,6 +224,12 @@ class Autocast:
     conditional: bool = False  # enabled by a setting that is assumed to be on
     caches: bool = True  # keeps the casts of weights
 
+    @property
+    def computes_float16(self) -> bool:
+        """Whether it computes in float16, also if a setting may switch it off."""
+        dtype = self.dtype or ("float16" if self.dtype == "" and self.device == "cuda" else "")
+        return self.enabled is True and dtype == "float16"
+
 
 @dataclass(frozen=True, slots=True)
 class LossScale:

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.diagnostic import Certainty, Fix
 from ampaudit.linter.flow.events import Event, Guard, of_kind
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict, Tensor
@@ -21,11 +21,25 @@ def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
     _check_created_in_loop(interpreter, events)
     _check_scheduler(interpreter, events)
+    for event in of_kind(events, "scaler.replaced"):
+        _check_replaced(interpreter, event)
     for event in events:
         if event.kind == "item":
             _check_item(interpreter, events, event)
         elif event.kind == "scales.compared":
             _check_compared(interpreter, event)
+
+
+def _check_replaced(interpreter: Interpreter, event: Event) -> None:
+    restores = "scaler" in interpreter.script.text and ".load_state_dict(" in interpreter.script.text
+    if restores and re.search(r"fit|train|run|epoch", event.data["function"]):
+        interpreter.report(
+            "AMP814",
+            event.node,
+            "this replaces the scaler that the object has, and whose state a checkpoint may have restored",
+            "create the scaler once, in the constructor",
+            certainty=Certainty.LIKELY,
+        )
 
 
 _SKIPS = re.compile(r"skip|overflow|stepped|return|continue|\.step\(|did_")

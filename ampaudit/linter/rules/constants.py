@@ -6,13 +6,13 @@ import ast
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 from typing import Final
 
 import re2
 
-from ampaudit.linter.diagnostic import Diagnostic, Fix
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
 from ampaudit.linter.flow.script import Script, dotted_name, matching_lines
 from ampaudit.linter.flow.statement_context import nested_blocks
 from ampaudit.linter.flow.torch_names import FLOAT16_ROUNDS_TO_ZERO
@@ -27,8 +27,17 @@ _FLOAT32_FUNCTIONS: Final = frozenset(
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
-def check_constants(script: Script) -> Iterator[Diagnostic]:
-    """Check masks everywhere, and eps in modules, whose tensors may be 16-bit."""
+def check_constants(
+    script: Script, half_values: Set[ast.AST], float_values: Set[ast.AST], half_lines: Set[int]
+) -> Iterator[Diagnostic]:
+    """Check masks everywhere, and eps in modules, whose tensors may be 16-bit.
+
+    Args:
+        script: the parsed module.
+        half_values: ops that have a float16 operand; there, it is known.
+        float_values: ops that have a float32 operand; these are left out.
+        half_lines: first lines of statements under float16 autocast, where a mask likely meets float16.
+    """
     if "torch" not in script.text:
         return
     lines = matching_lines(_EXTREME, script.text)
@@ -38,10 +47,20 @@ def check_constants(script: Script) -> Iterator[Diagnostic]:
     if finder.named:
         names = "|".join(map(re.escape, finder.named))
         lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
+    exempt = {position_of(part) for node in float_values for part in ast.walk(node)}
+    known = {position_of(part) for node in half_values for part in ast.walk(node)}
     for statement in _innermost_statements(script.tree.body, lines):
-        yield from finder.check(
-            statement, any(_contains_line(node, statement.lineno) for node in _modules(script))
-        )
+        module = any(_contains_line(node, statement.lineno) for node in _modules(script))
+        likely = Certainty.LIKELY if statement.lineno in half_lines else Certainty.UNKNOWN
+        for found in finder.check(statement, module or bool(known)):
+            by_flow = position_of(found.node) in known
+            if position_of(found.node) in exempt - known:
+                continue
+            yield replace(found, certainty=Certainty.KNOWN if by_flow else min(likely, _LIKELY_BY_RULE[found.code]))
+
+
+# an eps is reported only where the value is known: most are in norms, which stay float32
+_LIKELY_BY_RULE: Final = {"AMP860": Certainty.LIKELY, "AMP861": Certainty.UNKNOWN}
 
 
 _BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")

@@ -9,6 +9,7 @@ from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.events import Event, of_kind
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.statement_context import tests_around
 from ampaudit.linter.flow.values import ClassInfo, Managed
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _backward_call(event: Event) -> ast.Call | None:
 def _check_accumulated(interpreter: Interpreter, event: Event, managed: Managed) -> None:
     """Check that Accelerate clips only where it steps, as each call unscales."""
     blocks = [ast.unparse(item.context_expr) for g in event.guards if isinstance(g.node, ast.With) for item in g.node.items]
-    tests = [ast.unparse(g.node.test) for g in event.guards if isinstance(g.node, ast.If)]
+    tests = tests_around(interpreter.script, event.node)
     name = managed.framework.name if managed.framework is not None else ""
     accumulates = any(".accumulate(" in text for text in blocks)
     if name == "Accelerate" and accumulates and managed.scales and not any("sync" in text or "%" in text for text in tests):

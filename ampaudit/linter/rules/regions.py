@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Fix, position_of
 from ampaudit.linter.flow.events import Event, of_kind
-from ampaudit.linter.flow.values import Autocast, Function, key_of
+from ampaudit.linter.flow.values import Autocast, BoundMethod, Function
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -85,10 +85,9 @@ def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
         return
     for loss in of_kind(events, "loss.inside"):
         for event in forwards:
-            name = f"{event.data['model'].key} at {key_of(event.node)}"
             info = interpreter.script.classes.get(event.data["model"].origin)
             own = info is not None and "autocast" in ast.unparse(info.node)
-            if not own and any(call.startswith(name) for call in loss.data["calls"]):
+            if not own and id(event.node) in loss.data["outputs"]:
                 interpreter.report(
                     "AMP854",
                     event.node,
@@ -135,7 +134,7 @@ def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
     for event in events:
         if event.kind == "thread" and event.data["autocast"].enabled is True:
             target = event.data["target"]
-            text = ast.unparse(target.info.node) if isinstance(target, Function) else "autocast"
+            text = ast.unparse(target.info.node) if isinstance(target, Function | BoundMethod) else "autocast"
             if "autocast" not in text and _CALLS_A_MODEL.search(text):
                 _report_thread(
                     interpreter,
@@ -156,7 +155,7 @@ def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
                 _report_thread(interpreter, event, cause)
 
 
-_CALLS_A_MODEL = re.compile(r"(?:model|net)\w*\(", re.IGNORECASE)
+_CALLS_A_MODEL = re.compile(r"(?:model|net|replica|module)\w*\(", re.IGNORECASE)
 
 
 def _report_thread(interpreter: Interpreter, event: Event, cause: str) -> None:
