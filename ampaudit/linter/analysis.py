@@ -38,13 +38,14 @@ from ampaudit.linter.rules.deprecated_names import check_deprecated_names
 from ampaudit.linter.rules.managed_loops import check_lightning_module, check_managed_loops
 from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
+from ampaudit.linter.rules.settings import check_settings
 from ampaudit.linter.rules.weight_cache import check_weight_cache
 
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
 _SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions)
-_ENTRY_POINT_RULES = (check_accumulation, check_branches, check_managed_loops, check_regions, check_weight_cache, check_retained_graphs, check_loops)
+_ENTRY_POINT_RULES = (check_accumulation, check_branches, check_managed_loops, check_regions, check_settings, check_weight_cache, check_retained_graphs, check_loops)
 
 
 def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
@@ -124,7 +125,7 @@ def _follow_class(
     owner, before = Instance(f"class {info.node.name}", info), len(events_by_entry)
     interpreter.managed = info.derives("LightningModule", "LightningLite", "Callback")
     start = info.methods.get("__init__")
-    if start is not None and start.relevant:
+    if start is not None and (start.relevant or info.derives("Module")):
         end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
     for method in info.methods.values():
         if method.relevant and method is not start and method not in interpreter.called:

@@ -23,6 +23,7 @@ class Framework:
         unscaled: values of it for which it is not.
         backward: what to call instead of ``loss.backward()``.
         clip: what to call instead of torch's clipping; empty if its own configuration clips.
+        unscale: what to call before the gradients are read; empty if only clipping unscales.
         keeps_gradients: whether ``.grad`` holds the scaled gradients after its backward.
     """
 
@@ -34,6 +35,7 @@ class Framework:
     backward: str
     clip: str
     keeps_gradients: bool = True
+    unscale: str = ""
 
 
 _BY_LIGHTNING: Final = (
@@ -49,6 +51,7 @@ FRAMEWORKS: Final = (
         ("no", "bf16", "fp8"),
         "accelerator.backward(loss)",
         "accelerator.clip_grad_norm_(...)",
+        unscale="accelerator.unscale_gradients()",
     ),
     Framework(
         "Fabric",

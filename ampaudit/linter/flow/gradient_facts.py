@@ -18,6 +18,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.state import Contribution, Gradients
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ __all__ = [
     "BYPASSED",
     "BY_STEP",
     "YES",
+    "advice_for",
+    "are_distinct",
     "clear_gradients",
     "gradient_contributions",
     "has_single_optimizer",
@@ -55,6 +58,20 @@ def still_scaled(interpreter: Interpreter) -> Certainty:
     found = interpreter.state.gradients
     scaled = found.contributions and all(item.scaler for item in found.contributions)
     return found.certainty if scaled and not interpreter.state.may_hold("unscaled") else Certainty.UNKNOWN
+
+
+def advice_for(interpreter: Interpreter, use: str) -> str:
+    """Return what to call for a use of the gradients if a framework has scaled them, else nothing."""
+    scalers = {item.scaler for item in interpreter.state.gradients.contributions}
+    framework = next((one for one in FRAMEWORKS if f"managed by {one.name}" in scalers), None)
+    if framework is None:
+        return ""
+    return f"call {framework.clip if use == 'clip' else framework.unscale or framework.clip}"
+
+
+def are_distinct(models: frozenset[str], others: frozenset[str]) -> bool:
+    """Return whether none of some models can be one of others; two names may stand for one model."""
+    return not models & others and not any(key.startswith("name ") for key in models | others)
 
 
 def has_single_optimizer(interpreter: Interpreter) -> bool:

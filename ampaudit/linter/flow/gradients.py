@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.diagnostic import Certainty, Fix
 from ampaudit.linter.flow.gradient_facts import (
     BY_STEP,
     YES,
+    advice_for,
+    are_distinct,
     gradient_contributions,
     has_single_optimizer,
     is_unscaled,
@@ -25,6 +27,7 @@ from ampaudit.linter.flow.values import (
     KnownItems,
     LiteralValue,
     LossGradients,
+    Parameters,
     Tensor,
     Value,
 )
@@ -123,13 +126,13 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
 def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like."""
     interpreter.record_event("clip", node)
-    if certainty := still_scaled(interpreter):
+    if certainty := max(still_scaled(interpreter), _others_unscaled(interpreter, arguments)):
         place = call_beside_scaler(interpreter.script, node, interpreter.calls)
         interpreter.report(
             "AMP807",
             place,
             f"the gradients are clipped{said_where(node, place)} while they are still scaled by the loss scale",
-            "call scaler.unscale_(optimizer) before clipping",
+            advice_for(interpreter, "clip") or "call scaler.unscale_(optimizer) before clipping",
             _unscale_first(interpreter) if place is node else None,
             certainty,
         )
@@ -146,6 +149,21 @@ def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Valu
             Fix.at(node, "remove keyword", "error_if_nonfinite"),
         )
     return UNKNOWN
+
+
+def _others_unscaled(interpreter: Interpreter, arguments: Arguments) -> Certainty:
+    """Return how certain it is that only optimizers of other models than the clipped ones were unscaled."""
+    given, found = arguments.get(0, "parameters"), interpreter.state.gradients
+    models = given.models if isinstance(given, Parameters) else None
+    unscaled = [
+        interpreter.models_by_optimizer.get(key[2])
+        for key, fact in interpreter.state.matching("unscaled")
+        if fact is not None
+    ]
+    scaled = found.contributions and all(item.scaler for item in found.contributions)
+    if not models or not scaled or not unscaled or any(own is None or not are_distinct(own, models) for own in unscaled):
+        return Certainty.UNKNOWN
+    return found.certainty
 
 
 def _unscale_first(interpreter: Interpreter) -> Fix | None:

@@ -103,6 +103,7 @@ class Interpreter:
         self.events: dict[tuple[str, ast.AST, tuple[Guard, ...]], Event] = {}
         self.scalers: dict[str, Scaler] = {}
         self.escaped: set[str] = set()
+        self.models_by_optimizer: dict[str, frozenset[str]] = {}
         self.called: set[FunctionInfo] = set()
         self.stack: list[FunctionInfo] = []
         self.half_values: set[ast.AST] = set()  # ops on values that are float16

@@ -39,9 +39,6 @@ __all__ = ["optimizer_method", "optimizer_value"]
 _FINITE_TEST = re.compile(r"isfinite|isinf|isnan|found_inf|check_inf|overflow")
 
 
-_MENTIONS_SCALING = re.compile(r"GradScaler|loss_?scal|grad_?scal|NativeScaler|\bscaler\b", re.IGNORECASE)
-
-
 def optimizer_method(
     interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
 ) -> Value:
@@ -136,7 +133,7 @@ def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
 
 def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> None:
     managed = any(name.startswith(MANAGING_PACKAGES) for name in interpreter.script.imports)
-    if _MENTIONS_SCALING.search(interpreter.script.text) or managed or interpreter.managed:
+    if interpreter.script.scales_losses or managed or interpreter.managed:
         return
     for item in found:
         if item.computed_under == "float16":
@@ -155,6 +152,8 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
     models = given.models if isinstance(given, Parameters) else None
     key = key_of(node)
     interpreter.record_event("optimizer.made", node)
+    if models:
+        interpreter.models_by_optimizer[key] = models
     if name in ADAM_LIKE and models:
         _check_eps(interpreter, node, name, arguments, models)
     return Optimizer(key, node, name, models)

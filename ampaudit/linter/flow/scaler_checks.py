@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Fix
-from ampaudit.linter.flow.gradient_facts import YES, gradient_contributions, has_single_optimizer
+from ampaudit.linter.flow.gradient_facts import YES, are_distinct, gradient_contributions, has_single_optimizer
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
 from ampaudit.linter.flow.statement_context import in_same_function
@@ -104,7 +104,7 @@ def check_paired(interpreter: Interpreter, optimizer: Optimizer, step: ast.Call)
     found, own = gradient_contributions(interpreter), optimizer.models
     if not found or not own or optimizer.one_of_several:
         return
-    if all(item.models is not None and not item.models & own for item in found):
+    if all(item.models is not None and are_distinct(item.models, own) for item in found):
         interpreter.report(
             "AMP829",
             step,

@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import re2
@@ -44,7 +45,10 @@ _MAX_TOKENS = 1_000_000  # 500 MB as a syntax tree
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
-@dataclass(slots=True)
+_SCALES = re.compile(r"scaler|loss_?scal|grad_?scal", re.IGNORECASE)
+
+
+@dataclass
 class Script:
     """A parsed module.
 
@@ -65,6 +69,24 @@ class Script:
     usage: NameUsage = field(default_factory=NameUsage)
     imports: set[str] = field(default_factory=set)
     relevant_lines: list[int] = field(default_factory=list)
+
+    @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """The expressions that are assigned to each dotted name."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                found.setdefault(dotted_name(target), []).append(node.value)
+        return found
+
+    @cached_property
+    def scales_losses(self) -> bool:
+        """Whether code, and not only an import or a comment, names a scaler or a loss scale."""
+        return any(
+            _SCALES.search(node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else node.arg)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Name | ast.Attribute | ast.arg)
+        )
 
     def is_relevant(self, node: ast.stmt) -> bool:
         """Return whether any line of a statement matters."""

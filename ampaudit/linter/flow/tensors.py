@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.gradient_facts import still_scaled
+from ampaudit.linter.flow.gradient_facts import advice_for, still_scaled
 from ampaudit.linter.flow.statement_context import call_beside_scaler, said_where
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
@@ -213,7 +213,8 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
             "AMP808",
             place,
             f"the gradients used{said_where(node, place, 'here')} are still scaled by the loss scale",
-            "call scaler.unscale_(optimizer) once, before the gradients are first used",
+            advice_for(interpreter, "read")
+            or "call scaler.unscale_(optimizer) once, before the gradients are first used",
             certainty=certainty,
         )
 

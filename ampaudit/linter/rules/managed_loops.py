@@ -26,8 +26,39 @@ def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
         managed: Managed = used[0]
         for event in of_kind(events, "backward", "backward.unknown"):
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
+    _check_clipped(interpreter, events)
+    _check_scaled_twice(interpreter, events)
     for event in of_kind(events, "managed.clip"):
         _check_accumulated(interpreter, event, event.data["managed"])
+
+
+def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check that DeepSpeed, which keeps the gradients elsewhere, is left to clip."""
+    frameworks = [e.data["managed"].framework for e in of_kind(events, "managed.backward")]
+    if any(framework is not None and not framework.keeps_gradients for framework in frameworks):
+        for event in of_kind(events, "clip"):
+            interpreter.report(
+                "AMP807",
+                event.node,
+                "DeepSpeed keeps the gradients in buffers of its own, scaled by the loss scale: this clips nothing, or"
+                " the wrong ones",
+                'set "gradient_clipping" in its configuration',
+                certainty=Certainty.LIKELY,
+            )
+
+
+def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check that no own scaler scales the loss once more."""
+    managed = [e.data["managed"] for e in of_kind(events, "managed.backward")]
+    certainty = max((one.scales for one in managed), default=Certainty.UNKNOWN)
+    for event in of_kind(events, "scaler.scale") if certainty else ():
+        interpreter.report(
+            "AMP815",
+            event.node,
+            "this loss is scaled twice: the framework's backward scales it as well",
+            "remove this scaler",
+            certainty=certainty,
+        )
 
 
 def _report_own_backward(interpreter: Interpreter, event: Event, framework: object, certainty: Certainty) -> None:
@@ -76,11 +107,29 @@ def _check_accumulated(interpreter: Interpreter, event: Event, managed: Managed)
 
 def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: list[Event]) -> None:
     """Check a Lightning module that optimizes manually: it must not call ``loss.backward()``."""
-    if "automatic_optimization = False" not in ast.unparse(info.node):
-        return
     framework = next(one for one in FRAMEWORKS if one.name == "Lightning")
     trainers = [managed for managed in interpreter.managers if managed.framework is framework]
     certainty = max((managed.scales for managed in trainers), default=Certainty.LIKELY)
-    if certainty:
+    _check_after_backward(interpreter, info, trainers, events)
+    if certainty and "automatic_optimization = False" in ast.unparse(info.node):
         for event in of_kind(events, "backward", "backward.unknown"):
             _report_own_backward(interpreter, event, framework, certainty)
+
+
+def _check_after_backward(
+    interpreter: Interpreter, info: ClassInfo, trainers: list[Managed], events: list[Event]
+) -> None:
+    """Check the hook that Lightning calls before it unscales the gradients."""
+    hook = info.methods.get("on_after_backward")
+    certainty = max((managed.scales for managed in trainers), default=Certainty.UNKNOWN)
+    if hook is None or not certainty:
+        return
+    for event in of_kind(events, "clip", "gradient.read"):
+        if hook.node.lineno <= getattr(event.node, "lineno", 0) <= (hook.node.end_lineno or 0):
+            interpreter.report(
+                "AMP807" if event.kind == "clip" else "AMP808",
+                event.node,
+                "on_after_backward runs before Lightning unscales the gradients: they still have the loss scale",
+                "use on_before_optimizer_step, which runs after it",
+                certainty=certainty,
+            )

@@ -1,0 +1,100 @@
+"""Rules on the settings of autocast and scaler that must agree: what switches them on, and the dtype."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.script import Script, dotted_name
+from ampaudit.linter.flow.statement_context import tests_around
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_settings"]
+
+_DTYPE_NAME = re.compile(r"dtype|precision")
+
+
+def check_settings(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check the autocast blocks around the losses that a scaler scales."""
+    entered = [e for e in of_kind(events, "autocast.entered") if isinstance(e.data["value"].node, ast.Call)]
+    for event in of_kind(events, "scaler.scale"):
+        scaler = interpreter.scalers.get(event.data["scaler"])
+        if scaler is not None and isinstance(scaler.node, ast.Call) and len(entered) == 1:
+            _check_switches(interpreter, entered[0], scaler.node)
+    for event in entered:
+        _check_dtype(interpreter, event, events)
+
+
+def _check_switches(interpreter: Interpreter, entered: Event, scaler: ast.Call) -> None:
+    """Report a scaler that another setting switches than the one that switches autocast."""
+    autocast = entered.data["value"].node
+    own, other = _switch(interpreter, scaler), _switch(interpreter, autocast)
+    if not own or "scal" in own.lower() or not entered.data["value"].computes_float16:
+        return
+    tests = " ".join(tests_around(interpreter.script, autocast))
+    name = own.rpartition(".")[2]
+    is_always_on = other is None and not re.search(rf"\b{re.escape(name)}\b", tests)
+    if is_always_on or (other and other.rpartition(".")[2] != name):
+        interpreter.report(
+            "AMP855",
+            scaler,
+            f"this scaler is switched by {own}, but autocast at line {autocast.lineno}"
+            + (f" by {other}" if other else " is always on")
+            + ": with one on and the other off, float16 gradients are not scaled",
+            "give both the same enabled=",
+            certainty=Certainty.LIKELY,
+        )
+
+
+def _switch(interpreter: Interpreter, call: ast.Call) -> str | None:
+    """Return the setting that switches a call on; ``None`` without, empty if it is more than a name."""
+    given = next((k.value for k in call.keywords if k.arg == "enabled"), None)
+    if given is None:
+        return "" if any(k.arg is None for k in call.keywords) or _has_flag(call) else None
+    if isinstance(given, ast.Constant):
+        return ""
+    return _resolved(interpreter, dotted_name(given))
+
+
+def _has_flag(call: ast.Call) -> bool:
+    return len(call.args) > 1 or any(not isinstance(a, ast.Constant) for a in call.args)
+
+
+def _resolved(interpreter: Interpreter, name: str) -> str:
+    """Return the setting that a name was assigned from; empty if that is an expression."""
+    values = interpreter.script.assigned.get(name)
+    if not values:
+        return name
+    return dotted_name(values[0]) if len(values) == 1 else ""
+
+
+def _choices(script: Script) -> Iterator[tuple[str, ast.expr]]:
+    """Yield names like ``amp_dtype`` with the expressions that choose their values."""
+    for name, values in script.assigned.items():
+        if _DTYPE_NAME.search(name):
+            yield from ((name, value) for value in values if isinstance(value, ast.IfExp | ast.Subscript))
+
+
+def _check_dtype(interpreter: Interpreter, entered: Event, events: list[Event]) -> None:
+    """Report autocast with its default dtype where a name holds the dtype that was chosen."""
+    call = entered.data["value"].node
+    if len(call.args) > 1 or any(k.arg in ("dtype", None) for k in call.keywords) or not of_kind(events, "backward"):
+        return
+    for name, value in _choices(interpreter.script):
+        written = ast.unparse(value)
+        if "torch.bfloat16" in written and "torch.float16" in written:
+            interpreter.report(
+                "AMP856",
+                call,
+                f"this autocast computes in its default dtype, float16 on CUDA, although line {value.lineno} chooses"
+                f" one as {name}",
+                f"pass dtype={name}",
+                certainty=Certainty.LIKELY,
+            )
+            return
