@@ -104,6 +104,9 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, Tensor) and base is UNSCALED_TENSOR and isinstance(node.func, ast.Attribute):
         base = interpreter.infer_from_usage(base, dotted_name(node.func.value))
     arguments = _arguments(interpreter, node)
+    if name == "submit":
+        target = next((value for value in arguments.all() if isinstance(value, Function | BoundMethod)), None)
+        interpreter.record_event("thread", node, target=target, autocast=interpreter.autocast)
     if isinstance(base, Scaler):
         return scaling.scaler_method(interpreter, node, base, name, arguments)
     if isinstance(base, Optimizer):
@@ -193,9 +196,6 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     for value in given:
         if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
             follow_callback(interpreter, value, node)
-    if last == "submit":
-        target = next((value for value in given if isinstance(value, Function | BoundMethod)), None)
-        interpreter.record_event("thread", node, target=target, autocast=interpreter.autocast)
     if _LOSS.search(last.lower()):
         tensors.record_loss(interpreter, node, given)
     if last not in HARMLESS_METHODS:

@@ -77,7 +77,7 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
         statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     )
     text = dotted_name(target) if target is not None else ""
-    key = key_of(node)
+    key = key_of(node) + interpreter.call_path
     if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
         enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
     given = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")

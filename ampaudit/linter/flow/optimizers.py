@@ -150,7 +150,7 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
     """Interpret ``torch.optim.X(...)``."""
     given = arguments.get(0, "params")
     models = given.models if isinstance(given, Parameters) else None
-    key = key_of(node)
+    key = key_of(node) + interpreter.call_path
     interpreter.record_event("optimizer.made", node)
     if models:
         interpreter.models_by_optimizer[key] = models
