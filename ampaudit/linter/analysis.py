@@ -135,7 +135,7 @@ def _follow_class(
         check_lightning_module(interpreter, info, [e for entry in events_by_entry[before:] for e in entry])
 
 
-_TRAINING_EVENTS = frozenset({"backward", "forward", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
+_TRAINING_EVENTS = frozenset({"backward", "forward", "half", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
 
 
 def _finish(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.flow import objects, tensors
 from ampaudit.linter.flow.gradient_facts import YES
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.values import Autocast, LiteralValue, Scaler, Value, key_of
+from ampaudit.linter.flow.values import Autocast, Device, LiteralValue, Scaler, Value, key_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
@@ -45,14 +45,14 @@ def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Argu
     first = arguments.get(0, "device_type")
     imported = isinstance(node.func, ast.Attribute) or "torch.amp.autocast" in interpreter.script.imports
     imported = imported or "torch.autocast" in interpreter.script.imports
-    is_flag = isinstance(first, LiteralValue) and isinstance(first.value, bool)
+    is_flag = isinstance(first, Device) or (isinstance(first, LiteralValue) and isinstance(first.value, bool))
     has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
     if imported and not has_more and (first is None or is_flag):
         interpreter.report(
             "AMP853",
             node,
-            "torch.autocast needs the device type as its first argument, and raises without it",
-            'write torch.autocast("cuda", ...)',
+            "torch.autocast needs the device type as a string, such as \"cuda\", and raises without it",
+            'write torch.autocast("cuda", ...), or torch.autocast(device.type, ...)',
         )
 
 
@@ -83,7 +83,7 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
     given = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
     device = default if given is None else objects.device_of(given)
-    scaler = Scaler(key, node, enabled, text, device)
+    scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
     interpreter.record_event("scaler.made", node, scaler=key)
     interpreter.state.set_fact(YES, "unused", key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler

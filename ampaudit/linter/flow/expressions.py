@@ -13,6 +13,7 @@ from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
+    Device,
     DictLiteral,
     GradAttribute,
     ImportedName,
@@ -49,6 +50,8 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
         return ImportedName(canonical_name(f"{base.path}.{node.attr}"))
     if isinstance(base, Instance):
         return _member(interpreter, base, node)
+    if isinstance(base, Device):
+        return LiteralValue(base.type) if node.attr == "type" and base.type else UNKNOWN
     if node.attr == "grad":
         return GradAttribute()
     if isinstance(base, GradAttribute):

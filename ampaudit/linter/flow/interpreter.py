@@ -109,7 +109,8 @@ class Interpreter:
         self.half_values: set[ast.AST] = set()  # ops on values that are float16
         self.float_values: set[ast.AST] = set()  # ops on values that are float32
         self.half_lines: set[int] = set()  # of statements under float16 autocast
-        self.managed = False
+        self.managed = self.muted = False
+        self.sharded: set[str] = set()  # keys of the models that FSDP shards
         self.managers: set[Managed] = set()
         self.repetitions = 0
         self._steps = self._work = 0
@@ -126,6 +127,8 @@ class Interpreter:
         certainty: Certainty = Certainty.KNOWN,
     ) -> None:
         """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
+        if self.muted:
+            return
         key = (code, *position_of(node))
         known = self.diagnostics.get(key)
         if known is None or known.certainty < certainty:

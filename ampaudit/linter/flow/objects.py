@@ -16,6 +16,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     ClassInfo,
     ContextManager,
+    Device,
     FunctionInfo,
     Instance,
     KnownItems,
@@ -94,7 +95,7 @@ def model_method(
         return Parameters(frozenset({model.key}))
     if name == "zero_grad":
         clear_gradients(interpreter)
-        interpreter.record_event("zero_grad", node)
+        interpreter.record_event("zero_grad", node, optimizer="")
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
         from ampaudit.linter.flow.gradients import clip
@@ -115,6 +116,8 @@ def model_method(
 
 def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
     wanted = requested_dtype(name, arguments)
+    if wanted == "float16":
+        interpreter.record_event("half", node)
     if wanted:
         interpreter.state.set_fact(node if wanted == "float16" else None, "half", model.key)
     elif (
@@ -129,12 +132,14 @@ def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
         device = device_of(value)
         if device:
             interpreter.state.set_fact(device, "device", model.key)
-        elif value is UNKNOWN:
+        elif value is UNKNOWN or isinstance(value, Device):
             interpreter.state.set_fact(MAYBE, "device", model.key)
 
 
 def device_of(value: Value | None) -> str:
     """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
+    if isinstance(value, Device):
+        return value.type
     text = value.value if isinstance(value, LiteralValue) else ""
     if isinstance(text, str):
         head = text.partition(":")[0]

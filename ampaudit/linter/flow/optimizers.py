@@ -14,6 +14,7 @@ from ampaudit.linter.flow.gradient_facts import (
     has_single_optimizer,
     is_unscaled,
 )
+from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.scaler_checks import check_zeroed, record_step_inside_autocast
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import scaler_in_scope
@@ -21,6 +22,7 @@ from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, 
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
+    KnownItems,
     LiteralValue,
     Optimizer,
     Parameters,
@@ -47,7 +49,7 @@ def optimizer_method(
     if name == "step":
         _step(interpreter, node, optimizer, arguments)
     elif name == "zero_grad":
-        interpreter.record_event("zero_grad", node)
+        interpreter.record_event("zero_grad", node, optimizer=optimizer.key)
         if (
             gradient_contributions(interpreter)
             and has_single_optimizer(interpreter)
@@ -63,7 +65,7 @@ def optimizer_method(
 
 def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
     state = interpreter.state
-    interpreter.record_event("optimizer.step", node)
+    interpreter.record_event("optimizer.step", node, optimizer=optimizer.key)
     if arguments.all():  # a closure runs backward
         state.gradients = UNKNOWN_GRADIENTS
         return
@@ -149,6 +151,7 @@ def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> 
 def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
     """Interpret ``torch.optim.X(...)``."""
     given = arguments.get(0, "params")
+    given = item_of(given) if isinstance(given, KnownItems) else given
     models = given.models if isinstance(given, Parameters) else None
     key = key_of(node) + interpreter.call_path
     interpreter.record_event("optimizer.made", node)

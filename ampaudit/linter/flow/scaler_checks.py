@@ -45,8 +45,17 @@ def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> 
     )
 
 
-def check_parameters(interpreter: Interpreter, optimizer: Optimizer, node: ast.Call) -> None:
-    """Report float16 parameters, whose gradients a scaler rejects."""
+def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
+    """Report parameters whose gradients a scaler cannot unscale: float16, or in shards of FSDP."""
+    plain = isinstance(scaler.node, ast.Call) and not scaler.sharded
+    if plain and scaler.node is not None and interpreter.sharded & (optimizer.models or frozenset()):
+        interpreter.report(
+            "AMP857",
+            scaler.node,
+            "FSDP shards the gradients, and each process looks for infinities in its own: the processes skip"
+            " different steps, and their scales part",
+            "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+        )
     for model in optimizer.models or ():
         halved = interpreter.state.get("half", model)
         if isinstance(halved, ast.AST):

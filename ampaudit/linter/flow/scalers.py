@@ -122,7 +122,7 @@ def _step(
         state.set_fact(MAYBE, "updated", scaler.key)
         return
     if scaler.enabled is True:
-        check_parameters(interpreter, optimizer, node)
+        check_parameters(interpreter, scaler, optimizer, node)
     check_gradients(interpreter, scaler, optimizer, node)
     check_paired(interpreter, optimizer, node)
     check_order(interpreter, scaler, node)
@@ -149,7 +149,7 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
         return
     first = interpreter.is_first_iteration or has_update(interpreter, scaler)
     if scaler.enabled is True:
-        check_parameters(interpreter, optimizer, node)
+        check_parameters(interpreter, scaler, optimizer, node)
     if first and not optimizer.one_of_several and state.get("stepped", scaler.key, optimizer.key) == YES:
         interpreter.report(
             "AMP811",

@@ -59,7 +59,8 @@ def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
 
 
 def _if(interpreter: Interpreter, node: ast.If) -> None:
-    truth = interpreter.assumed_truth(node.test) if interpreter.script.is_relevant(node) else None
+    is_relevant = interpreter.script.is_relevant(node) or bool(interpreter.assumptions)
+    truth = interpreter.assumed_truth(node.test) if is_relevant else None
     interpreter.evaluate(node.test)
     if truth is not None:
         interpreter.execute(node.body if truth else node.orelse)
@@ -123,10 +124,17 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
         _enter(interpreter, value, item.context_expr, node)
         if item.optional_vars is not None:
             interpreter.assign(item.optional_vars, value if isinstance(value, Managed) else UNKNOWN)
+    muted, interpreter.muted = interpreter.muted, interpreter.muted or _expects_error(node)
     with interpreter.guarded("with", node):
         interpreter.execute(node.body)
+    interpreter.muted = muted
     del interpreter.autocasts[autocasts:]
     del interpreter.grad_modes[grad_modes:]
+
+
+def _expects_error(node: ast.With | ast.AsyncWith) -> bool:
+    """Return whether a test expects that the block raises."""
+    return any("raises(" in ast.unparse(i.context_expr) or "assertRaises" in ast.unparse(i.context_expr) for i in node.items)
 
 
 def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:

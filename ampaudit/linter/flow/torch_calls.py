@@ -23,6 +23,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
     ContextManager,
+    Device,
     DictLiteral,
     GradAttribute,
     KnownItems,
@@ -102,6 +103,8 @@ def _call_torch(
     if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
         inner = arguments.get(0, "module")
         known = inner if isinstance(inner, Model) else Model(key_of(node), node)
+        if name.startswith("Fully"):
+            interpreter.sharded.add(known.key)
         return objects.wrap_model(known, name)
     if (
         path.startswith("torch.nn.")
@@ -263,7 +266,7 @@ def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "type")
-    return value if isinstance(value, LiteralValue) else UNKNOWN
+    return Device(objects.device_of(value))
 
 
 _BY_PATH: Final[dict[str, Handler]] = {

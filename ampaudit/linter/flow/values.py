@@ -19,6 +19,7 @@ __all__ = [
     "Class",
     "ClassInfo",
     "ContextManager",
+    "Device",
     "DictLiteral",
     "Function",
     "FunctionInfo",
@@ -108,6 +109,7 @@ class Scaler:
     enabled: bool | None = True
     text: str = ""
     device: str = ""
+    sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,13 @@ class LossScale:
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """A ``torch.device``; its type is empty if unknown."""
+
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
 class ContextManager:
     """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
 
@@ -326,6 +335,6 @@ class BoundMethod:
 
 Value: TypeAlias = (
     "Unknown | ImportedName | LiteralValue | KnownItems | StateDict | DictLiteral | Scaler | Optimizer"
-    " | Model | Parameters | GradAttribute | LossScale | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
+    " | Model | Parameters | Device | GradAttribute | LossScale | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
     " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.events import Event, Guard, of_kind
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
         steps = of_kind(inside, *_STEPS)
         if steps and all(e.data["no_sync"] for e in backwards):
             _report_never_synchronized(interpreter, steps[0])
+        _check_inner_loop(interpreter, loop, backwards, events)
         for branch in dict.fromkeys(branch_of(loop, e) for e in backwards):
             _check_branch(interpreter, loop, branch, inside)
 
@@ -134,13 +137,34 @@ def _check_division(interpreter: Interpreter, backwards: list[Event]) -> None:
     for event in backwards:
         loss = event.data["loss"]
         if loss.loss and loss.divided is False:
-            interpreter.report(
-                "AMP830",
-                event.node,
-                "the gradients of several batches are summed, but each loss is a mean over "
-                "one batch: the sum is too large by the number of batches",
-                "divide the loss by the number of accumulated batches before backward",
-            )
+            _report_undivided(interpreter, event, Certainty.KNOWN)
+
+
+def _report_undivided(interpreter: Interpreter, event: Event, certainty: Certainty) -> None:
+    interpreter.report(
+        "AMP830",
+        event.node,
+        "the gradients of several batches are summed, but each loss is a mean over "
+        "one batch: the sum is too large by the number of batches",
+        "divide the loss by the number of accumulated batches before backward",
+        certainty=certainty,
+    )
+
+
+_COUNTS_BATCHES = re.compile(r"accum|micro|grad_steps|virtual")
+_DIVIDES = re.compile(r"/|mean\(|\* *\(?1")
+
+
+def _check_inner_loop(interpreter: Interpreter, loop: ast.AST, backwards: list[Event], events: list[Event]) -> None:
+    """Check a loop over the batches of one step, which is behind it."""
+    counted = isinstance(loop, ast.For) and _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower())
+    text = "\n".join(map(ast.unparse, loop.body)) if isinstance(loop, ast.For) else ""
+    steps = [e for e in of_kind(events, *_STEPS) if not any(g.node is loop for g in e.guards)]
+    if not counted or not steps or _DIVIDES.search(text):
+        return
+    for event in backwards:
+        if event.data["loss"].loss == "" and event.data["loss"].divided is None:
+            _report_undivided(interpreter, event, Certainty.LIKELY)
 
 
 def _check_synchronization(interpreter: Interpreter, inside: list[Event], backwards: list[Event]) -> None:

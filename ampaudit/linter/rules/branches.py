@@ -22,6 +22,7 @@ def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
     for loop in dict.fromkeys(e.loop for e in events if e.kind == "backward" and e.loop is not None):
         inside = [e for e in events if any(g.node is loop for g in e.guards)]
         _check_zeroed(interpreter, loop, inside)
+        _check_exchanged(interpreter, loop, inside, events)
     _check_skipped_update(interpreter, events)
 
 
@@ -41,6 +42,27 @@ def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) 
                 "on this branch the optimizer steps but the gradients are never zeroed: each step uses the sum"
                 " of all batches so far",
                 "call optimizer.zero_grad() in every iteration, outside of the condition",
+            )
+
+
+def _check_exchanged(interpreter: Interpreter, loop: ast.AST, inside: list[Event], events: list[Event]) -> None:
+    """Report a second step of one optimizer in an iteration where another is zeroed but never stepped."""
+    steps = [e for e in of_kind(inside, "scaler.step", "optimizer.step") if e.loop is loop and e.data["optimizer"]]
+    zeroed = {e.data["optimizer"] for e in of_kind(inside, "zero_grad")} - {""}
+    idle = zeroed - {e.data["optimizer"] for e in of_kind(events, "scaler.step", "optimizer.step")}
+    unsure = any(not e.data["optimizer"] for e in of_kind(events, "scaler.step", "optimizer.step"))
+    if not idle or unsure or idle & interpreter.escaped or of_kind(events, "unknown.effect"):
+        return
+    for index, step in enumerate(steps):
+        again = [e for e in steps[:index] if e.data["optimizer"] == step.data["optimizer"] and e.node is not step.node]
+        if again and branch_of(loop, again[0]) == branch_of(loop, step):
+            interpreter.report(
+                "AMP829",
+                step.node,
+                f"this optimizer was stepped at line {getattr(again[0].node, 'lineno', 0)} already, and another,"
+                " whose gradients are zeroed in this loop, is never stepped",
+                "step each optimizer after the backward of its own loss",
+                certainty=Certainty.LIKELY,
             )
 
 
@@ -103,9 +125,12 @@ def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> 
         for node in ast.walk(enclosing_function(interpreter.script.tree, event.node))
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
     ]
+    if _SETTING.search(ast.unparse(condition.test)):
+        return False
     other_side = "\n".join(map(ast.unparse, (*condition.body, *condition.orelse)))
     ends = any(word in other_side for word in ("raise ", "exit(", "break", "GradScaler("))
     return not ends and any(map(_COMPUTED.search, (ast.unparse(condition.test), *values)))
 
 
+_SETTING = re.compile(r"precision|fp16|amp|scaler|dtype")
 _COMPUTED = re.compile(r"norm|finite|isnan|isinf|\bnan|grad")

@@ -51,16 +51,19 @@ def check_constants(
     known = {position_of(part) for node in half_values for part in ast.walk(node)}
     for statement in _innermost_statements(script.tree.body, lines):
         module = any(_contains_line(node, statement.lineno) for node in _modules(script))
-        likely = Certainty.LIKELY if statement.lineno in half_lines else Certainty.UNKNOWN
+        is_likely = statement.lineno in half_lines or (module and bool(half_lines))
+        likely = Certainty.LIKELY if is_likely else Certainty.UNKNOWN
         for found in finder.check(statement, module or bool(known)):
             by_flow = position_of(found.node) in known
             if position_of(found.node) in exempt - known:
                 continue
-            yield replace(found, certainty=Certainty.KNOWN if by_flow else min(likely, _LIKELY_BY_RULE[found.code]))
+            yield replace(found, certainty=Certainty.KNOWN if by_flow else min(likely, _likely(found, statement, half_lines)))
 
 
-# an eps is reported only where the value is known: most are in norms, which stay float32
-_LIKELY_BY_RULE: Final = {"AMP860": Certainty.LIKELY, "AMP861": Certainty.UNKNOWN}
+def _likely(found: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
+    """Return the highest certainty without a known dtype; most eps are in norms, which stay float32."""
+    in_log = "log(" in ast.unparse(statement) and statement.lineno in half_lines
+    return Certainty.LIKELY if found.code == "AMP860" or in_log else Certainty.UNKNOWN
 
 
 _BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")

@@ -112,6 +112,14 @@ def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: li
     certainty = max((managed.scales for managed in trainers), default=Certainty.LIKELY)
     _check_after_backward(interpreter, info, trainers, events)
     if certainty and "automatic_optimization = False" in ast.unparse(info.node):
+        for event in of_kind(events, "clip") if trainers else ():
+            interpreter.report(
+                "AMP807",
+                event.node,
+                "the gradients are clipped while they are still scaled: Lightning unscales them in the step",
+                "clip in on_before_optimizer_step, or train in bf16-mixed",
+                certainty=certainty,
+            )
         for event in of_kind(events, "backward", "backward.unknown"):
             _report_own_backward(interpreter, event, framework, certainty)
 

@@ -101,7 +101,7 @@ def _check_scaler_device(interpreter: Interpreter, events: list[Event]) -> None:
     """Report a scaler for another device than the one that all autocast blocks are for."""
     entered = [e.data["value"] for e in of_kind(events, "autocast.entered")]
     devices = {context.device for context in entered if context.enabled is not False}
-    for event in of_kind(events, "scaler.scale"):
+    for event in of_kind(events, "scaler.scale") if not interpreter.assumptions else ():
         scaler = interpreter.scalers.get(event.data["scaler"])
         if scaler is None or scaler.node is None or not scaler.device or len(devices) != 1:
             continue

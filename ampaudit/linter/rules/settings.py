@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_settings"]
 
+_TESTS_DTYPE = re.compile(r"dtype\b.*(?:==|is|in) .*(?:float16|fp16|half)")
 _DTYPE_NAME = re.compile(r"dtype|precision")
 
 
@@ -27,6 +28,7 @@ def check_settings(interpreter: Interpreter, events: list[Event]) -> None:
         scaler = interpreter.scalers.get(event.data["scaler"])
         if scaler is not None and isinstance(scaler.node, ast.Call) and len(entered) == 1:
             _check_switches(interpreter, entered[0], scaler.node)
+            _check_bfloat16(interpreter, entered[0], scaler.node)
     for event in entered:
         _check_dtype(interpreter, event, events)
 
@@ -52,14 +54,35 @@ def _check_switches(interpreter: Interpreter, entered: Event, scaler: ast.Call) 
         )
 
 
+def _check_bfloat16(interpreter: Interpreter, entered: Event, scaler: ast.Call) -> None:
+    """Report a scaler that is on whichever dtype was chosen."""
+    given = next((k.value for k in entered.data["value"].node.keywords if k.arg == "dtype"), None)
+    name = dotted_name(given) if given is not None else ""
+    chosen = [value for choice, value in _choices(interpreter.script) if choice == name]
+    is_chosen = any("torch.bfloat16" in ast.unparse(v) and "torch.float16" in ast.unparse(v) for v in chosen)
+    tests = " ".join(tests_around(interpreter.script, scaler))
+    if is_chosen and not scaler.keywords and not re.search(r"16|dtype|half|precision", tests):
+        interpreter.report(
+            "AMP818",
+            scaler,
+            f"this scaler is on also where {name} is bfloat16, whose gradients need no loss scale",
+            f"create it with enabled={name} == torch.float16",
+            certainty=Certainty.LIKELY,
+        )
+
+
 def _switch(interpreter: Interpreter, call: ast.Call) -> str | None:
     """Return the setting that switches a call on; ``None`` without, empty if it is more than a name."""
-    given = next((k.value for k in call.keywords if k.arg == "enabled"), None)
+    given = _enabled(call)
     if given is None:
         return "" if any(k.arg is None for k in call.keywords) or _has_flag(call) else None
     if isinstance(given, ast.Constant):
         return ""
     return _resolved(interpreter, dotted_name(given))
+
+
+def _enabled(call: ast.Call) -> ast.expr | None:
+    return next((k.value for k in call.keywords if k.arg == "enabled"), None)
 
 
 def _has_flag(call: ast.Call) -> bool:
@@ -86,6 +109,19 @@ def _check_dtype(interpreter: Interpreter, entered: Event, events: list[Event]) 
     call = entered.data["value"].node
     if len(call.args) > 1 or any(k.arg in ("dtype", None) for k in call.keywords) or not of_kind(events, "backward"):
         return
+    for scale in of_kind(events, "scaler.scale"):
+        scaler = interpreter.scalers.get(scale.data["scaler"])
+        switch = _enabled(scaler.node) if scaler is not None and isinstance(scaler.node, ast.Call) else None
+        if switch is not None and _TESTS_DTYPE.search(ast.unparse(switch)):
+            interpreter.report(
+                "AMP856",
+                call,
+                "this autocast computes in its default dtype, float16 on CUDA, although the scaler at line"
+                f" {switch.lineno} is on only for one of several dtypes",
+                "pass the configured dtype to autocast as well",
+                certainty=Certainty.LIKELY,
+            )
+            return
     for name, value in _choices(interpreter.script):
         written = ast.unparse(value)
         if "torch.bfloat16" in written and "torch.float16" in written:
