@@ -45,7 +45,16 @@ __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
 _SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions)
-_ENTRY_POINT_RULES = (check_accumulation, check_branches, check_managed_loops, check_regions, check_settings, check_weight_cache, check_retained_graphs, check_loops)
+_ENTRY_POINT_RULES = (
+    check_accumulation,
+    check_branches,
+    check_managed_loops,
+    check_regions,
+    check_settings,
+    check_weight_cache,
+    check_retained_graphs,
+    check_loops,
+)
 
 
 def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
@@ -135,7 +144,9 @@ def _follow_class(
         check_lightning_module(interpreter, info, [e for entry in events_by_entry[before:] for e in entry])
 
 
-_TRAINING_EVENTS = frozenset({"backward", "forward", "half", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
+_TRAINING_EVENTS = frozenset(
+    {"backward", "forward", "half", "scaler.scale", "scaler.step", "scaler.unscale", "clip"}
+)
 
 
 def _finish(

@@ -226,7 +226,9 @@ def _apply_fixes(
         fixes = [
             item.fix
             for item in diagnostics
-            if item.fix is not None and selection.includes(item.code, severity_of(item)) and not suppressions.matching(item)
+            if item.fix is not None
+            and selection.includes(item.code, severity_of(item))
+            and not suppressions.matching(item)
         ]
         if not fixes:
             break

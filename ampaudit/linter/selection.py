@@ -53,7 +53,7 @@ class RuleSelection:
         return replace(self, ignore=(*self.ignore, *more)) if more else self
 
     def includes(self, code: str, severity: Severity | None = None) -> bool:
-        """Return whether a rule is enabled, at a severity if it has several; the longer matching prefix decides."""
+        """Return whether a rule is enabled, at a severity if it has several; the longer prefix decides."""
         if code == UNUSED_SUPPRESSION:
             return code not in self.ignore
         selected = max((len(prefix) for prefix in self.select if code.startswith(prefix)), default=-1)

@@ -19,11 +19,11 @@ from ampaudit.linter.linting import LintedFile, lint_files, lint_text
 from ampaudit.linter.notebook_lines import lines_of_cells
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.report.pages import all_pages
-from tests.linter.examples import notebook
+from tests.linter.examples import UNSURE, notebook
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]
 BAD = all_pages()["AMP803"].bad.code
-NOTE = all_pages()["AMP861"].bad.code
+NOTE = UNSURE
 
 PATTERNS = [
     *("*.py", "!keep.py", "out/", "/a/b.py", "a/**/c.py", "# none", "", "deep", "!deep/", "[ab].py"),

@@ -20,13 +20,14 @@ from ampaudit.render.render import as_file
 from ampaudit.report.lint import LintReport
 from ampaudit.report.pages import all_pages
 from ampaudit.report.saved import parse_document
+from tests.linter.examples import UNSURE
 from tests.support.paths import ROOT
 from tests.support.saved import HOSTILE
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]
 BAD = all_pages()["AMP803"].bad.code
 GOOD = all_pages()["AMP803"].good.code
-NOTE = all_pages()["AMP861"].bad.code
+NOTE = UNSURE
 
 
 @pytest.fixture

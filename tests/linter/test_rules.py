@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.linter.examples import BAD, CORRECT, GOOD, PAGES, codes, lint, training_loop
-from tests.linter.twins import TWINS
+from tests.linter.examples import BAD, CORRECT, GOOD, PAGES, TWINS, codes, lint, training_loop
 
 
 def test_there_are_twins_for_every_code() -> None:

@@ -7,11 +7,11 @@ import pytest
 from ampaudit.core.errors import UsageError
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import RuleSelection, lint_text
-from tests.linter.examples import BAD
+from tests.linter.examples import BAD, UNSURE
 
 
 def test_codes_are_chosen_by_how_they_begin() -> None:
-    text = BAD["AMP803"] + "\n\n" + BAD["AMP861"].removeprefix("import torch\n")
+    text = BAD["AMP803"] + "\n\n" + UNSURE.removeprefix("import torch\n")
 
     def chosen(select: str, ignore: str = "", *, notes: bool = False) -> set[str]:
         choice = RuleSelection.of(LintConfig(select=[select], ignore=[ignore], notes=notes))

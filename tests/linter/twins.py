@@ -69,8 +69,8 @@ def train(args, model, optimizer, loader):
 """
 PLAIN = "<>"
 
-_STEP = "self.grad_scaler.step(self.opt)\nself.grad_scaler.update()\nself.opt.zero_grad()"
-_LOOP = "loss = self.loss_of(batch)\nself.grad_scaler.scale(loss).backward()"
+STEP = "self.grad_scaler.step(self.opt)\nself.grad_scaler.update()\nself.opt.zero_grad()"
+LOOP = "loss = self.loss_of(batch)\nself.grad_scaler.scale(loss).backward()"
 _FINISH = "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()"
 _GATE = "if (i + 1) % self.accumulate == 0:\n    "
 _MODULE = """
@@ -96,14 +96,14 @@ def _gated(body: str) -> str:
     return "if (i + 1) % self.accumulate == 0:\n" + indent(body, "    ")
 
 
-def _script(*lines: str) -> str:
+def script_of(*lines: str) -> str:
     return "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n" + "\n".join(lines)
 
 
 def _train(*body: str, before: tuple[str, ...] = (), arguments: str = "model, optimizer, loader") -> str:
     setup = ['scaler = torch.amp.GradScaler("cuda")', *before] if "scaler" not in " ".join(before) else before
     inside = "\n".join([*setup, "for x, y in loader:", indent("\n".join(body), "    ")])
-    return _script(f"def train({arguments}):", indent(inside, "    "))
+    return script_of(f"def train({arguments}):", indent(inside, "    "))
 
 
 _FORWARD = 'with torch.autocast("cuda", dtype=torch.float16):\n    loss = F.cross_entropy(model(x), y)'
@@ -114,7 +114,7 @@ _DONE = "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()"
 TWINS: dict[str, tuple[str, str, str]] = {
     "AMP801": (
         PLAIN,
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Sequential(nn.Linear(4, 4)).to('cuda')",
             "    model = model.to(dtype=torch.float16)",
@@ -126,7 +126,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "        scaler.unscale_(optimizer)",
             indent(_DONE, "        "),
         ),
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Sequential(nn.Linear(4, 4)).to('cuda')",
             "    model = model.to(dtype=torch.float16).float()",
@@ -139,7 +139,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
             indent(_DONE, "        "),
         ),
     ),
-    "AMP802": (TRAINER, f"self.loss_of(batch).backward()\n{_STEP}", f"{_LOOP}\n{_STEP}"),
+    "AMP802": (TRAINER, f"self.loss_of(batch).backward()\n{STEP}", f"{LOOP}\n{STEP}"),
     "AMP803": (
         HELPERS,
         "optimizer.step()\nscaler.update()\noptimizer.zero_grad()",
@@ -147,8 +147,8 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP804": (
         TRAINER,
-        f"{_LOOP}\nself.grad_scaler.step(self.opt)\nself.opt.zero_grad()",
-        f"{_LOOP}\n{_STEP}",
+        f"{LOOP}\nself.grad_scaler.step(self.opt)\nself.opt.zero_grad()",
+        f"{LOOP}\n{STEP}",
     ),
     "AMP805": (
         HELPERS,
@@ -194,9 +194,9 @@ TWINS: dict[str, tuple[str, str, str]] = {
     "AMP810": (
         TRAINER,
         "loss = self.loss_of(batch) / self.accumulate\nself.grad_scaler.scale(loss).backward()\n"
-        "self.grad_scaler.unscale_(self.opt)\n" + _gated(_STEP),
+        "self.grad_scaler.unscale_(self.opt)\n" + _gated(STEP),
         "loss = self.loss_of(batch) / self.accumulate\nself.grad_scaler.scale(loss).backward()\n"
-        + _gated("self.grad_scaler.unscale_(self.opt)\n" + _STEP),
+        + _gated("self.grad_scaler.unscale_(self.opt)\n" + STEP),
     ),
     "AMP811": (
         HELPERS,
@@ -205,12 +205,12 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP812": (
         TRAINER,
-        f"{_LOOP}\nself.grad_scaler.unscale_(self.opt)\n{_LOOP}\n{_STEP}",
-        f"{_LOOP}\n{_LOOP}\nself.grad_scaler.unscale_(self.opt)\n{_STEP}",
+        f"{LOOP}\nself.grad_scaler.unscale_(self.opt)\n{LOOP}\n{STEP}",
+        f"{LOOP}\n{LOOP}\nself.grad_scaler.unscale_(self.opt)\n{STEP}",
     ),
     "AMP813": (
         PLAIN,
-        _script(
+        script_of(
             "class Fit:",
             "    def __init__(self, net):",
             "        self.net = net.cuda()",
@@ -222,7 +222,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "        loss.backward()",
             "        self.optimizer.step()",
         ),
-        _script(
+        script_of(
             "class Fit:",
             "    def __init__(self, net):",
             "        self.net = net.cuda()",
@@ -253,7 +253,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
         "self.grad_scaler.step(self.opt)\nself.grad_scaler.update()\nself.extra_scaler.update()\n"
         "self.opt.zero_grad()",
         "first, second = self.loss_of(batch), self.loss_of(batch)\n"
-        "self.grad_scaler.scale(first).backward()\nself.grad_scaler.scale(second).backward()\n" + _STEP,
+        "self.grad_scaler.scale(first).backward()\nself.grad_scaler.scale(second).backward()\n" + STEP,
     ),
     "AMP816": (
         PLAIN,
@@ -266,7 +266,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
     "AMP817": (HELPERS, "scaler.step(optimizer)\nscaler.update()\noptimizer.step()", _FINISH),
     "AMP818": (
         PLAIN,
-        _script(
+        script_of(
             "class Fit:",
             "    def __init__(self):",
             "        self.scaler = torch.amp.GradScaler('cuda')",
@@ -279,7 +279,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "        self.scaler.step(optimizer)",
             "        self.scaler.update()",
         ),
-        _script(
+        script_of(
             "class Fit:",
             "    def __init__(self):",
             "        self.scaler = torch.amp.GradScaler('cuda', enabled=False)",
@@ -301,16 +301,16 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP820": (
         TRAINER,
-        f"{_LOOP}\n{_STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
+        f"{LOOP}\n{STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
         "    'opt': self.opt.state_dict(),\n}, 'last.pt')",
-        f"{_LOOP}\n{_STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
+        f"{LOOP}\n{STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
         "    'opt': self.opt.state_dict(),\n    'scaler': self.grad_scaler.state_dict(),\n}, 'last.pt')",
     ),
     "AMP821": (
         TRAINER,
-        f"state = torch.load('last.pt')\nself.opt.load_state_dict(state['opt'])\n{_LOOP}\n{_STEP}",
+        f"state = torch.load('last.pt')\nself.opt.load_state_dict(state['opt'])\n{LOOP}\n{STEP}",
         "state = torch.load('last.pt')\nself.opt.load_state_dict(state['opt'])\n"
-        f"self.grad_scaler.load_state_dict(state['scaler'])\n{_LOOP}\n{_STEP}",
+        f"self.grad_scaler.load_state_dict(state['scaler'])\n{LOOP}\n{STEP}",
     ),
     "AMP822": (
         PLAIN,
@@ -338,9 +338,9 @@ TWINS: dict[str, tuple[str, str, str]] = {
     "AMP823": (
         TRAINER,
         "loss = self.grad_scaler.scale(self.loss_of(batch))\nloss.backward()\n"
-        + _STEP
+        + STEP
         + "\nif i % 10 == 0:\n    print(float(loss))",
-        f"{_LOOP}\n{_STEP}\nif i % 10 == 0:\n    print(float(loss))",
+        f"{LOOP}\n{STEP}\nif i % 10 == 0:\n    print(float(loss))",
     ),
     "AMP824": (
         HELPERS,
@@ -361,14 +361,14 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP826": (
         TRAINER,
-        f"self.opt.zero_grad()\nself.grad_scaler.unscale_(self.opt)\n{_LOOP}\n{_STEP}",
-        f"self.opt.zero_grad()\n{_LOOP}\nself.grad_scaler.unscale_(self.opt)\n{_STEP}",
+        f"self.opt.zero_grad()\nself.grad_scaler.unscale_(self.opt)\n{LOOP}\n{STEP}",
+        f"self.opt.zero_grad()\n{LOOP}\nself.grad_scaler.unscale_(self.opt)\n{STEP}",
     ),
     "AMP830": (
         TRAINER,
-        f"{_LOOP}\n" + _gated(_STEP),
+        f"{LOOP}\n" + _gated(STEP),
         "loss = self.loss_of(batch).div(self.accumulate)\nself.grad_scaler.scale(loss).backward()\n"
-        + _gated(_STEP),
+        + _gated(STEP),
     ),
     "AMP831": (
         TRAINER,
@@ -407,52 +407,52 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP834": (
         TRAINER,
-        "with self.model.no_sync():\n" + indent(_LOOP, "    ") + f"\n{_STEP}",
-        f"{_LOOP}\n{_STEP}",
+        "with self.model.no_sync():\n" + indent(LOOP, "    ") + f"\n{STEP}",
+        f"{LOOP}\n{STEP}",
     ),
     "AMP835": (
         TRAINER,
         "out = self.model(batch['x'])\na, b = F.mse_loss(out, batch['y']), F.l1_loss(out, batch['y'])\n"
-        "self.grad_scaler.scale(a).backward()\nself.grad_scaler.scale(b).backward()\n" + _STEP,
+        "self.grad_scaler.scale(a).backward()\nself.grad_scaler.scale(b).backward()\n" + STEP,
         "out = self.model(batch['x'])\na, b = F.mse_loss(out, batch['y']), F.l1_loss(out, batch['y'])\n"
         "self.grad_scaler.scale(a).backward(retain_graph=True)\nself.grad_scaler.scale(b).backward()\n"
-        + _STEP,
+        + STEP,
     ),
     "AMP836": (
         TRAINER,
-        "loss = self.loss_of(batch)\nself.grad_scaler.scale(loss).backward(retain_graph=True)\n" + _STEP,
-        f"{_LOOP}\n{_STEP}",
+        "loss = self.loss_of(batch)\nself.grad_scaler.scale(loss).backward(retain_graph=True)\n" + STEP,
+        f"{LOOP}\n{STEP}",
     ),
     "AMP837": (
         TRAINER,
         "loss = self.loss_of(batch)\n"
         "grad, = torch.autograd.grad(self.grad_scaler.scale(loss), batch['x'], create_graph=True)\n"
         "with torch.autocast('cuda', dtype=torch.float16):\n    loss = loss + torch.norm(grad)\n"
-        "self.grad_scaler.scale(loss).backward()\n" + _STEP,
+        "self.grad_scaler.scale(loss).backward()\n" + STEP,
         "loss = self.loss_of(batch)\n"
         "grad, = torch.autograd.grad(self.grad_scaler.scale(loss), batch['x'], create_graph=True)\n"
         "grad = grad / self.grad_scaler.get_scale()\n"
         "with torch.autocast('cuda', dtype=torch.float16):\n    loss = loss + torch.norm(grad)\n"
-        "self.grad_scaler.scale(loss).backward()\n" + _STEP,
+        "self.grad_scaler.scale(loss).backward()\n" + STEP,
     ),
     "AMP838": (
         TRAINER,
         "loss = self.loss_of(batch)\n"
         "grad, = torch.autograd.grad(loss, batch['x'], create_graph=True)\n"
-        "loss = loss + grad.norm()\nself.grad_scaler.scale(loss).backward()\n" + _STEP,
+        "loss = loss + grad.norm()\nself.grad_scaler.scale(loss).backward()\n" + STEP,
         "loss = self.loss_of(batch)\n"
         "grad, = torch.autograd.grad(loss, batch['x'], create_graph=True)\n"
         "with torch.autocast('cuda', dtype=torch.float16):\n    loss = loss + grad.norm()\n"
-        "self.grad_scaler.scale(loss).backward()\n" + _STEP,
+        "self.grad_scaler.scale(loss).backward()\n" + STEP,
     ),
     "AMP840": (
         TRAINER,
         "with torch.autocast('cuda', dtype=torch.float16):\n"
         "    loss = F.cross_entropy(self.model(batch['x']), batch['y'])\n"
-        "    self.grad_scaler.scale(loss).backward()  # the way back\n" + _STEP,
+        "    self.grad_scaler.scale(loss).backward()  # the way back\n" + STEP,
         "with torch.autocast('cuda', dtype=torch.float16):\n"
         "    loss = F.cross_entropy(self.model(batch['x']), batch['y'])\n"
-        "self.grad_scaler.scale(loss).backward()  # the way back\n" + _STEP,
+        "self.grad_scaler.scale(loss).backward()  # the way back\n" + STEP,
     ),
     "AMP841": (
         HELPERS,
@@ -461,17 +461,19 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP842": (
         TRAINER,
-        "with torch.autocast('cuda', dtype=torch.float16):\n    out = F.linear(self.model(batch['x']), self.head)\n"
-        "loss = nn.CrossEntropyLoss()(out, batch['y'])\nself.grad_scaler.scale(loss).backward()\n" + _STEP,
-        "with torch.autocast('cuda', dtype=torch.float16):\n    out = F.linear(self.model(batch['x']), self.head)\n"
+        "with torch.autocast('cuda', dtype=torch.float16):\n    out = self.model(batch['x'])\n"
+        "    out = F.linear(out, self.head)\n"
+        "loss = nn.CrossEntropyLoss()(out, batch['y'])\nself.grad_scaler.scale(loss).backward()\n" + STEP,
+        "with torch.autocast('cuda', dtype=torch.float16):\n    out = self.model(batch['x'])\n"
+        "    out = F.linear(out, self.head)\n"
         "loss = nn.CrossEntropyLoss()(out.float(), batch['y'])\nself.grad_scaler.scale(loss).backward()\n"
-        + _STEP,
+        + STEP,
     ),
     "AMP843": (
         TRAINER + "            self.check()\n\n    @torch.no_grad()\n    def check(self):\n"
         "        for batch in self.loader:\n            <2>\n",
-        f"{_LOOP}\n{_STEP}<2>print(self.model(batch['x']).argmax())",
-        f"{_LOOP}\n{_STEP}<2>print(self.loss_of(batch))",
+        f"{LOOP}\n{STEP}<2>print(self.model(batch['x']).argmax())",
+        f"{LOOP}\n{STEP}<2>print(self.loss_of(batch))",
     ),
     "AMP844": (
         PLAIN,
@@ -490,14 +492,14 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP845": (
         PLAIN,
-        _script(
+        script_of(
             "@torch.autocast('cuda', dtype=torch.float16)",
             "def attend(q, k, v):",
             "    q = q.to(torch.float32)",
             "    scores = torch.matmul(q, k.transpose(-1, -2))",
             "    return scores.softmax(-1) @ v",
         ),
-        _script(
+        script_of(
             "@torch.autocast('cuda', enabled=False)",
             "def attend(q, k, v):",
             "    q = q.to(torch.float32)",
@@ -507,14 +509,14 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP846": (
         PLAIN,
-        _script(
+        script_of(
             "def basis(model, x):",
             "    with torch.autocast('cuda', dtype=torch.float16):",
             "        features = F.linear(x, model.weight)",
             "        q, r = torch.linalg.qr(features)",
             "    return q",
         ),
-        _script(
+        script_of(
             "def basis(model, x):",
             "    with torch.autocast('cuda', dtype=torch.float16):",
             "        features = F.linear(x, model.weight)",
@@ -524,14 +526,14 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP847": (
         PLAIN,
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Linear(4, 4).to(torch.device('cpu'))",
             "    for x in loader:",
             "        with torch.autocast(device_type='cuda', dtype=torch.bfloat16):",
             "            print(model(x).argmax())",
         ),
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Linear(4, 4).to(torch.device('cuda'))",
             "    for x in loader:",
@@ -541,18 +543,18 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP848": (
         PLAIN,
-        _script("torch.amp.autocast('cuda')", "out = nn.Linear(2, 2)(torch.ones(2))"),
-        _script("with torch.amp.autocast('cuda'):", "    out = nn.Linear(2, 2)(torch.ones(2))"),
+        script_of("torch.amp.autocast('cuda')", "out = nn.Linear(2, 2)(torch.ones(2))"),
+        script_of("with torch.amp.autocast('cuda'):", "    out = nn.Linear(2, 2)(torch.ones(2))"),
     ),
     "AMP849": (
         PLAIN,
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half().cuda()",
             "    with torch.inference_mode(), torch.autocast('cuda'):",
             "        return [model(x) for x in loader]",
         ),
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half().cuda()",
             "    with torch.inference_mode():",
@@ -561,7 +563,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP850": (
         PLAIN,
-        _script(
+        script_of(
             "class Linear(torch.autograd.Function):",
             "    @staticmethod",
             "    @torch.amp.custom_fwd(device_type='cuda')",
@@ -578,7 +580,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "with torch.autocast('cuda'):",
             "    Linear.apply(torch.ones(2, 2), torch.ones(2, 2))",
         ),
-        _script(
+        script_of(
             "class Linear(torch.autograd.Function):",
             "    @staticmethod",
             "    @torch.amp.custom_fwd(device_type='cuda')",
@@ -600,7 +602,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
     "AMP851": (
         PLAIN,
         "from threading import Thread\n"
-        + _script(
+        + script_of(
             "def work(model, x, out):",
             "    out.append(model(x).half())",
             "",
@@ -611,7 +613,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "            Thread(target=work, args=(model, x, out)).start()",
         ),
         "from threading import Thread\n"
-        + _script(
+        + script_of(
             "def work(model, x, out):",
             "    with torch.autocast('cuda', dtype=torch.float16):",
             "        out.append(model(x).half())",
@@ -634,7 +636,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP862": (
         PLAIN,
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Linear(4, 4).to('cuda', torch.half)",
             "    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, eps=1e-8)",
@@ -642,7 +644,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "        F.mse_loss(model(x), y).backward()",
             "        optimizer.step()",
         ),
-        _script(
+        script_of(
             "def main(loader):",
             "    model = nn.Linear(4, 4).to('cuda', torch.half)",
             "    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",
@@ -653,17 +655,17 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP863": (
         TRAINER,
-        f"{_LOOP}\n{_STEP}\nprint(float(loss))",
-        f"{_LOOP}\n{_STEP}\nif i % 9 == 0:\n    print(float(loss))",
+        f"{LOOP}\n{STEP}\nprint(float(loss))",
+        f"{LOOP}\n{STEP}\nif i % 9 == 0:\n    print(float(loss))",
     ),
     "AMP864": (
         PLAIN,
-        _script(
+        script_of(
             "def predict(model, x):",
             "    with torch.cuda.amp.autocast(enabled=True):",
             "        return model(x)",
         ),
-        _script(
+        script_of(
             "def predict(model, x):",
             "    with torch.amp.autocast('cuda', enabled=True):",
             "        return model(x)",
@@ -672,9 +674,9 @@ TWINS: dict[str, tuple[str, str, str]] = {
     "AMP865": (
         PLAIN,
         "import apex\n"
-        + _script("def setup(model, opt):", "    return apex.amp.initialize(model, opt, opt_level='O2')"),
+        + script_of("def setup(model, opt):", "    return apex.amp.initialize(model, opt, opt_level='O2')"),
         "import apex\n"
-        + _script("def setup(model):", "    return apex.parallel.convert_syncbn_model(model)"),
+        + script_of("def setup(model):", "    return apex.parallel.convert_syncbn_model(model)"),
     ),
 }
 

@@ -234,8 +234,8 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
         state.invalidate("unscaled")
     elif reaches:
         state.gradients = state.gradients.weakened()
-        for key, fact in state.matching("unscaled"):
-            state.facts[key] = fact and MAYBE
+        for place, unscaled in state.matching("unscaled"):
+            state.facts[place] = MAYBE if unscaled is not None else None
     if reaches or trains:
         interpreter.record_event("unknown.effect", interpreter.statement or interpreter.script.tree)
         for fact in ("stepped", "early", "zeroed", "last", "unused", "leftover"):

@@ -51,7 +51,7 @@ def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Argu
         interpreter.report(
             "AMP853",
             node,
-            "torch.autocast needs the device type as a string, such as \"cuda\", and raises without it",
+            'torch.autocast needs the device type as a string, such as "cuda", and raises without it',
             'write torch.autocast("cuda", ...), or torch.autocast(device.type, ...)',
         )
 

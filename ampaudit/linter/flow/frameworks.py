@@ -1,6 +1,7 @@
 """Facts about frameworks that scale the loss themselves: how each is made, and what to call instead of torch.
 
-Sources: documentation and code of Accelerate 1.0 to 1.12, Lightning and Fabric 2.0 to 2.6, DeepSpeed 0.9 to 0.18.
+Sources: documentation and code of Accelerate 1.0 to 1.12, Lightning and Fabric 2.0 to 2.6, and
+DeepSpeed 0.9 to 0.18.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Valu
         interpreter.report(
             "AMP807",
             place,
-            f"the gradients are clipped{said_where(node, place)} while they are still scaled by the loss scale",
+            f"the gradients are clipped{said_where(node, place)} while they are still scaled by the "
+            "loss scale",
             advice_for(interpreter, "clip") or "call scaler.unscale_(optimizer) before clipping",
             _unscale_first(interpreter) if place is node else None,
             certainty,
@@ -161,7 +162,12 @@ def _others_unscaled(interpreter: Interpreter, arguments: Arguments) -> Certaint
         if fact is not None
     ]
     scaled = found.contributions and all(item.scaler for item in found.contributions)
-    if not models or not scaled or not unscaled or any(own is None or not are_distinct(own, models) for own in unscaled):
+    if (
+        not models
+        or not scaled
+        or not unscaled
+        or any(own is None or not are_distinct(own, models) for own in unscaled)
+    ):
         return Certainty.UNKNOWN
     return found.certainty
 

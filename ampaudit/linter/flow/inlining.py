@@ -148,7 +148,9 @@ def _bind_parameters(
             interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)
 
 
-_COLLECTIONS: Final = frozenset("list List dict Dict Sequence Iterable tuple Tuple Callable type ModuleList".split())
+_COLLECTIONS: Final = frozenset(
+    "list List dict Dict Sequence Iterable tuple Tuple Callable type ModuleList".split()
+)
 
 
 def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:

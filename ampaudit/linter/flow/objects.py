@@ -57,7 +57,9 @@ _WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
 
 def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
     """Create a model that is constructed or loaded here."""
-    model = Model(key_of(node) + interpreter.call_path, node, origin=origin, layers=_layers(origin, arguments))
+    model = Model(
+        key_of(node) + interpreter.call_path, node, origin=origin, layers=_layers(origin, arguments)
+    )
     for name in ("dtype", "torch_dtype"):
         if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
             interpreter.state.set_fact(node, "half", model.key)

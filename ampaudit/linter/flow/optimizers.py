@@ -20,7 +20,6 @@ from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
 from ampaudit.linter.flow.values import (
-    MAYBE,
     UNKNOWN,
     KnownItems,
     LiteralValue,

@@ -6,7 +6,12 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Fix
-from ampaudit.linter.flow.gradient_facts import YES, are_distinct, gradient_contributions, has_single_optimizer
+from ampaudit.linter.flow.gradient_facts import (
+    YES,
+    are_distinct,
+    gradient_contributions,
+    has_single_optimizer,
+)
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
 from ampaudit.linter.flow.statement_context import in_same_function
@@ -117,7 +122,8 @@ def check_paired(interpreter: Interpreter, optimizer: Optimizer, step: ast.Call)
         interpreter.report(
             "AMP829",
             step,
-            "no loss of this iteration depends on the parameters of this optimizer: the scaler finds no gradients"
+            "no loss of this iteration depends on the parameters of this optimizer: the scaler finds "
+            "no gradients"
             " to check, and raises",
             "step the optimizer whose model the loss is computed with",
         )

@@ -75,18 +75,21 @@ class Script:
         """The expressions that are assigned to each dotted name."""
         found: dict[str, list[ast.expr]] = {}
         for node in ast.walk(self.tree):
-            for target in node.targets if isinstance(node, ast.Assign) else ():
-                found.setdefault(dotted_name(target), []).append(node.value)
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    found.setdefault(dotted_name(target), []).append(node.value)
         return found
 
     @cached_property
     def scales_losses(self) -> bool:
         """Whether code, and not only an import or a comment, names a scaler or a loss scale."""
-        return any(
-            _SCALES.search(node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else node.arg)
+        names = (
+            getattr(node, field)
             for node in ast.walk(self.tree)
-            if isinstance(node, ast.Name | ast.Attribute | ast.arg)
+            for kind, field in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.arg, "arg"))
+            if isinstance(node, kind)
         )
+        return any(map(_SCALES.search, names))
 
     def is_relevant(self, node: ast.stmt) -> bool:
         """Return whether any line of a statement matters."""

@@ -10,7 +10,16 @@ from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.values import MAYBE, Value
 
-__all__ = ["NO_CONTRIBUTIONS", "Contribution", "UNKNOWN_GRADIENTS", "Fact", "FactKey", "Gradients", "State", "join"]
+__all__ = [
+    "NO_CONTRIBUTIONS",
+    "UNKNOWN_GRADIENTS",
+    "Contribution",
+    "Fact",
+    "FactKey",
+    "Gradients",
+    "State",
+    "join",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,7 @@ class Gradients:
 
     Attributes:
         contributions: the backward passes.
-        certainty: of all of them; ``LIKELY`` if one of them, or code that is not known, may have changed that.
+        certainty: of all of them; ``LIKELY`` if a path, or code that is not known, may differ.
     """
 
     contributions: frozenset[Contribution] = frozenset()
@@ -111,9 +120,7 @@ class State:
 
     def equals(self, other: State) -> bool:
         """Return whether facts and names are equal."""
-        return (
-            self.gradients == other.gradients and self.facts == other.facts and self.scopes == other.scopes
-        )
+        return self.gradients == other.gradients and self.facts == other.facts and self.scopes == other.scopes
 
     def get(self, *key: str) -> Fact:
         """Return a fact; ``None`` if it was never set."""

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 
 from ampaudit.linter.flow.script import Script, dotted_name
 
-__all__ = ["call_beside_scaler", "enclosing_function", "following_step", "in_same_function", "nested_blocks", "said_where", "scaler_in_scope", "tests_around"]
+__all__ = [
+    "call_beside_scaler",
+    "enclosing_function",
+    "following_step",
+    "in_same_function",
+    "nested_blocks",
+    "said_where",
+    "scaler_in_scope",
+    "tests_around",
+]
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -44,7 +53,9 @@ def tests_around(script: Script, node: ast.AST) -> list[str]:
     line = getattr(node, "lineno", 0)
     inner = ast.walk(enclosing_function(script.tree, node))
     return [
-        ast.unparse(n.test) for n in inner if isinstance(n, ast.If) and n.lineno <= line <= (n.end_lineno or 0)
+        ast.unparse(n.test)
+        for n in inner
+        if isinstance(n, ast.If) and n.lineno <= line <= (n.end_lineno or 0)
     ]
 
 

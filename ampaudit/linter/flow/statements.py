@@ -134,7 +134,10 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
 
 def _expects_error(node: ast.With | ast.AsyncWith) -> bool:
     """Return whether a test expects that the block raises."""
-    return any("raises(" in ast.unparse(i.context_expr) or "assertRaises" in ast.unparse(i.context_expr) for i in node.items)
+    return any(
+        "raises(" in ast.unparse(i.context_expr) or "assertRaises" in ast.unparse(i.context_expr)
+        for i in node.items
+    )
 
 
 def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:

@@ -43,7 +43,8 @@ __all__ = [
 ]
 
 _KEEPS_DTYPE: Final = frozenset(
-    "mean amax amin abs neg relu clamp select index_select view reshape squeeze unsqueeze flatten transpose permute contiguous to cuda cpu clone type_as"
+    "mean amax amin abs neg relu clamp select index_select view reshape squeeze unsqueeze "
+    "flatten transpose permute contiguous to cuda cpu clone type_as"
     " requires_grad_ expand repeat chunk split t T".split()
 )
 # methods that nothing but a tensor has, or that do no harm to what else has them
@@ -164,7 +165,9 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
 
 def _cast_of_pair(left: Value, right: Value) -> str:
     """Return the 16-bit dtype of a result; a number leaves the dtype, and another tensor must have it too."""
-    casts = {v.cast if isinstance(v, Tensor) else "" for v in (left, right) if not isinstance(v, LiteralValue)}
+    casts = {
+        v.cast if isinstance(v, Tensor) else "" for v in (left, right) if not isinstance(v, LiteralValue)
+    }
     return casts.pop() if len(casts) == 1 else ""
 
 

@@ -88,7 +88,8 @@ MATRIX_LAYERS: Final = frozenset(
     "Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d".split()
 )
 LAYERS_WITHOUT_DTYPE: Final = frozenset(
-    "ReLU ReLU6 LeakyReLU ELU GELU SiLU Mish Hardswish Tanh Sigmoid Dropout Dropout2d Identity Flatten Unflatten"
+    "ReLU ReLU6 LeakyReLU ELU GELU SiLU Mish Hardswish Tanh Sigmoid Dropout Dropout2d "
+    "Identity Flatten Unflatten"
     " MaxPool1d MaxPool2d MaxPool3d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveMaxPool2d"
     " BatchNorm1d BatchNorm2d BatchNorm3d PixelShuffle ZeroPad2d ReflectionPad2d".split()
 )

@@ -102,7 +102,7 @@ class DictLiteral:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition, ``device`` is empty if unknown."""
+    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition; an unknown device is empty."""
 
     key: str
     node: ast.AST | None = None
@@ -335,6 +335,7 @@ class BoundMethod:
 
 Value: TypeAlias = (
     "Unknown | ImportedName | LiteralValue | KnownItems | StateDict | DictLiteral | Scaler | Optimizer"
-    " | Model | Parameters | Device | GradAttribute | LossScale | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
+    " | Model | Parameters | Device | GradAttribute | LossScale | Scheduler | LossFunction | "
+    "Tensor | LossGradients | Autocast"
     " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
 )

@@ -155,7 +155,9 @@ _COUNTS_BATCHES = re.compile(r"accum|micro|grad_steps|virtual")
 _DIVIDES = re.compile(r"/|mean\(|\* *\(?1")
 
 
-def _check_inner_loop(interpreter: Interpreter, loop: ast.AST, backwards: list[Event], events: list[Event]) -> None:
+def _check_inner_loop(
+    interpreter: Interpreter, loop: ast.AST, backwards: list[Event], events: list[Event]
+) -> None:
     """Check a loop over the batches of one step, which is behind it."""
     counted = isinstance(loop, ast.For) and _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower())
     text = "\n".join(map(ast.unparse, loop.body)) if isinstance(loop, ast.For) else ""

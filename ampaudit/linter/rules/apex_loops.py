@@ -31,33 +31,44 @@ def _keeps_masters(script: Script) -> Certainty:
             level = next((k.value for k in node.keywords if k.arg == "opt_level"), None)
             if isinstance(level, ast.Constant):
                 return Certainty.KNOWN if _MASTERS.search(str(level.value)) else Certainty.UNKNOWN
-            return Certainty.LIKELY if level is not None and re.search(r"['\"]O2['\"]", script.text) else Certainty.UNKNOWN
+            return (
+                Certainty.LIKELY
+                if level is not None and re.search(r"['\"]O2['\"]", script.text)
+                else Certainty.UNKNOWN
+            )
     return Certainty.UNKNOWN
 
 
-def _check_function(function: ast.FunctionDef | ast.AsyncFunctionDef, certainty: Certainty) -> Iterator[Diagnostic]:
+def _check_function(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, certainty: Certainty
+) -> Iterator[Diagnostic]:
     blocks = [
         node
         for node in ast.walk(function)
-        if isinstance(node, ast.With) and any("scale_loss" in ast.unparse(item.context_expr) for item in node.items)
+        if isinstance(node, ast.With)
+        and any("scale_loss" in ast.unparse(item.context_expr) for item in node.items)
     ]
     inside = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
     uses_masters = "master_params" in ast.unparse(function)
     for node in ast.walk(function) if blocks else ():
-        if not isinstance(node, ast.Call) or not dotted_name(node.func).rpartition(".")[2].startswith("clip_grad"):
+        if not isinstance(node, ast.Call) or not dotted_name(node.func).rpartition(".")[2].startswith(
+            "clip_grad"
+        ):
             continue
         if id(node) in inside:
             yield Diagnostic(
                 "AMP807",
                 node,
-                "the gradients are clipped inside scale_loss, at whose end apex takes the loss scale out of them",
+                "the gradients are clipped inside scale_loss, at whose end apex takes the loss scale out "
+                "of them",
                 "clip after the block",
             )
         elif certainty and not uses_masters and node.args and ".parameters()" in ast.unparse(node.args[0]):
             yield Diagnostic(
                 "AMP807",
                 node,
-                "with O2, the optimizer steps with apex's float32 copies of the parameters: this clips the others,"
+                "with O2, the optimizer steps with apex's float32 copies of the parameters: this clips "
+                "the others,"
                 " whose gradients are not used",
                 "clip amp.master_params(optimizer)",
                 certainty=certainty,

@@ -39,27 +39,37 @@ def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) 
             interpreter.report(
                 "AMP839",
                 event.node,
-                "on this branch the optimizer steps but the gradients are never zeroed: each step uses the sum"
+                "on this branch the optimizer steps but the gradients are never zeroed: each step uses "
+                "the sum"
                 " of all batches so far",
                 "call optimizer.zero_grad() in every iteration, outside of the condition",
             )
 
 
-def _check_exchanged(interpreter: Interpreter, loop: ast.AST, inside: list[Event], events: list[Event]) -> None:
+def _check_exchanged(
+    interpreter: Interpreter, loop: ast.AST, inside: list[Event], events: list[Event]
+) -> None:
     """Report a second step of one optimizer in an iteration where another is zeroed but never stepped."""
-    steps = [e for e in of_kind(inside, "scaler.step", "optimizer.step") if e.loop is loop and e.data["optimizer"]]
+    steps = [
+        e for e in of_kind(inside, "scaler.step", "optimizer.step") if e.loop is loop and e.data["optimizer"]
+    ]
     zeroed = {e.data["optimizer"] for e in of_kind(inside, "zero_grad")} - {""}
     idle = zeroed - {e.data["optimizer"] for e in of_kind(events, "scaler.step", "optimizer.step")}
     unsure = any(not e.data["optimizer"] for e in of_kind(events, "scaler.step", "optimizer.step"))
     if not idle or unsure or idle & interpreter.escaped or of_kind(events, "unknown.effect"):
         return
     for index, step in enumerate(steps):
-        again = [e for e in steps[:index] if e.data["optimizer"] == step.data["optimizer"] and e.node is not step.node]
+        again = [
+            e
+            for e in steps[:index]
+            if e.data["optimizer"] == step.data["optimizer"] and e.node is not step.node
+        ]
         if again and branch_of(loop, again[0]) == branch_of(loop, step):
             interpreter.report(
                 "AMP829",
                 step.node,
-                f"this optimizer was stepped at line {getattr(again[0].node, 'lineno', 0)} already, and another,"
+                f"this optimizer was stepped at line {getattr(again[0].node, 'lineno', 0)} already, and "
+                "another,"
                 " whose gradients are zeroed in this loop, is never stepped",
                 "step each optimizer after the backward of its own loss",
                 certainty=Certainty.LIKELY,
@@ -91,7 +101,8 @@ def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None
             interpreter.report(
                 "AMP828",
                 event.node,
-                f"update() at line {getattr(later[0].node, 'lineno', 0)} is left out where the condition of line"
+                f"update() at line {getattr(later[0].node, 'lineno', 0)} is left out where the condition "
+                "of line"
                 f" {getattr(first.node, 'lineno', 0)} skips the step: the next unscale_() raises",
                 "call scaler.update() after the condition, whether the step was skipped or not",
                 certainty=Certainty.LIKELY,
@@ -123,7 +134,8 @@ def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> 
     values = [
         ast.unparse(node.value)
         for node in ast.walk(enclosing_function(interpreter.script.tree, event.node))
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
     ]
     if _SETTING.search(ast.unparse(condition.test)):
         return False

@@ -57,7 +57,10 @@ def check_constants(
             by_flow = position_of(found.node) in known
             if position_of(found.node) in exempt - known:
                 continue
-            yield replace(found, certainty=Certainty.KNOWN if by_flow else min(likely, _likely(found, statement, half_lines)))
+            yield replace(
+                found,
+                certainty=Certainty.KNOWN if by_flow else min(likely, _likely(found, statement, half_lines)),
+            )
 
 
 def _likely(found: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:

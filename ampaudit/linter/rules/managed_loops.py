@@ -40,7 +40,8 @@ def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
             interpreter.report(
                 "AMP807",
                 event.node,
-                "DeepSpeed keeps the gradients in buffers of its own, scaled by the loss scale: this clips nothing, or"
+                "DeepSpeed keeps the gradients in buffers of its own, scaled by the loss scale: this "
+                "clips nothing, or"
                 " the wrong ones",
                 'set "gradient_clipping" in its configuration',
                 certainty=Certainty.LIKELY,
@@ -61,7 +62,9 @@ def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
         )
 
 
-def _report_own_backward(interpreter: Interpreter, event: Event, framework: object, certainty: Certainty) -> None:
+def _report_own_backward(
+    interpreter: Interpreter, event: Event, framework: object, certainty: Certainty
+) -> None:
     call = _backward_call(event)
     if call is None:
         return
@@ -82,7 +85,9 @@ def _backward_call(event: Event) -> ast.Call | None:
         found = event.node if not event.data["loss"].scaler_key else None
     else:
         calls = (n for n in ast.walk(event.node) if isinstance(n, ast.Call))
-        found = next((c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"), None)
+        found = next(
+            (c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"), None
+        )
     if not isinstance(found, ast.Call) or not isinstance(found.func, ast.Attribute):
         return None
     return found if "loss" in dotted_name(found.func.value).lower() or event.kind == "backward" else None
@@ -90,15 +95,26 @@ def _backward_call(event: Event) -> ast.Call | None:
 
 def _check_accumulated(interpreter: Interpreter, event: Event, managed: Managed) -> None:
     """Check that Accelerate clips only where it steps, as each call unscales."""
-    blocks = [ast.unparse(item.context_expr) for g in event.guards if isinstance(g.node, ast.With) for item in g.node.items]
+    blocks = [
+        ast.unparse(item.context_expr)
+        for g in event.guards
+        if isinstance(g.node, ast.With)
+        for item in g.node.items
+    ]
     tests = tests_around(interpreter.script, event.node)
     name = managed.framework.name if managed.framework is not None else ""
     accumulates = any(".accumulate(" in text for text in blocks)
-    if name == "Accelerate" and accumulates and managed.scales and not any("sync" in text or "%" in text for text in tests):
+    if (
+        name == "Accelerate"
+        and accumulates
+        and managed.scales
+        and not any("sync" in text or "%" in text for text in tests)
+    ):
         interpreter.report(
             "AMP810",
             event.node,
-            "the gradients are clipped for every batch, but the step runs only for some: each call unscales, and"
+            "the gradients are clipped for every batch, but the step runs only for some: each call "
+            "unscales, and"
             " with fp16 the second raises",
             "clip only 'if accelerator.sync_gradients:'",
             certainty=managed.scales,
@@ -137,7 +153,8 @@ def _check_after_backward(
             interpreter.report(
                 "AMP807" if event.kind == "clip" else "AMP808",
                 event.node,
-                "on_after_backward runs before Lightning unscales the gradients: they still have the loss scale",
+                "on_after_backward runs before Lightning unscales the gradients: they still have the "
+                "loss scale",
                 "use on_before_optimizer_step, which runs after it",
                 certainty=certainty,
             )

@@ -107,7 +107,11 @@ def _choices(script: Script) -> Iterator[tuple[str, ast.expr]]:
 def _check_dtype(interpreter: Interpreter, entered: Event, events: list[Event]) -> None:
     """Report autocast with its default dtype where a name holds the dtype that was chosen."""
     call = entered.data["value"].node
-    if len(call.args) > 1 or any(k.arg in ("dtype", None) for k in call.keywords) or not of_kind(events, "backward"):
+    if (
+        len(call.args) > 1
+        or any(k.arg in ("dtype", None) for k in call.keywords)
+        or not of_kind(events, "backward")
+    ):
         return
     for scale in of_kind(events, "scaler.scale"):
         scaler = interpreter.scalers.get(scale.data["scaler"])
@@ -128,7 +132,8 @@ def _check_dtype(interpreter: Interpreter, entered: Event, events: list[Event]) 
             interpreter.report(
                 "AMP856",
                 call,
-                f"this autocast computes in its default dtype, float16 on CUDA, although line {value.lineno} chooses"
+                "this autocast computes in its default dtype, float16 on CUDA, although line "
+                f"{value.lineno} chooses"
                 f" one as {name}",
                 f"pass dtype={name}",
                 certainty=Certainty.LIKELY,

@@ -23,14 +23,17 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
         block = _block_around_loop(event, events)
         if block is None:
             continue
-        stale = {id(e.node) for e in of_kind(events, "step.inside", "backward.inside") if _is_inside(e, block)}
+        stale = {
+            id(e.node) for e in of_kind(events, "step.inside", "backward.inside") if _is_inside(e, block)
+        }
         for key, found in list(interpreter.diagnostics.items()):
             if key[0] in ("AMP840", "AMP841") and id(found.node) in stale:
                 del interpreter.diagnostics[key]
         interpreter.report(
             "AMP852",
             event.node,
-            f"this step is in a loop inside the autocast block of line {block.lineno}, which casts each weight"
+            f"this step is in a loop inside the autocast block of line {block.lineno}, which casts "
+            "each weight"
             " once and keeps the copy: from the second iteration on, the model computes with the old weights",
             "enter autocast anew in each iteration, around the forward pass and the loss only",
         )
@@ -47,7 +50,7 @@ def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:
         computes = any(
             g.node in loops
             for e in of_kind(events, "backward")
-            if not e.data["loss"].computed_under == "" or _is_inside(e, guard.node)
+            if e.data["loss"].computed_under != "" or _is_inside(e, guard.node)
             for g in e.guards
             if g.kind == "loop"
         )

@@ -1,0 +1,144 @@
+"""A second pair for the codes of mistakes that were found in the field."""
+
+from __future__ import annotations
+
+from tests.linter.twins import HELPERS, LOOP, PLAIN, STEP, TRAINER, script_of
+
+_SWITCHES = script_of(
+    "def train(model, optimizer, loader, amp, fp16, dtype=torch.float16):",
+    "    scaler = torch.amp.GradScaler('cuda', enabled=<>)",
+    "    for x, y in loader:",
+    "        optimizer.zero_grad()",
+    "        with torch.autocast('cuda', enabled=amp):",
+    "            loss = F.mse_loss(model(x), y)",
+    "        scaler.scale(loss).backward()",
+    "        scaler.step(optimizer)",
+    "        scaler.update()",
+)
+_SHARDED = script_of(
+    "from torch.distributed.fsdp import FullyShardedDataParallel",
+    "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler",
+    "",
+    "class Job:",
+    "    def __init__(self, net):",
+    "        self.model = FullyShardedDataParallel(net)",
+    "        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)",
+    "        self.scaler = <>",
+    "",
+    "    def run(self, loader):",
+    "        for x, y in loader:",
+    "            self.opt.zero_grad()",
+    "            with torch.autocast('cuda', dtype=torch.float16):",
+    "                loss = F.mse_loss(self.model(x), y)",
+    "            self.scaler.scale(loss).backward()",
+    "            self.scaler.step(self.opt)",
+    "            self.scaler.update()",
+)
+_PAIRED = script_of(
+    "def train(loader):",
+    "    a, b = nn.Conv2d(3, 3, 1), nn.Linear(4, 4)",
+    "    opt_a, opt_b = torch.optim.SGD(a.parameters()), torch.optim.SGD(b.parameters())",
+    "    scaler = torch.amp.GradScaler('cuda')",
+    "    for x, y in loader:",
+    "        opt_b.zero_grad()",
+    "        with torch.autocast('cuda', dtype=torch.float16):",
+    "            loss = F.mse_loss(b(x), y)",
+    "        scaler.scale(loss).backward()",
+    "        scaler.step(<>)",
+    "        scaler.update()",
+)
+# code: template, bad, good
+FIELD_TWINS: dict[str, tuple[str, str, str]] = {
+    "AMP827": (
+        TRAINER,
+        LOOP + "\nself.grad_scaler.step(self.opt)\n"
+        "old = self.grad_scaler.get_scale()\n"
+        "self.grad_scaler.update()\n"
+        "if self.grad_scaler.get_scale() != old:\n    continue",
+        LOOP + "\nself.grad_scaler.step(self.opt)\n"
+        "old = self.grad_scaler.get_scale()\n"
+        "self.grad_scaler.update()\n"
+        "if self.grad_scaler.get_scale() < old:\n    continue",
+    ),
+    "AMP828": (
+        HELPERS,
+        "    scaler.unscale_(optimizer)\n    norm = clip_grad_norm_(model.parameters(), 1.0)\n"
+        "    if not torch.isnan(norm):\n        scaler.step(optimizer)\n        scaler.update()\n"
+        "    optimizer.zero_grad()",
+        "    scaler.unscale_(optimizer)\n    norm = clip_grad_norm_(model.parameters(), 1.0)\n"
+        "    if not torch.isnan(norm):\n        scaler.step(optimizer)\n    scaler.update()\n"
+        "    optimizer.zero_grad()",
+    ),
+    "AMP829": (PLAIN, _PAIRED.replace("<>", "opt_a"), _PAIRED.replace("<>", "opt_b")),
+    "AMP839": (
+        TRAINER,
+        "if self.grad_scaler.is_enabled():\n"
+        "    self.opt.zero_grad()\n"
+        "    self.grad_scaler.scale(self.loss_of(batch)).backward()\n"
+        "    self.grad_scaler.step(self.opt)\n    self.grad_scaler.update()\nelse:\n"
+        "    F.cross_entropy(self.model(batch['x']), batch['y']).backward()\n    self.opt.step()",
+        "self.opt.zero_grad()\nif self.grad_scaler.is_enabled():\n"
+        "    self.grad_scaler.scale(self.loss_of(batch)).backward()\n"
+        "    self.grad_scaler.step(self.opt)\n    self.grad_scaler.update()\nelse:\n"
+        "    F.cross_entropy(self.model(batch['x']), batch['y']).backward()\n    self.opt.step()",
+    ),
+    "AMP852": (
+        PLAIN,
+        script_of(
+            "def tune(model, optimizer, loader):",
+            "    with torch.autocast('cuda', dtype=torch.bfloat16):",
+            "        for _ in range(4):",
+            "            for x, y in loader:",
+            "                optimizer.zero_grad()",
+            "                F.mse_loss(model(x), y).backward()",
+            "                optimizer.step()",
+        ),
+        script_of(
+            "def tune(model, optimizer, loader):",
+            "    for _ in range(4):",
+            "        for x, y in loader:",
+            "            optimizer.zero_grad()",
+            "            with torch.autocast('cuda', dtype=torch.bfloat16):",
+            "                loss = F.mse_loss(model(x), y)",
+            "            loss.backward()",
+            "            optimizer.step()",
+        ),
+    ),
+    "AMP853": (
+        PLAIN,
+        script_of(
+            "def predict(model, x):",
+            "    device = torch.device('cuda')",
+            "    with torch.no_grad(), torch.autocast(device, dtype=torch.float16):",
+            "        return model(x)",
+        ),
+        script_of(
+            "def predict(model, x):",
+            "    device = torch.device('cuda')",
+            "    with torch.no_grad(), torch.autocast(device.type, dtype=torch.float16):",
+            "        return model(x)",
+        ),
+    ),
+    "AMP854": (
+        TRAINER,
+        "out = self.model(batch['x'])\nwith torch.autocast('cuda', dtype=torch.float16):\n"
+        "    loss = F.mse_loss(out, batch['y'])\nself.grad_scaler.scale(loss).backward()\n" + STEP,
+        "with torch.autocast('cuda', dtype=torch.float16):\n    out = self.model(batch['x'])\n"
+        "    loss = F.mse_loss(out, batch['y'])\nself.grad_scaler.scale(loss).backward()\n" + STEP,
+    ),
+    "AMP855": (PLAIN, _SWITCHES.replace("<>", "fp16"), _SWITCHES.replace("<>", "amp")),
+    "AMP856": (
+        PLAIN,
+        _SWITCHES.replace("enabled=<>", "enabled=dtype is torch.float16").replace(
+            "enabled=amp", "enabled=True"
+        ),
+        _SWITCHES.replace("enabled=<>", "enabled=dtype is torch.float16").replace(
+            "enabled=amp", "dtype=dtype"
+        ),
+    ),
+    "AMP857": (
+        PLAIN,
+        _SHARDED.replace("<>", "torch.amp.GradScaler('cuda')"),
+        _SHARDED.replace("<>", "ShardedGradScaler()"),
+    ),
+}
