@@ -121,6 +121,7 @@ class Suite:
         alerts: in order of gravity.
         tool_version: of the ampaudit that audited.
         errors: cases that could not be audited, and why.
+        tolerates_errors: whether such a case does not fail it, as long as another could be audited.
         seconds: of the audit; per case where that is known.
         inputs: what inputs are called that nobody chose.
         combined: one policy for all errors, if it was asked for.
@@ -134,6 +135,7 @@ class Suite:
     alerts: tuple[Alert, ...]
     tool_version: str
     errors: Mapping[str, str] = field(default_factory=dict)
+    tolerates_errors: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     inputs: str = ""
     combined: CombinedPolicy | None = None

@@ -24,9 +24,10 @@ def to_github(document: Document) -> str:
 
 def _lines(suite: Suite) -> Iterable[str]:
     for case, text in suite.errors.items():
-        yield f"::error title={_property(f'ampaudit: {case}')}::{_message(text)}"
-    for level, command in _COMMANDS.items():
-        alerts = [alert for alert in suite.active if alert.level is level]
+        level = "warning" if suite.tolerates_errors else "error"
+        yield f"::{level} title={_property(f'ampaudit: {case}')}::{_message(text)}"
+    for severity, command in _COMMANDS.items():
+        alerts = [alert for alert in suite.active if alert.level is severity]
         for alert in alerts[:_SHOWN]:
             yield _annotation(suite, alert, command)
         if len(alerts) > _SHOWN:

@@ -184,10 +184,9 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
 
 def _update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
     state = interpreter.state
-    interpreter.record_event("scaler.update", node, scaler=scaler.key)
-    if scaler.enabled is False or (
-        isinstance(node, ast.Call) and (node.args or node.keywords)
-    ):  # a new scale
+    sets_scale = bool(node.args or node.keywords)  # which needs no step before it
+    interpreter.record_event("scaler.set" if sets_scale else "scaler.update", node, scaler=scaler.key)
+    if scaler.enabled is False or sets_scale:
         return
     check_update(interpreter, node, scaler)
     stepped = [fact for _, fact in state.matching("stepped", scaler.key) if fact is not None]

@@ -55,6 +55,7 @@ class LintView(View[LintReport]):
             cases=tuple(dict.fromkeys(escape_control(finding.file) for finding in report.findings)),
             alerts=tuple(_alert(finding, rank) for finding in report.findings),
             tool_version=report.tool_version,
+            tolerates_errors=report.unreadable < report.linted,
             errors={f"{escape_control(u.file)}:{u.line}": escape_control(u.reason) for u in report.unread},
         )
         return (suite,)
