@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ampaudit.audit.config import Rules, ScanConfig, rules_of
 from ampaudit.core.config import Config
@@ -20,6 +21,7 @@ from ampaudit.trace.entry import tensor_leaves
 __all__ = ["CommandShare", "Identity", "identity_of", "is_divisible", "refuse_undivided"]
 
 _SAMPLES = 256  # elements of each tensor
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory"})
 
 
@@ -45,8 +47,8 @@ class Identity:
     Attributes:
         version: of ampaudit.
         torch: version of PyTorch.
-        model: digest of the model's file, its modules, and a sample of its weights.
-        inputs: digest of a sample of all batches.
+        model: digest of the model's file, its modules with their modes, and a sample of its weights.
+        inputs: digest of a sample of all batches, and of their plain values.
         batches: how many there are.
         policies: digest of their rules.
         options: digest of the options of the audit.
@@ -69,7 +71,7 @@ class Identity:
         if self.batches != other.batches:
             return f"{other.batches} batches instead of {self.batches}"
         words = {
-            "model": "another model, or other weights",
+            "model": "another model, or other weights, or another mode (--train)",
             "inputs": "other inputs",
             "policies": "another policy",
             "options": "other options",
@@ -84,16 +86,24 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
     other random numbers on another machine.
     """
     model = source.model
-    modules = [f"{name}: {type(module).__qualname__}" for name, module in model.named_modules()]
+    modules = [
+        f"{name}: {type(module).__qualname__} {module.training}" for name, module in model.named_modules()
+    ]
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     inputs = (tensor for batch in source.batches for tensor in tensor_leaves(batch.args, batch.kwargs))
+    plain = [
+        repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__qualname__
+        for batch in source.batches
+        for leaf in pytree.tree_leaves((batch.args, batch.kwargs))
+        if not isinstance(leaf, torch.Tensor)
+    ]
     options = config.model_dump(mode="python", exclude=set(_ELSEWHERE))
     rules = [rules_of(policy).file.model_dump(mode="json") for policy in policies]
     return Identity(
         __version__,
         torch.__version__,
         _digest(source.sha256, modules, _sampled(weights)),
-        _digest(_sampled({str(number): tensor for number, tensor in enumerate(inputs)})),
+        _digest(_sampled({str(number): tensor for number, tensor in enumerate(inputs)}), plain),
         len(source.batches),
         _digest(rules),
         _digest(options),

@@ -90,6 +90,7 @@ class EagerModel:
             TwinFailed: a twin computes something else than its op.
         """
         otherwise = "the FP32 model does not call it"
+        self._twins.begin_batch()
         try:
             self.outputs(model, batch, number)
         except TwinFailed:

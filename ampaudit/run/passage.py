@@ -106,6 +106,8 @@ class Passage:
     def advance(self, ends: Sequence[int]) -> list[list[Pair]] | None:
         """Run to a group of each call's program; return the outputs of all at the end of all.
 
+        Without outputs, the caller may pack the state, and lets it pause.
+
         Args:
             ends: for each call, the group at which to stop.
         """
@@ -123,8 +125,15 @@ class Passage:
             found = self._runs.advance(lambda index: self._states[index].group >= ends[index])
             self._drawn = random_state(device) if self._draws else None
         if found is None:
-            self._pause()
+            for state, call in zip(self._states, self.calls, strict=True):
+                if isinstance(call.observer, RepairingMeter):
+                    call.observer.forget(state.values)
         return found
+
+    def pause(self) -> None:
+        """Let the values wait until the next segment; they cannot be packed meanwhile."""
+        for index, state in enumerate(self._states):
+            self._parking.park(f"{self.name}.{index}", state)
 
     def pack(self) -> bytes:
         """Return the state of a single call, for another process or a later one."""
@@ -151,7 +160,7 @@ class Passage:
                 f"{name} is not a state of this audit: {error}", hint="remove it, and start again"
             ) from None
         self._enter([state])
-        self._pause()
+        self.pause()
 
     def _enter(self, states: list[GraphState]) -> None:
         self._states = states
@@ -160,9 +169,3 @@ class Passage:
         shared = SharedReference([executor.program for executor in executors]) if several else None
         runs = zip(executors, states, self.calls, strict=True)
         self._runs = Interleaved([e.proceed(state, call.observer, shared) for e, state, call in runs], shared)
-
-    def _pause(self) -> None:
-        for index, (state, call) in enumerate(zip(self._states, self.calls, strict=True)):
-            if isinstance(call.observer, RepairingMeter):
-                call.observer.forget(state.values)
-            self._parking.park(f"{self.name}.{index}", state)

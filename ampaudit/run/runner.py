@@ -59,7 +59,6 @@ class Runner:
         self._gradients = config.differentiator(config) if config.differentiator is not None else None
         self._eager = eager or EagerModel(config.device, config.seed, config.release)
         self._fp32 = Fp32Check(config, self._eager, record)
-        self._checked: set[int] = set()  # programs whose twins were compared with kernels
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if necessary, run, and run again with repairs if something broke."""
@@ -111,8 +110,7 @@ class Runner:
 
     def _check_twins(self, program: Program, model: nn.Module, batch: Batch, number: int) -> None:
         ops = {site.twin.op for site in program.traced.sites if site.twin is not None}
-        if ops and id(program) not in self._checked:
-            self._checked.add(id(program))
+        if ops:  # on each batch, so that it does not matter which of them this machine runs
             found = self._eager.check_twins(ops, model, batch, number)
             self.record.twins |= {op: self.record.twins.get(op) or why for op, why in found.items()}
 

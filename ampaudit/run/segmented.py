@@ -181,6 +181,8 @@ class _Segmented:
             found = passage.advance([way.end(call.ready.executor, segment) for call in passage.calls])
         if self._route.keeps and passed <= segment:
             self._route.save(passage.name, segment + 1, way.count, passage.pack)
+        if found is None:
+            passage.pause()
         self.runners[passage.calls[0].policy].record.add_seconds("run", time.perf_counter() - started)
         if found is not None:
             yield from zip(passage.calls, found, strict=True)

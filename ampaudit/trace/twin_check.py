@@ -28,7 +28,7 @@ _MASK = 1e30  # larger numbers stand for infinity, and say nothing about the siz
 
 
 class TwinCheck(TorchDispatchMode):
-    """Calls ops by their kernels and compares their twins, once per op and kinds of arguments.
+    """Calls ops by their kernels and compares their twins, once per batch, op and kinds of arguments.
 
     Where there is no kernel, the twin's result is used.
 
@@ -42,6 +42,10 @@ class TwinCheck(TorchDispatchMode):
         self.unchecked: dict[str, str] = {}
         self.checked: set[str] = set()
         self._seen: set[tuple[Any, ...]] = set()
+
+    def begin_batch(self) -> None:
+        """Compare every op again, with the values of another batch."""
+        self._seen.clear()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

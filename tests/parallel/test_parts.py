@@ -86,6 +86,48 @@ def test_a_model_that_has_changed_since_is_refused(folder: Path) -> None:
     assert "another model, or other weights" in str(run("merge", *files).exception)
 
 
+def test_plain_inputs_and_the_mode_belong_to_the_audit(folder: Path) -> None:
+    """Parts with other ones were once joined, and a resumed run took what another one had measured."""
+    written(folder, MODEL)
+    Path("inputs.py").write_text(INPUTS.format(1))
+    Path("other.py").write_text(INPUTS.format(2))
+    Path("plain.py").write_text(PLAIN)
+    first = run("scan", "plain.py", "--inputs", "inputs.py", "--batches", 2, "--part", "1/2", "-o", "1.json")
+    assert first.exit_code == 0
+    for options, words in ((["other.py"], "other inputs"), (["inputs.py", "--train"], "another mode")):
+        other = ("--batches", 2, "--part", "2/2", "-o", "2.json", "--force")
+        run("scan", "plain.py", "--inputs", *options, *other)
+        assert words in str(run("merge", "1.json", "2.json").exception)
+
+
+INPUTS = """
+import torch
+
+
+def batches():
+    for _ in range(2):
+        yield torch.ones(2, 4), {}
+"""
+PLAIN = """
+import torch
+from torch import nn
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, factor):
+        return self.linear(x) * factor
+
+
+def get_model():
+    torch.manual_seed(0)
+    return Scaled()
+"""
+
+
 def test_a_part_of_an_older_version_is_named(folder: Path) -> None:
     files = parts(folder, 2)
     about, *records = Path(files[1]).read_text().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -345,6 +346,36 @@ def test_states_keep_shared_memory_strides_and_identity(program: Program) -> Non
         assert found.group == 2
     back = unpack_state(pack_state(GraphState({first: (base, base)}), {}), program, CPU, "it")[0]
     assert torch.equal(back.values[first][0], base)
+
+
+def test_states_keep_lazy_conjugates_and_views_in_another_dtype(program: Program) -> None:
+    first, second = program.inputs[:2]
+    turned = torch.complex(torch.ones(3), torch.arange(3.0)).conj()
+    parts = torch.view_as_real(torch.complex(torch.ones(3), torch.arange(3.0)))
+    wanted = [turned.clone(), turned.imag.clone(), parts.clone(), torch.view_as_complex(parts).clone()]
+
+    def state() -> GraphState:
+        return GraphState(
+            {first: (turned, turned.imag), second: (parts, torch.view_as_complex(parts))}, {}, 1
+        )
+
+    moved = state()
+    moved_to(moved, CPU)
+    for found in (moved, unpack_state(pack_state(state(), {}), program, CPU, "it")[0]):
+        got = [*found.values[first], *found.values[second]]
+        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+        assert got[2].untyped_storage()._cdata == got[3].untyped_storage()._cdata
+
+
+def test_a_state_that_reads_beyond_its_memory_is_refused(program: Program) -> None:
+    data = pack_state(GraphState({program.inputs[0]: (torch.ones(2, 3),) * 2}, {}, 1), {})
+    found = torch.load(io.BytesIO(data), weights_only=True)
+    ((kind, view),) = {pair[0] for pair in found["tables"][0].values()}
+    found["tables"][0] = {program.inputs[0].name: ((kind, (*view[:3], (2, 4000), *view[4:])),) * 2}
+    file = io.BytesIO()
+    torch.save(found, file)
+    with pytest.raises(InputError, match="a tensor beyond its memory"):
+        unpack_state(file.getvalue(), program, CPU, "it")
 
 
 @pytest.mark.parametrize("data", [b"", b"no state", b"PK\x03\x04", pack_state(GraphState({}, {}, -1), {})])

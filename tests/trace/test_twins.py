@@ -410,6 +410,20 @@ def test_a_twin_that_is_none_is_one_line(
     assert str(caught.value).count("\n") == 1
 
 
+def test_a_twin_is_compared_on_each_batch() -> None:
+    """Otherwise it would depend on the machine that runs a batch whether a difference is seen."""
+
+    def without_large(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return torch.softmax(x.clamp(max=10) * scale, -1)
+
+    ampaudit.twin(f"{LIB}::softmax", without_large)
+    model = Wrap(lambda model, x: softmax(model.a(x), 3.0), a=identity()).eval()
+    large = X.abs().cumsum(0) * 10
+    scan(model, batches=[(X,)], policy="half")
+    with pytest.raises(SourceError, match="computes something else"):
+        scan(model, batches=[(X,), (large,)], policy="half")
+
+
 def test_a_twin_that_calls_its_own_op_is_one_line() -> None:
     ampaudit.twin(f"{LIB}::softmax", calls_itself)
     with pytest.raises(SourceError, match=f"the twin of {LIB}::softmax calls {LIB}::softmax itself"):
