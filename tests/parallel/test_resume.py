@@ -6,9 +6,12 @@ import random
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ampaudit.core.files import temporary_directory
+from ampaudit.parallel.resume import _Kept
 from tests.support.parallel import MODEL, PROMOTING, alone, run, started, torchrun, without_times, written
 
 slow = pytest.mark.slow
@@ -41,6 +44,27 @@ def test_what_was_done_is_not_done_again(
         monkeypatch.setattr(f"ampaudit.run.audit.{name}", watched(original))
     assert run(*RESUMED, *more, "-o", "again.json").exit_code == 0
     assert without_times(folder / "first.json") == usual
+    assert without_times(folder / "again.json") == usual
+
+
+def test_a_scan_whose_boundaries_wait_on_disk_goes_on(
+    folder: Path, usual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their values were once cleared before they were kept for a later process."""
+    monkeypatch.setattr("ampaudit.run.segmented.nullcontext", lambda: temporary_directory("segments-"))
+    kept, save = [], _Kept.save
+
+    def ending(self: _Kept, *arguments: Any) -> None:
+        save(self, *arguments)
+        kept.append(arguments)
+        if len(kept) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Kept, "save", ending)
+        assert run(*RESUMED, *SEGMENTS).exit_code != 0
+    assert len(kept) == 5
+    assert run(*RESUMED, *SEGMENTS, "-o", "again.json").exit_code == 0
     assert without_times(folder / "again.json") == usual
 
 
