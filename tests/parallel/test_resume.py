@@ -47,10 +47,27 @@ def test_what_was_done_is_not_done_again(
     assert without_times(folder / "again.json") == usual
 
 
-def test_a_scan_whose_boundaries_wait_on_disk_goes_on(
-    folder: Path, usual: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+DEEP = """
+import torch
+from torch import nn
+
+
+def get_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())])
+
+
+def example_inputs():
+    return (torch.randn(4, 32),)
+"""
+
+
+def test_a_scan_whose_boundaries_wait_on_disk_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their values were once cleared before they were kept for a later process."""
+    (folder / "deep.py").write_text(DEEP)
+    deep = ("scan", "deep.py", "--batches", "4", "--fail-on", "never", "--force")
+    resumed = ("--memory", "60kB", "--resume", "kept")
+    assert run(*deep, "-o", "one.json").exit_code == 0
     monkeypatch.setattr("ampaudit.run.segmented.nullcontext", lambda: temporary_directory("segments-"))
     kept, save = [], _Kept.save
 
@@ -62,10 +79,11 @@ def test_a_scan_whose_boundaries_wait_on_disk_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(_Kept, "save", ending)
-        assert run(*RESUMED, *SEGMENTS).exit_code != 0
+        assert run(*deep, *resumed).exit_code != 0
     assert len(kept) == 5
-    assert run(*RESUMED, *SEGMENTS, "-o", "again.json").exit_code == 0
-    assert without_times(folder / "again.json") == usual
+    assert kept[0][2] > 1
+    assert run(*deep, *resumed, "-o", "again.json").exit_code == 0
+    assert without_times(folder / "again.json") == without_times(folder / "one.json")
 
 
 def watched(original: object) -> object:
