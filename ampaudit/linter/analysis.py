@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ampaudit.linter.diagnostic import Diagnostic, position_of
+from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import Event
 from ampaudit.linter.flow.expressions import EXPRESSIONS
 from ampaudit.linter.flow.inlining import inline_call
@@ -20,14 +21,7 @@ from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Inte
 from ampaudit.linter.flow.script import Script, sets_own_context
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.statements import STATEMENTS
-from ampaudit.linter.flow.values import (
-    Autocast,
-    ClassInfo,
-    FunctionInfo,
-    ImportedName,
-    Instance,
-    Value,
-)
+from ampaudit.linter.flow.values import Autocast, ImportedName, Value
 from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.apex_loops import check_apex_loops
 from ampaudit.linter.rules.autograd_functions import check_autograd_functions

@@ -90,7 +90,7 @@ class _View(NamedTuple):
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         made = made.set_(storage, self.offset, self.shape, self.strides)
         made = made.conj() if self.is_conj else made
-        return torch._neg_view(made) if self.is_neg else made
+        return torch.ops.aten._neg_view(made) if self.is_neg else made
 
 
 def pack_state(state: GraphState, more: State) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
+from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
 from ampaudit.linter.flow.managed import call_managed, managed_method
 from ampaudit.linter.flow.script import dotted_name
@@ -19,13 +20,8 @@ from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     UNSCALED_TENSOR,
-    BoundMethod,
-    Class,
-    Function,
-    FunctionInfo,
     GradAttribute,
     ImportedName,
-    Instance,
     KnownItems,
     LossFunction,
     LossGradients,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.flow import objects, tensors
 from ampaudit.linter.flow.gradient_facts import YES
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.values import Autocast, Device, LiteralValue, Scaler, Value, key_of
+from ampaudit.linter.flow.values import Autocast, DeviceValue, LiteralValue, Scaler, Value, key_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
@@ -45,7 +45,9 @@ def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Argu
     first = arguments.get(0, "device_type")
     imported = isinstance(node.func, ast.Attribute) or "torch.amp.autocast" in interpreter.script.imports
     imported = imported or "torch.autocast" in interpreter.script.imports
-    is_flag = isinstance(first, Device) or (isinstance(first, LiteralValue) and isinstance(first.value, bool))
+    is_flag = isinstance(first, DeviceValue) or (
+        isinstance(first, LiteralValue) and isinstance(first.value, bool)
+    )
     has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
     if imported and not has_more and (first is None or is_flag):
         interpreter.report(

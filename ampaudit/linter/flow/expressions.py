@@ -7,24 +7,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.calls import evaluate_call
+from ampaudit.linter.flow.definitions import Instance
 from ampaudit.linter.flow.joining import item_of, join_values
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
-    Device,
+    DeviceValue,
     DictLiteral,
     GradAttribute,
     ImportedName,
-    Instance,
     KnownItems,
     LiteralValue,
     LossGradients,
-    LossScale,
     Managed,
     Model,
     Parameters,
+    ScaleReading,
     Tensor,
     Value,
 )
@@ -50,7 +50,7 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
         return ImportedName(canonical_name(f"{base.path}.{node.attr}"))
     if isinstance(base, Instance):
         return _member(interpreter, base, node)
-    if isinstance(base, Device):
+    if isinstance(base, DeviceValue):
         return LiteralValue(base.type) if node.attr == "type" and base.type else UNKNOWN
     if node.attr == "grad":
         return GradAttribute()
@@ -114,7 +114,7 @@ def _alternatives(interpreter: Interpreter, node: ast.BoolOp) -> Value:
 
 def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     left, *others = (interpreter.evaluate(value) for value in (node.left, *node.comparators))
-    if isinstance(left, LossScale) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+    if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record_event("scales.compared", node)
     return UNKNOWN
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
-from ampaudit.linter.flow.state import Contribution, Gradients
+from ampaudit.linter.flow.state import AccumulatedGradients, Contribution
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -87,6 +87,6 @@ def is_unscaled(interpreter: Interpreter) -> bool:
 
 def clear_gradients(interpreter: Interpreter) -> None:
     """Set the facts after all gradients were zeroed."""
-    interpreter.state.gradients = Gradients()
+    interpreter.state.gradients = AccumulatedGradients()
     interpreter.state.set_fact(YES, "idle")
     interpreter.state.set_fact(None, "leftover")

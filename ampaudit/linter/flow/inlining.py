@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.definitions import Function, FunctionInfo, Instance
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
 from ampaudit.linter.flow.joining import join_values
@@ -17,9 +18,6 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     Autocast,
     ContextManager,
-    Function,
-    FunctionInfo,
-    Instance,
     LiteralValue,
     Managed,
     Model,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
-from ampaudit.linter.flow.events import Event, Guard
+from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.recorder import Recorder
 from ampaudit.linter.flow.script import Script, ScriptTooLong, condition_of, dotted_name
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES
@@ -19,22 +18,15 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
     Autocast,
-    BoundMethod,
-    Class,
-    Function,
-    FunctionInfo,
     ImportedName,
-    Instance,
     KnownItems,
     LiteralValue,
-    Managed,
     Model,
     Optimizer,
     Scaler,
     Scheduler,
     Tensor,
     Value,
-    key_of,
 )
 
 __all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter", "LoopExits", "StepLimitReached"]
@@ -65,7 +57,7 @@ class LoopExits:
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
-class Interpreter:
+class Interpreter(Recorder):
     """An abstract interpreter at one point of a script.
 
     Args:
@@ -84,6 +76,7 @@ class Interpreter:
         assumptions: Mapping[str, bool],
         known: Mapping[str, Value],
     ) -> None:
+        super().__init__()
         self.script = script
         self.statements, self.expressions = statements, expressions
         self.assumptions, self.known = dict(assumptions), known
@@ -93,14 +86,10 @@ class Interpreter:
         self.enclosing_frames: dict[int, int] = {}
         self.caller_frames: dict[int, int] = {}
         self.aliases: dict[int, dict[str, str]] = {}  # names in the caller, by parameter
-        self.guards: tuple[Guard, ...] = ()
         self.autocasts: list[Autocast] = [NO_AUTOCAST]
         self.grad_modes: list[str] = []  # no_grad, no_sync
         self.loops: list[LoopExits] = []
         self.returns: list[tuple[Value, State]] = []
-        self.statement: ast.stmt | None = None
-        self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
-        self.events: dict[tuple[str, ast.AST, tuple[Guard, ...]], Event] = {}
         self.scalers: dict[str, Scaler] = {}
         self.escaped: set[str] = set()
         self.models_by_optimizer: dict[str, frozenset[str]] = {}
@@ -109,38 +98,10 @@ class Interpreter:
         self.half_values: set[ast.AST] = set()  # ops on values that are float16
         self.float_values: set[ast.AST] = set()  # ops on values that are float32
         self.half_lines: set[int] = set()  # of statements under float16 autocast
-        self.managed = self.muted = False
+        self.managed = False
         self.sharded: set[str] = set()  # keys of the models that FSDP shards
-        self.managers: set[Managed] = set()
         self.repetitions = 0
         self._steps = self._work = 0
-
-    # results
-
-    def report(
-        self,
-        code: str,
-        node: ast.AST,
-        cause: str,
-        advice: str,
-        fix: Fix | None = None,
-        certainty: Certainty = Certainty.KNOWN,
-    ) -> None:
-        """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
-        if self.muted:
-            return
-        key = (code, *position_of(node))
-        known = self.diagnostics.get(key)
-        if known is None or known.certainty < certainty:
-            self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
-
-    def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
-        """Record an event, once per kind, node and guards."""
-        if kind == "managed.made":
-            self.managers.add(data["managed"])
-        key = (kind, node, self.guards)
-        if key not in self.events:
-            self.events[key] = Event(kind, node, self.guards, self.statement, data)
 
     def reset_steps(self) -> None:
         """Reset the step count for the next entry point."""
@@ -161,17 +122,6 @@ class Interpreter:
     def autocast(self) -> Autocast:
         """The innermost autocast context."""
         return self.autocasts[-1]
-
-    @property
-    def calls(self) -> list[ast.Call]:
-        """The calls that lead here, outermost first."""
-        nodes = (guard.node for guard in self.guards if guard.kind == "call")
-        return [node for node in nodes if isinstance(node, ast.Call)]
-
-    @property
-    def call_path(self) -> str:
-        """The calls that lead here, as text, which tells apart two calls of one function."""
-        return "".join(f" from {key_of(call)}" for call in self.calls)
 
     def assumed_truth(self, test: ast.expr) -> bool | None:
         """Return the assumed truth of a condition; ``None`` if nothing is assumed."""
@@ -230,16 +180,6 @@ class Interpreter:
         """Return the number of facts and names, which each branch copies and joins."""
         state = self.path_state
         return 0 if state is None else len(state.facts) + len(state.scopes.get(self.frame, ()))
-
-    @contextmanager
-    def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:
-        """Execute inside a loop, a branch or a call."""
-        outside = self.guards
-        self.guards = (*outside, Guard(kind, node))
-        try:
-            yield
-        finally:
-            self.guards = outside
 
     # names
 

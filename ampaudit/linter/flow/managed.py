@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.frameworks import Framework
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution, Gradients
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Value
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def managed_method(
         interpreter.record_event("managed.backward", node, managed=base)
         scaled = framework.keeps_gradients and base.scales
         new = Contribution(f"managed by {framework.name}", node)
-        state.gradients = Gradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
+        state.gradients = AccumulatedGradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
     elif name in (*_CLIPS, "unscale_gradients"):
         interpreter.record_event("managed.clip", node, managed=base)
         state.gradients = UNKNOWN_GRADIENTS
     elif name in ("step", "zero_grad"):
         interpreter.record_event(f"managed.{name}", node, managed=base)
-        state.gradients = Gradients() if name == "zero_grad" else UNKNOWN_GRADIENTS
+        state.gradients = AccumulatedGradients() if name == "zero_grad" else UNKNOWN_GRADIENTS
     elif name == "fit":
         _check_fitted(interpreter, base, arguments)
     return base

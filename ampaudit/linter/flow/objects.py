@@ -6,6 +6,7 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.script import dotted_name
@@ -14,11 +15,8 @@ from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
-    ClassInfo,
     ContextManager,
-    Device,
-    FunctionInfo,
-    Instance,
+    DeviceValue,
     KnownItems,
     LiteralValue,
     Model,
@@ -134,13 +132,13 @@ def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
         device = device_of(value)
         if device:
             interpreter.state.set_fact(device, "device", model.key)
-        elif value is UNKNOWN or isinstance(value, Device):
+        elif value is UNKNOWN or isinstance(value, DeviceValue):
             interpreter.state.set_fact(MAYBE, "device", model.key)
 
 
 def device_of(value: Value | None) -> str:
     """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
-    if isinstance(value, Device):
+    if isinstance(value, DeviceValue):
         return value.type
     text = value.value if isinstance(value, LiteralValue) else ""
     if isinstance(text, str):

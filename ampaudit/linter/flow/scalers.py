@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import remove_statement
+from ampaudit.linter.flow.definitions import BoundMethod, Function
 from ampaudit.linter.flow.gradient_facts import (
     BY_STEP,
     BYPASSED,
@@ -27,18 +28,16 @@ from ampaudit.linter.flow.scaler_checks import (
     has_update,
     record_step_inside_autocast,
 )
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Gradients
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
-    BoundMethod,
-    Function,
     KnownItems,
-    LossScale,
     Optimizer,
     Scaler,
+    ScaleReading,
     StateDict,
     Tensor,
     Value,
@@ -76,7 +75,7 @@ def scaler_method(
         return StateDict("scaler", scaler.key) if name == "state_dict" else UNKNOWN
     elif name in ("get_scale", "_get_scale_async", "is_enabled"):
         interpreter.record_event("scaler.get_scale", node, scaler=scaler.key)
-        return LossScale(scaler.key) if name == "get_scale" else UNKNOWN
+        return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
     return UNKNOWN
 
 
@@ -105,7 +104,7 @@ def _step(
     known = optimizer.key if not optimizer.one_of_several else ""
     interpreter.record_event("scaler.step", node, scaler=scaler.key, optimizer=known)
     if scaler.enabled is False:
-        state.gradients = Gradients()
+        state.gradients = AccumulatedGradients()
         return
     closure = arguments.get(1, "closure")
     lambdas = isinstance(arguments.expression(1, "closure"), ast.Lambda)
@@ -137,7 +136,7 @@ def _step(
         and not optimizer.one_of_several
         and gradient_contributions(interpreter) is not None
     ):
-        state.gradients = Gradients()  # the step has unscaled the gradients
+        state.gradients = AccumulatedGradients()  # the step has unscaled the gradients
     state.set_fact(None, "early", scaler.key)
     state.set_fact(None, "fresh")
 
@@ -201,7 +200,7 @@ def _update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
         known = state.get("updated", scaler.key) != MAYBE
         state.set_fact(node if known else MAYBE, "updated", scaler.key)
         if state.get("fresh") is None:
-            state.gradients = Gradients()
+            state.gradients = AccumulatedGradients()
         state.set_fact(YES if known else MAYBE, "idle")
     elif stepped:
         state.set_fact(MAYBE, "updated", scaler.key)

@@ -12,8 +12,8 @@ from typing import Any
 
 import re2
 
+from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
 from ampaudit.linter.flow.usage import NameUsage
-from ampaudit.linter.flow.values import ClassInfo, FunctionInfo
 from ampaudit.linter.source_text import split_lines
 
 __all__ = [

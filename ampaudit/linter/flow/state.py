@@ -13,10 +13,10 @@ from ampaudit.linter.flow.values import MAYBE, Value
 __all__ = [
     "NO_CONTRIBUTIONS",
     "UNKNOWN_GRADIENTS",
+    "AccumulatedGradients",
     "Contribution",
     "Fact",
     "FactKey",
-    "Gradients",
     "State",
     "join",
 ]
@@ -40,7 +40,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class AccumulatedGradients:
     """What is in ``.grad``.
 
     Attributes:
@@ -51,29 +51,31 @@ class Gradients:
     contributions: frozenset[Contribution] = frozenset()
     certainty: Certainty = Certainty.KNOWN
 
-    def with_contribution(self, new: Contribution) -> Gradients:
+    def with_contribution(self, new: Contribution) -> AccumulatedGradients:
         """Return the gradients after another backward pass; one whose loss is scaled is known again."""
         if self.certainty == Certainty.UNKNOWN:
-            return Gradients(frozenset({new}), Certainty.LIKELY) if new.scaler else UNKNOWN_GRADIENTS
+            return (
+                AccumulatedGradients(frozenset({new}), Certainty.LIKELY) if new.scaler else UNKNOWN_GRADIENTS
+            )
         return replace(self, contributions=self.contributions | {new})
 
-    def weakened(self) -> Gradients:
+    def weakened(self) -> AccumulatedGradients:
         """Return the gradients after code that hardly, but possibly, changes them."""
         return replace(self, certainty=Certainty.LIKELY) if self.contributions else UNKNOWN_GRADIENTS
 
-    def joined(self, other: Gradients) -> Gradients:
+    def joined(self, other: AccumulatedGradients) -> AccumulatedGradients:
         """Return what is known of them where two paths meet."""
         certainty = min(self.certainty, other.certainty)
         if self.contributions == other.contributions or certainty == Certainty.UNKNOWN:
-            return Gradients(self.contributions, certainty) if certainty else UNKNOWN_GRADIENTS
+            return AccumulatedGradients(self.contributions, certainty) if certainty else UNKNOWN_GRADIENTS
         union = self.contributions | other.contributions
         if len({item.scaler for item in union}) > 1:
             return UNKNOWN_GRADIENTS
         is_on_one_path = not self.contributions or not other.contributions
-        return Gradients(union, Certainty.LIKELY if is_on_one_path else certainty)
+        return AccumulatedGradients(union, Certainty.LIKELY if is_on_one_path else certainty)
 
 
-UNKNOWN_GRADIENTS: Final = Gradients(certainty=Certainty.UNKNOWN)
+UNKNOWN_GRADIENTS: Final = AccumulatedGradients(certainty=Certainty.UNKNOWN)
 FactKey: TypeAlias = tuple[str, ...]
 Fact: TypeAlias = object
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
@@ -93,9 +95,9 @@ class State:
         self,
         facts: dict[FactKey, Fact] | None = None,
         scopes: dict[Scope, dict[str, Value]] | None = None,
-        gradients: Gradients | None = None,
+        gradients: AccumulatedGradients | None = None,
     ) -> None:
-        self.gradients = Gradients() if gradients is None else gradients
+        self.gradients = AccumulatedGradients() if gradients is None else gradients
         self.facts: dict[FactKey, Fact] = {} if facts is None else facts
         self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
         self._owned: set[Scope] = set()

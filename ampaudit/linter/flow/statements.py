@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
 from ampaudit.linter.flow.events import Guard
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.linter.flow.joining import item_of
@@ -13,10 +14,7 @@ from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Autocast,
-    Class,
     ContextManager,
-    Function,
-    FunctionInfo,
     ImportedName,
     LiteralValue,
     Managed,

@@ -23,7 +23,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
     ContextManager,
-    Device,
+    DeviceValue,
     DictLiteral,
     GradAttribute,
     KnownItems,
@@ -266,7 +266,7 @@ def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "type")
-    return Device(objects.device_of(value))
+    return DeviceValue(objects.device_of(value))
 
 
 _BY_PATH: Final[dict[str, Handler]] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ampaudit.linter.diagnostic import Certainty, position_of
+from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, Instance
 from ampaudit.linter.flow.frameworks import Framework
 
 __all__ = [
@@ -15,26 +16,20 @@ __all__ = [
     "UNSCALED",
     "UNSCALED_TENSOR",
     "Autocast",
-    "BoundMethod",
-    "Class",
-    "ClassInfo",
     "ContextManager",
-    "Device",
+    "DeviceValue",
     "DictLiteral",
-    "Function",
-    "FunctionInfo",
     "GradAttribute",
     "ImportedName",
-    "Instance",
     "KnownItems",
     "LiteralValue",
     "LossFunction",
     "LossGradients",
-    "LossScale",
     "Managed",
     "Model",
     "Optimizer",
     "Parameters",
+    "ScaleReading",
     "Scaler",
     "Scheduler",
     "StateDict",
@@ -234,14 +229,14 @@ class Autocast:
 
 
 @dataclass(frozen=True, slots=True)
-class LossScale:
+class ScaleReading:
     """The result of ``scaler.get_scale()``."""
 
     scaler_key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceValue:
     """A ``torch.device``; its type is empty if unknown."""
 
     type: str
@@ -267,75 +262,9 @@ class Managed:
     scales: Certainty = Certainty.UNKNOWN
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FunctionInfo:
-    """A function or method of the file."""
-
-    node: ast.FunctionDef | ast.AsyncFunctionDef
-    owner: ClassInfo | None
-    relevant: bool  # whether anything in it matters
-
-    @property
-    def is_static(self) -> bool:
-        """Whether it is a static method."""
-        return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassInfo:
-    """A class of the file; ``bases`` are the dotted names of its base classes."""
-
-    node: ast.ClassDef
-    bases: tuple[str, ...]
-    methods: dict[str, FunctionInfo]
-    base: ClassInfo | None = None
-
-    def method(self, name: str) -> FunctionInfo | None:
-        """Return a method by name, also from base classes in the same file."""
-        if name in self.methods:
-            return self.methods[name]
-        return self.base.method(name) if self.base is not None else None
-
-    def derives(self, *endings: str) -> bool:
-        """Return whether the last component of a base class's name is one of some names."""
-        own = any(base.rpartition(".")[2] in endings for base in self.bases)
-        return own or (self.base is not None and self.base.derives(*endings))
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function of the file, with the frame that defines it."""
-
-    info: FunctionInfo
-    frame: int
-
-
-@dataclass(frozen=True, slots=True)
-class Class:
-    """A class of the file."""
-
-    info: ClassInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """An instance of a class of the file."""
-
-    key: str
-    info: ClassInfo
-
-
-@dataclass(frozen=True, slots=True)
-class BoundMethod:
-    """A method of an instance."""
-
-    owner: Instance
-    info: FunctionInfo
-
-
 Value: TypeAlias = (
     "Unknown | ImportedName | LiteralValue | KnownItems | StateDict | DictLiteral | Scaler | Optimizer"
-    " | Model | Parameters | Device | GradAttribute | LossScale | Scheduler | LossFunction | "
+    " | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler | LossFunction | "
     "Tensor | LossGradients | Autocast"
     " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
 )

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from ampaudit.linter.diagnostic import Diagnostic, Fix
+from ampaudit.linter.flow.definitions import FunctionInfo
 from ampaudit.linter.flow.script import Script, dotted_name, enters_autocast
-from ampaudit.linter.flow.values import FunctionInfo
 
 __all__ = ["check_autograd_functions"]
 

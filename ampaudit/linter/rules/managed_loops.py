@@ -6,11 +6,12 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.definitions import ClassInfo
 from ampaudit.linter.flow.events import Event, of_kind
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.statement_context import tests_around
-from ampaudit.linter.flow.values import ClassInfo, Managed
+from ampaudit.linter.flow.values import Managed
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter

@@ -7,8 +7,9 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Fix, position_of
+from ampaudit.linter.flow.definitions import BoundMethod, Function
 from ampaudit.linter.flow.events import Event, of_kind
-from ampaudit.linter.flow.values import Autocast, BoundMethod, Function
+from ampaudit.linter.flow.values import Autocast
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter

@@ -1,0 +1,74 @@
+"""Functions and classes that a script defines, and what is made of them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+__all__ = ["BoundMethod", "Class", "ClassInfo", "Function", "FunctionInfo", "Instance"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionInfo:
+    """A function or method of the file."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    owner: ClassInfo | None
+    relevant: bool  # whether anything in it matters
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a static method."""
+        return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassInfo:
+    """A class of the file; ``bases`` are the dotted names of its base classes."""
+
+    node: ast.ClassDef
+    bases: tuple[str, ...]
+    methods: dict[str, FunctionInfo]
+    base: ClassInfo | None = None
+
+    def method(self, name: str) -> FunctionInfo | None:
+        """Return a method by name, also from base classes in the same file."""
+        if name in self.methods:
+            return self.methods[name]
+        return self.base.method(name) if self.base is not None else None
+
+    def derives(self, *endings: str) -> bool:
+        """Return whether the last component of a base class's name is one of some names."""
+        own = any(base.rpartition(".")[2] in endings for base in self.bases)
+        return own or (self.base is not None and self.base.derives(*endings))
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of the file, with the frame that defines it."""
+
+    info: FunctionInfo
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class of the file."""
+
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An instance of a class of the file."""
+
+    key: str
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMethod:
+    """A method of an instance."""
+
+    owner: Instance
+    info: FunctionInfo

@@ -1,0 +1,72 @@
+"""Records diagnostics and events with the place in the flow where each was found."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
+from ampaudit.linter.flow.events import Event, Guard
+from ampaudit.linter.flow.values import Managed, key_of
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """What was found so far, and where the flow is: its statement, and the guards around it."""
+
+    def __init__(self) -> None:
+        self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
+        self.events: dict[tuple[str, ast.AST, tuple[Guard, ...]], Event] = {}
+        self.managers: set[Managed] = set()
+        self.guards: tuple[Guard, ...] = ()
+        self.statement: ast.stmt | None = None
+        self.muted = False
+
+    def report(
+        self,
+        code: str,
+        node: ast.AST,
+        cause: str,
+        advice: str,
+        fix: Fix | None = None,
+        certainty: Certainty = Certainty.KNOWN,
+    ) -> None:
+        """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
+        if self.muted:
+            return
+        key = (code, *position_of(node))
+        known = self.diagnostics.get(key)
+        if known is None or known.certainty < certainty:
+            self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
+
+    def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
+        """Record an event, once per kind, node and guards."""
+        if kind == "managed.made":
+            self.managers.add(data["managed"])
+        key = (kind, node, self.guards)
+        if key not in self.events:
+            self.events[key] = Event(kind, node, self.guards, self.statement, data)
+
+    @contextmanager
+    def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:
+        """Execute inside a loop, a branch or a call."""
+        outside = self.guards
+        self.guards = (*outside, Guard(kind, node))
+        try:
+            yield
+        finally:
+            self.guards = outside
+
+    @property
+    def calls(self) -> list[ast.Call]:
+        """The calls that lead here, outermost first."""
+        nodes = (guard.node for guard in self.guards if guard.kind == "call")
+        return [node for node in nodes if isinstance(node, ast.Call)]
+
+    @property
+    def call_path(self) -> str:
+        """The calls that lead here, as text, which tells apart two calls of one function."""
+        return "".join(f" from {key_of(call)}" for call in self.calls)
