@@ -23,6 +23,8 @@ __all__ = [
     "dotted_name",
     "enters_autocast",
     "is_worth_reading",
+    "matching_lines",
+    "nested_blocks",
     "parse",
     "read_script",
     "sets_own_context",
@@ -69,12 +71,22 @@ class Script:
     usage: NameUsage = field(default_factory=NameUsage)
     imports: set[str] = field(default_factory=set)
     relevant_lines: list[int] = field(default_factory=list)
+    _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict)
+
+    def nodes(self, inside: ast.AST | None = None) -> list[ast.AST]:
+        """Return the nodes of the script, or of one of its functions, outer ones first."""
+        root = inside or self.tree
+        if root not in self._inside:
+            self._inside[root] = list(ast.walk(root))
+        return self._inside[root]
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
         """The expressions that are assigned to each dotted name."""
         found: dict[str, list[ast.expr]] = {}
-        for node in ast.walk(self.tree):
+        pending = list(self.tree.body)
+        for node in pending:
+            pending += [inner for block in nested_blocks(node) for inner in block]
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     found.setdefault(dotted_name(target), []).append(node.value)
@@ -83,9 +95,11 @@ class Script:
     @cached_property
     def scales_losses(self) -> bool:
         """Whether code, and not only an import or a comment, names a scaler or a loss scale."""
+        if not _SCALES.search(self.text):
+            return False
         names = (
             getattr(node, field)
-            for node in ast.walk(self.tree)
+            for node in self.nodes()
             for kind, field in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.arg, "arg"))
             if isinstance(node, kind)
         )
@@ -96,6 +110,13 @@ class Script:
         decorators = getattr(node, "decorator_list", ())
         at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
         return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
+
+
+def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks directly inside a statement."""
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
+    return [block for block in blocks if isinstance(block, list) and block]
 
 
 class ScriptTooLong(Exception):
@@ -109,13 +130,20 @@ def parse(text: str) -> ast.Module:
         ScriptTooLong: it has too many tokens.
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
     """
+    import gc
     import warnings
 
     if len(text) > _MAX_TOKENS and _TOKEN.subn("", text)[1] > _MAX_TOKENS:
         raise ScriptTooLong(f"more than {_MAX_TOKENS:,} tokens: data rather than a script")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about invalid escapes
-        return ast.parse(text)
+    collects = gc.isenabled()
+    gc.disable()  # a tree has no garbage, but so many objects that looking for it takes a quarter of the time
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about invalid escapes
+            return ast.parse(text)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def enters_autocast(node: ast.With) -> bool:

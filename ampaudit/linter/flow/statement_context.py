@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from ampaudit.linter.flow.script import Script, dotted_name
+from ampaudit.linter.flow.script import Script, dotted_name, nested_blocks
 
 __all__ = [
     "call_beside_scaler",
     "enclosing_function",
     "following_step",
     "in_same_function",
-    "nested_blocks",
     "said_where",
     "scaler_in_scope",
     "tests_around",
@@ -51,7 +50,7 @@ def said_where(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
 def tests_around(script: Script, node: ast.AST) -> list[str]:
     """Return the conditions of the ``if`` statements around a node in its function, as text."""
     line = getattr(node, "lineno", 0)
-    inner = ast.walk(enclosing_function(script.tree, node))
+    inner = script.nodes(enclosing_function(script.tree, node))
     return [
         ast.unparse(n.test)
         for n in inner
@@ -62,7 +61,7 @@ def tests_around(script: Script, node: ast.AST) -> list[str]:
 def _scalers_in_scope(script: Script, node: ast.AST) -> list[str]:
     texts = {
         dotted_name(call.func.value)
-        for call in ast.walk(enclosing_function(script.tree, node))
+        for call in script.nodes(enclosing_function(script.tree, node))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
     }
     return [text for text in texts if script.usage.is_scaler(text)]
@@ -104,13 +103,6 @@ def _following_statements(body: list[ast.stmt], statement: ast.stmt | None) -> l
             if found is not None:
                 return found if isinstance(item, _DEFINITIONS + _LOOPS) else [*found, *body[index + 1 :]]
     return None
-
-
-def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks directly inside a statement."""
-    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-    blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
-    return [block for block in blocks if isinstance(block, list) and block]
 
 
 def _unconditional_calls(statement: ast.stmt) -> Iterator[ast.Call]:

@@ -9,6 +9,7 @@ from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
 from ampaudit.linter.flow.events import Guard
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import State, join
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
@@ -132,10 +133,11 @@ def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
 
 def _expects_error(node: ast.With | ast.AsyncWith) -> bool:
     """Return whether a test expects that the block raises."""
-    return any(
-        "raises(" in ast.unparse(i.context_expr) or "assertRaises" in ast.unparse(i.context_expr)
-        for i in node.items
-    )
+    calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
+    return any(dotted_name(call.func).rpartition(".")[2].startswith(_RAISES) for call in calls)
+
+
+_RAISES = ("raises", "assertRaises")
 
 
 def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:

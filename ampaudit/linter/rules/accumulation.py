@@ -159,10 +159,10 @@ def _check_inner_loop(
     interpreter: Interpreter, loop: ast.AST, backwards: list[Event], events: list[Event]
 ) -> None:
     """Check a loop over the batches of one step, which is behind it."""
-    counted = isinstance(loop, ast.For) and _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower())
-    text = "\n".join(map(ast.unparse, loop.body)) if isinstance(loop, ast.For) else ""
+    if not isinstance(loop, ast.For) or not _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower()):
+        return
     steps = [e for e in of_kind(events, *_STEPS) if not any(g.node is loop for g in e.guards)]
-    if not counted or not steps or _DIVIDES.search(text):
+    if not steps or _DIVIDES.search("\n".join(map(ast.unparse, loop.body))):
         return
     for event in backwards:
         if event.data["loss"].loss == "" and event.data["loss"].divided is None:

@@ -19,14 +19,14 @@ def check_apex_loops(script: Script) -> Iterator[Diagnostic]:
     if "scale_loss" not in script.text:
         return
     certainty = _keeps_masters(script)
-    for function in ast.walk(script.tree):
+    for function in script.nodes():
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _check_function(function, certainty)
 
 
 def _keeps_masters(script: Script) -> Certainty:
     """Return how certain it is that apex keeps float32 copies of float16 parameters, as O2 does."""
-    for node in ast.walk(script.tree):
+    for node in script.nodes():
         if isinstance(node, ast.Call) and dotted_name(node.func).endswith("amp.initialize"):
             level = next((k.value for k in node.keywords if k.arg == "opt_level"), None)
             if isinstance(level, ast.Constant):
@@ -49,7 +49,7 @@ def _check_function(
         and any("scale_loss" in ast.unparse(item.context_expr) for item in node.items)
     ]
     inside = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
-    uses_masters = "master_params" in ast.unparse(function)
+    uses_masters = bool(blocks) and "master_params" in ast.unparse(function)
     for node in ast.walk(function) if blocks else ():
         if not isinstance(node, ast.Call) or not dotted_name(node.func).rpartition(".")[2].startswith(
             "clip_grad"

@@ -45,7 +45,7 @@ def _runs_under_autocast(script: Script, name: str) -> bool:
     """Return whether it is applied in an autocast block, in a module, or by a function called in one."""
     inside: set[str] = set()
     applied: list[ast.FunctionDef | ast.ClassDef | ast.Assign] = []
-    for node in ast.walk(script.tree):
+    for node in script.nodes():
         if isinstance(node, ast.With) and enters_autocast(node):
             inside |= {
                 dotted_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)

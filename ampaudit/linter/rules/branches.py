@@ -28,7 +28,7 @@ def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) -> None:
     zeroed = [branch_of(loop, e) for e in of_kind(inside, "zero_grad")]
-    if not zeroed or ".grad = None" in ast.unparse(loop):
+    if not zeroed or not all(zeroed) or ".grad = None" in ast.unparse(loop):
         return
     stepped = [branch_of(loop, e) for e in of_kind(inside, "optimizer.step", "scaler.step")]
     unknown = [branch_of(loop, e) for e in of_kind(inside, "unknown.effect", "backward.unknown")]
@@ -133,7 +133,7 @@ def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> 
     names = {n.id for n in ast.walk(condition.test) if isinstance(n, ast.Name)}
     values = [
         ast.unparse(node.value)
-        for node in ast.walk(enclosing_function(interpreter.script.tree, event.node))
+        for node in interpreter.script.nodes(enclosing_function(interpreter.script.tree, event.node))
         if isinstance(node, ast.Assign)
         and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
     ]

@@ -13,8 +13,7 @@ from typing import Final
 import re2
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
-from ampaudit.linter.flow.script import Script, dotted_name, matching_lines
-from ampaudit.linter.flow.statement_context import nested_blocks
+from ampaudit.linter.flow.script import Script, dotted_name, matching_lines, nested_blocks
 from ampaudit.linter.flow.torch_names import FLOAT16_ROUNDS_TO_ZERO
 
 __all__ = ["check_constants"]
@@ -105,7 +104,7 @@ def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
             found[statement.targets[0].id] = statement.value
     found = {name: value for name, value in found.items() if _number(value) is not None}
     if found:
-        nodes = list(ast.walk(script.tree))
+        nodes = script.nodes()
         stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
         found = {name: value for name, value in found.items() if stored[name] == 1}

@@ -20,7 +20,7 @@ def check_deprecated_names(script: Script) -> Iterator[Diagnostic]:
     """Check imports and uses of deprecated names."""
     if _NAMES.search(script.text) is None:
         return
-    nodes = list(ast.walk(script.tree))
+    nodes = script.nodes()
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     names: dict[str, str] = {}
     by_version, called = _version_dependent(nodes), _called(nodes)

@@ -58,10 +58,12 @@ def _check_bfloat16(interpreter: Interpreter, entered: Event, scaler: ast.Call) 
     """Report a scaler that is on whichever dtype was chosen."""
     given = next((k.value for k in entered.data["value"].node.keywords if k.arg == "dtype"), None)
     name = dotted_name(given) if given is not None else ""
-    chosen = [value for choice, value in _choices(interpreter.script) if choice == name]
-    is_chosen = any("torch.bfloat16" in ast.unparse(v) and "torch.float16" in ast.unparse(v) for v in chosen)
-    tests = " ".join(tests_around(interpreter.script, scaler))
-    if is_chosen and not scaler.keywords and not re.search(r"16|dtype|half|precision", tests):
+    if scaler.keywords or not name:
+        return
+    chosen = [ast.unparse(value) for choice, value in _choices(interpreter.script) if choice == name]
+    is_chosen = any("torch.bfloat16" in value and "torch.float16" in value for value in chosen)
+    tests = " ".join(tests_around(interpreter.script, scaler)) if is_chosen else ""
+    if is_chosen and not re.search(r"16|dtype|half|precision", tests):
         interpreter.report(
             "AMP818",
             scaler,
