@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ampaudit.linter.diagnostic import Diagnostic, position_of
+from ampaudit.linter.fix_safety import with_safety
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import Event
 from ampaudit.linter.flow.expressions import EXPRESSIONS
@@ -76,7 +77,7 @@ def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic
         diagnostics.setdefault((item.code, *position_of(item.node)), item)
     ordered = sorted(diagnostics.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
     names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, ImportedName)}
-    return [item for _, item in ordered], names
+    return [with_safety(script, item) for _, item in ordered], names
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ class LintConfig(Config):
     gitignore: Annotated[bool, Option("Lint files that git ignores as well.", flags=("--no-gitignore",))] = (
         True
     )
+    unsafe_fixes: Annotated[
+        bool, Option("Let --fix and --diff make changes as well that should be read before they are kept.")
+    ] = False
     baseline: Annotated[
         FilePath | None, Option("Leave out what this JSON report of lint has.", metavar="FILE")
     ] = None
@@ -53,6 +56,7 @@ class LintOptions(TypedDict, total=False):
     notes: bool
     exclude: Sequence[str]
     gitignore: bool
+    unsafe_fixes: bool
     baseline: str | Path | None
     fail_on: FailOn
 

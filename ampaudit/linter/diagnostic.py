@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
-__all__ = ["Certainty", "Diagnostic", "Fix", "position_of", "remove_statement"]
+__all__ = ["Applicability", "Certainty", "Diagnostic", "Fix", "position_of", "remove_statement"]
 
 
 def position_of(node: ast.AST) -> tuple[int, int]:
@@ -22,6 +22,14 @@ class Certainty(IntEnum):
     KNOWN = 2
 
 
+class Applicability(Enum):
+    """Whether a fix is applied by ``--fix``, only with ``--unsafe-fixes``, or not at all."""
+
+    NONE = 0
+    UNSAFE = 1
+    SAFE = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Fix:
     """A change of the source that resolves a diagnostic, as data; ``lint.fixes`` applies it.
@@ -32,12 +40,14 @@ class Fix:
         column: its column in UTF-8 bytes, from 0, as ``ast`` counts.
         details: arguments of the change; for ``replace expression`` the new code, and line and column
             (in characters) of the old expression's end.
+        is_safe: whether what it writes certainly works there.
     """
 
     kind: str
     line: int
     column: int
     details: tuple[str, ...] = ()
+    is_safe: bool = True
 
     @classmethod
     def at(cls, node: ast.AST, kind: str, *details: str) -> Fix:
@@ -60,7 +70,7 @@ class Diagnostic:
         node: where it is.
         cause: what is wrong, in one sentence.
         advice: what to write instead.
-        fix: a safe change that resolves it, if there is one.
+        fix: a change that resolves it, if there is one.
         certainty: whether it is known or likely.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, 
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.notebook_lines import lines_of_cells
 from ampaudit.linter.processes import processes
-from ampaudit.linter.reporting import Suppressions, severity_of, to_findings
+from ampaudit.linter.repairs import repaired
+from ampaudit.linter.reporting import to_findings
 from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.report.lint import LintFinding, UnreadFile
@@ -26,7 +26,6 @@ from ampaudit.report.lint import LintFinding, UnreadFile
 __all__ = ["LintedFile", "RuleSelection", "lint_bytes", "lint_file", "lint_files", "lint_text"]
 
 _MANY = 64  # files from which several processes are faster
-_MAX_FIX_ROUNDS = 10  # a fix may uncover the next
 _PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
@@ -135,7 +134,7 @@ def lint_text(text: str, name: str, selection: RuleSelection, *, fix: bool = Fal
     for original in blocks:
         diagnostics, defined, block = _analyze(linted, original, names)
         if fix and diagnostics:
-            after, diagnostics, count = _apply_fixes(block, diagnostics, names, selection)
+            after, diagnostics, count = repaired(block.text, diagnostics, names, selection)
             linted.fixed += count
             if after != block.text:
                 changed.append((original, after))
@@ -206,39 +205,3 @@ def _reason(error: Exception) -> str:
     reason = error.msg.splitlines()[0]
     old = "Missing parentheses in call to 'print'" in reason or "multiple exception types" in reason
     return f"not valid Python: {reason}" + (" (Python 2?)" if old else "")
-
-
-def _apply_fixes(
-    block: CodeBlock, diagnostics: list[Diagnostic], names: dict[str, Value], selection: RuleSelection
-) -> tuple[str, list[Diagnostic], int]:
-    """Fix until nothing fixable remains; return the text, what remains, and how many were fixed."""
-    import libcst
-
-    from ampaudit.linter.analysis import analyze
-    from ampaudit.linter.fixes import apply_fixes
-
-    text, start = block.text, len(diagnostics)
-    if re.search(r"\r(?!\n)", text):
-        return text, diagnostics, 0  # libcst does not preserve line ends of classic Mac OS
-    seen = {text}
-    for _ in range(_MAX_FIX_ROUNDS):
-        suppressions = Suppressions(text)
-        fixes = [
-            item.fix
-            for item in diagnostics
-            if item.fix is not None
-            and selection.includes(item.code, severity_of(item))
-            and not suppressions.matching(item)
-        ]
-        if not fixes:
-            break
-        try:
-            fixed = apply_fixes(text, fixes)
-            analyzed = analyze(read_script(fixed), names)
-        except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, ScriptTooLong):
-            break
-        if fixed in seen:  # no fix could be applied, or one undoes another
-            break
-        seen.add(fixed)
-        text, (diagnostics, _) = fixed, analyzed
-    return text, diagnostics, max(start - len(diagnostics), 0) if text != block.text else 0

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from ampaudit.core.comments import Comment, comments_of
 from ampaudit.linter.code_blocks import CodeBlock
-from ampaudit.linter.diagnostic import Certainty, Diagnostic
+from ampaudit.linter.diagnostic import Applicability, Certainty, Diagnostic, Fix
+from ampaudit.linter.fix_safety import applicability, needed_torch
 from ampaudit.linter.flow.script import parse
 from ampaudit.linter.selection import UNUSED_SUPPRESSION, RuleSelection
 from ampaudit.linter.source_text import character_column, split_lines
@@ -59,7 +60,7 @@ def to_findings(
         comment = suppressions.matching(diagnostic)
         if selection.includes(diagnostic.code, severity_of(diagnostic)) and definitions is not None:
             function = definitions.name_at(getattr(diagnostic.node, "lineno", 1))
-            finding = _to_finding(path, block, lines, diagnostic, function)
+            finding = _to_finding(path, block, lines, diagnostic, function, selection)
             findings.append(replace(finding, suppressed=f"comment: {comment.reason}") if comment else finding)
     if selection.includes(UNUSED_SUPPRESSION):
         findings += [_unused_suppression(path, block, comment) for comment in suppressions.unused()]
@@ -95,9 +96,14 @@ def severity_of(diagnostic: Diagnostic) -> Severity:
 
 
 def _to_finding(
-    path: str, block: CodeBlock, lines: list[str], diagnostic: Diagnostic, function: str
+    path: str,
+    block: CodeBlock,
+    lines: list[str],
+    diagnostic: Diagnostic,
+    function: str,
+    selection: RuleSelection,
 ) -> LintFinding:
-    node = diagnostic.node
+    node, how = diagnostic.node, applicability(diagnostic.fix, selection.torch)
     first = int(getattr(node, "lineno", 1))
     last = int(getattr(node, "end_lineno", first) or first)
     column = character_column(lines[first - 1], getattr(node, "col_offset", 0))
@@ -114,10 +120,18 @@ def _to_finding(
         cell=cell,
         function=function,
         cause=diagnostic.cause,
-        advice=diagnostic.advice,
-        fixable=diagnostic.fix is not None,
+        advice=diagnostic.advice + _torch_in_the_way(diagnostic.fix, selection),
+        fixable=how == Applicability.SAFE,
+        fixable_unsafely=how == Applicability.UNSAFE,
         source=lines[first - 1].strip("\r"),
     )
+
+
+def _torch_in_the_way(fix: Fix | None, selection: RuleSelection) -> str:
+    """Return why a fix is not offered, if the project allows versions of torch for which it is wrong."""
+    if fix is None or applicability(fix, selection.torch) != Applicability.NONE:
+        return ""
+    return f"; that needs torch {needed_torch(fix)}, and {selection.torch.file} allows {selection.torch}"
 
 
 class _Definitions:

@@ -9,7 +9,10 @@ from pathlib import Path
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.untrusted import describe
 from ampaudit.linter.config import LintConfig
+from ampaudit.linter.declared_torch import UNDECLARED, DeclaredTorch, declared_torch
+from ampaudit.linter.diagnostic import Applicability, Fix
 from ampaudit.linter.discovery import matches
+from ampaudit.linter.fix_safety import applicability
 from ampaudit.report.finding import Severity
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
@@ -28,12 +31,16 @@ class RuleSelection:
         ignore: codes or prefixes to disable.
         notes: whether rules that give notes are enabled although no code or prefix selects them.
         per_file: globs of files with codes or prefixes to disable there.
+        unsafe_fixes: whether fixes that may need another look are applied as well.
+        torch: the versions of torch that the file's project allows.
     """
 
     select: tuple[str, ...] = (LINTED,)
     ignore: tuple[str, ...] = ()
     notes: bool = True
     per_file: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    unsafe_fixes: bool = False
+    torch: DeclaredTorch = UNDECLARED
 
     @classmethod
     def of(cls, config: LintConfig) -> RuleSelection:
@@ -45,12 +52,18 @@ class RuleSelection:
         chosen = tuple(_parse_codes(config.select))
         notes = config.notes or config.fail_on == "note" or LINTED in chosen
         per_file = tuple(map(_parse_entry, config.per_file_ignores))
-        return cls(chosen or (LINTED,), tuple(_parse_codes(config.ignore)), notes, per_file)
+        ignored = tuple(_parse_codes(config.ignore))
+        return cls(chosen or (LINTED,), ignored, notes, per_file, config.unsafe_fixes)
 
     def for_file(self, path: Path) -> RuleSelection:
-        """Return the rules that are enabled in a file."""
+        """Return the rules that are enabled in a file, with what its project says of torch."""
         more = tuple(code for glob, codes in self.per_file if matches(path, (glob,)) for code in codes)
-        return replace(self, ignore=(*self.ignore, *more)) if more else self
+        return replace(self, ignore=(*self.ignore, *more), torch=declared_torch(path.absolute().parent))
+
+    def applies(self, fix: Fix | None) -> bool:
+        """Return whether ``--fix`` applies a fix."""
+        how = applicability(fix, self.torch)
+        return how == Applicability.SAFE or (how == Applicability.UNSAFE and self.unsafe_fixes)
 
     def includes(self, code: str, severity: Severity | None = None) -> bool:
         """Return whether a rule is enabled, at a severity if it has several; the longer prefix decides."""

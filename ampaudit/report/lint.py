@@ -29,6 +29,7 @@ class LintFinding:
         cause: what is wrong here.
         advice: what to write instead.
         fixable: whether ``--fix`` can change it.
+        fixable_unsafely: whether ``--fix`` can change it with ``--unsafe-fixes``.
         source: the line as it stands there.
         suppressed: why it does not count.
         file_line: line of a notebook's file, from 1.
@@ -49,6 +50,7 @@ class LintFinding:
     source: str
     suppressed: str | None = None
     file_line: int | None = None
+    fixable_unsafely: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ GOOD = {code: page.good.code for code, page in PAGES.items()} | {
 }
 
 
-def lint(text: str, name: str = "train.py", *, fix: bool = False) -> LintedFile:
-    return lint_text(text, name, RuleSelection(), fix=fix)
+def lint(text: str, name: str = "train.py", *, fix: bool = False, unsafe: bool = False) -> LintedFile:
+    return lint_text(text, name, RuleSelection(unsafe_fixes=unsafe), fix=fix)
 
 
 def codes(text: str, name: str = "train.py") -> list[str]:

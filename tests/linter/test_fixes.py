@@ -32,13 +32,17 @@ def test_a_repair_relints_clean_and_is_idempotent(name: str) -> None:
 
 
 def test_repairs_are_offered_where_they_are_safe() -> None:
-    offered = {code for code, page in PAGES.items() if any(f.fixable for f in lint(page.bad.code).findings)}
-    assert offered == FIXABLE
+    found = {code: lint(page.bad.code).findings for code, page in PAGES.items()}
+    safe = {code for code, findings in found.items() if any(f.fixable for f in findings)}
+    unsafe = {code for code, findings in found.items() if any(f.fixable_unsafely for f in findings)}
+    assert safe | unsafe == FIXABLE
+    # these need a newer torch than a script says that it has
+    assert unsafe == {"AMP850", "AMP864"}
 
 
 @pytest.mark.parametrize("code", sorted(FIXABLE - {"AMP818", "AMP820", "AMP836"}))
 def test_a_repair_makes_the_good_example_of_the_page(code: str) -> None:
-    assert lint(PAGES[code].bad.code, fix=True).after == PAGES[code].good.code
+    assert lint(PAGES[code].bad.code, fix=True, unsafe=True).after == PAGES[code].good.code
 
 
 def test_a_repair_keeps_comments_and_layout() -> None:
@@ -99,7 +103,7 @@ def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
         "with cast(True, torch.bfloat16, False), torch.cuda.amp.autocast():\n    pass\n"
         "scaler = torch.cuda.amp.GradScaler(1024.0, enabled=True)\n"
     )
-    fixed = lint(text, fix=True).after
+    fixed = lint(text, fix=True, unsafe=True).after
     assert "from torch.amp import autocast as cast, custom_fwd" in fixed
     assert '@custom_fwd(device_type="cuda")' in fixed
     assert 'cast("cuda", enabled=True, dtype=torch.bfloat16, cache_enabled=False)' in fixed
@@ -110,7 +114,7 @@ def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
         "from torch.cuda.amp import autocast\n\n\ndef enter(context=autocast):\n    return context()\n"
     )
     assert codes(handed_on) == ["AMP864"]
-    assert lint(handed_on, fix=True).after == handed_on
+    assert lint(handed_on, fix=True, unsafe=True).after == handed_on
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])

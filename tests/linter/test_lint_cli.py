@@ -276,6 +276,6 @@ def test_the_documentation_lists_the_repairs_and_counts_the_codes() -> None:
     from tests.linter.examples import FIXABLE, PAGES
 
     text = (ROOT / "docs" / "linting.md").read_text(encoding="utf-8")
-    listed = text.split("Repairs exist for AMP")[1].split(".")[0].replace(" and", ",")
+    listed = text.split("Fixes exist for AMP")[1].split(".")[0].replace(" and", ",")
     assert {f"AMP{number.strip()}" for number in listed.split(",") if number.strip()} == FIXABLE
     assert f"{len(PAGES)} codes;" in text

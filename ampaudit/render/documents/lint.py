@@ -26,7 +26,7 @@ class LintView(View[LintReport]):
 
     columns = (
         *("file", "cell", "line", "column", "code", "severity", "function", "cause", "advice"),
-        *("suppressed", "fixable"),
+        *("suppressed", "fixable", "fixable_unsafely"),
     )
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
@@ -64,7 +64,7 @@ class LintView(View[LintReport]):
         """Return a row per finding."""
         for finding in self.document.findings:
             cells = {name: getattr(finding, name) for name in self.columns}
-            yield {**cells, "fixable": int(finding.fixable)}
+            yield {**cells, **{name: int(cells[name]) for name in self.columns if name.startswith("fixable")}}
 
 
 def _finding(finding: LintFinding) -> Iterator[Line]:
@@ -82,7 +82,7 @@ def _finding(finding: LintFinding) -> Iterator[Line]:
     yield line(f"{finding.line:>5} | {shown}", wrap=False)
     if indent <= _WIDEST:
         yield line(f"{'':>5} | {' ' * max(indent, 0)}{'^' * width}", style="red", wrap=False)
-    fix = "  (fixable with --fix)" if finding.fixable else ""
+    fix = _how_to_fix([finding])
     yield line(f"{'':>5} = {escape_control(finding.advice)}{fix}", wrap=False)
 
 
@@ -97,8 +97,15 @@ def _group(notes: list[LintFinding]) -> Iterator[Line]:
         yield line(f"  {place}: {escape_control(note.cause)}", wrap=False)
     if len(notes) > _PLACES:
         yield line(f"  and {len(notes) - _PLACES} more: -v shows all", wrap=False)
-    fix = "  (fixable with --fix)" if any(note.fixable for note in notes) else ""
+    fix = _how_to_fix(notes)
     yield line(f"  = {escape_control(first.advice)}{fix}", wrap=False)
+
+
+def _how_to_fix(findings: list[LintFinding]) -> str:
+    if any(finding.fixable for finding in findings):
+        return "  (fixable with --fix)"
+    unsafely = any(finding.fixable_unsafely for finding in findings)
+    return "  (fixable with --fix --unsafe-fixes)" if unsafely else ""
 
 
 def _excerpt(finding: LintFinding) -> tuple[str, int, int]:
@@ -127,6 +134,7 @@ def _summary(report: LintReport) -> str:
         said = f"{', '.join(parts) or 'no findings'} in {plural(read, 'file')}"
     counts = {
         "fixable with --fix": sum(finding.fixable for finding in report.active),
+        "with --unsafe-fixes": sum(finding.fixable_unsafely for finding in report.active),
         "fixed": report.fixed,
         "suppressed": len(report.findings) - len(report.active),
     }
