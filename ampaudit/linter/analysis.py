@@ -27,13 +27,14 @@ from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.apex_loops import check_apex_loops
 from ampaudit.linter.rules.autograd_functions import check_autograd_functions
 from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_checkpoints
-from ampaudit.linter.rules.branches import check_branches
+from ampaudit.linter.rules.branches import check_branches, check_zeroed_either_way
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
 from ampaudit.linter.rules.managed_loops import check_lightning_module, check_managed_loops
 from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
 from ampaudit.linter.rules.settings import check_settings
+from ampaudit.linter.rules.synchronization import check_synchronized_batch
 from ampaudit.linter.rules.weight_cache import check_weight_cache
 
 __all__ = ["analyze"]
@@ -46,6 +47,7 @@ _ENTRY_POINT_RULES = (
     check_managed_loops,
     check_regions,
     check_settings,
+    check_synchronized_batch,
     check_weight_cache,
     check_retained_graphs,
     check_loops,
@@ -101,9 +103,11 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
     if not any(event.kind in _TRAINING_EVENTS for event in events_by_entry[-1]):
         return end
     for condition, _ in interpreter.condition_counts.most_common(_MAX_CONDITIONS):
+        runs: list[list[Event]] = []
         for answer in (True, False):
             interpreter.assumptions = {condition: answer}
-            _follow_once(interpreter, entry, [])
+            _follow_once(interpreter, entry, runs)
+        check_zeroed_either_way(interpreter, *runs)
     interpreter.assumptions = {}
     return end
 
@@ -140,7 +144,17 @@ def _follow_class(
 
 
 _TRAINING_EVENTS = frozenset(
-    {"backward", "forward", "half", "scaler.scale", "scaler.step", "scaler.unscale", "clip"}
+    {
+        "backward",
+        "forward",
+        "function.chosen",
+        "apex.initialized",
+        "half",
+        "scaler.scale",
+        "scaler.step",
+        "scaler.unscale",
+        "clip",
+    }
 )
 
 

@@ -47,6 +47,46 @@ _PAIRED = script_of(
     "        scaler.step(<>)",
     "        scaler.update()",
 )
+_APEX = script_of(
+    "import apex",
+    "",
+    "def build(args, net):",
+    "    opt = torch.optim.SGD(net.parameters(), lr=0.1)",
+    "    <>",
+    "    return net, opt",
+)
+_WRAPPED = "if args.distributed:\n        net = nn.DataParallel(net)"
+_INITIALIZED = "net, opt = apex.amp.initialize(net, opt, opt_level='O2')"
+_ENGINE = script_of(
+    "import deepspeed",
+    "",
+    "def main(args, model, loader):",
+    "    engine, *_ = deepspeed.initialize(args=args, model=model)",
+    "    for x, y in loader:",
+    "        loss = F.mse_loss(engine(x), y)",
+    "        engine.backward(<>)",
+    "        engine.step()",
+)
+_UNSYNCHRONIZED = script_of(
+    "from torch.nn.parallel import DistributedDataParallel as DDP",
+    "",
+    "def train(net, optimizer, scaler, loader, n):",
+    "    model = DDP(net)",
+    "    for step, (x, y) in enumerate(loader, 1):",
+    "        if n > 1 and step % n != <>:",
+    "            with model.no_sync():",
+    "                with torch.autocast('cuda', dtype=torch.float16):",
+    "                    loss = F.mse_loss(model(x), y) / n",
+    "                scaler.scale(loss).backward()",
+    "        else:",
+    "            with torch.autocast('cuda', dtype=torch.float16):",
+    "                loss = F.mse_loss(model(x), y) / n",
+    "            scaler.scale(loss).backward()",
+    "        if step % n == 0:",
+    "            scaler.step(optimizer)",
+    "            scaler.update()",
+    "            optimizer.zero_grad()",
+)
 # code: template, bad, good
 FIELD_TWINS: dict[str, tuple[str, str, str]] = {
     "AMP827": (
@@ -141,4 +181,11 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         _SHARDED.replace("<>", "torch.amp.GradScaler('cuda')"),
         _SHARDED.replace("<>", "ShardedGradScaler()"),
     ),
+    "AMP858": (
+        PLAIN,
+        _APEX.replace("<>", f"{_WRAPPED}\n    {_INITIALIZED}"),
+        _APEX.replace("<>", f"{_INITIALIZED}\n    {_WRAPPED}"),
+    ),
+    "AMP859": (PLAIN, _ENGINE.replace("<>", "loss / args.grad_accum"), _ENGINE.replace("<>", "loss")),
+    "AMP866": (PLAIN, _UNSYNCHRONIZED.replace("<>", "1"), _UNSYNCHRONIZED.replace("<>", "0")),
 }

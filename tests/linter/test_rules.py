@@ -10,6 +10,10 @@ import pytest
 from tests.linter.examples import BAD, CORRECT, GOOD, PAGES, TWINS, codes, lint, training_loop
 
 
+# apex itself is deprecated
+ALONGSIDE = {"AMP858": {"AMP865"}}
+
+
 def test_there_are_twins_for_every_code() -> None:
     assert len(PAGES) >= 30
     assert set(PAGES) == set(TWINS)
@@ -18,7 +22,7 @@ def test_there_are_twins_for_every_code() -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_twin_is_found_and_nothing_else(name: str) -> None:
     code = name.split()[0]
-    findings = lint(BAD[name]).findings
+    findings = [f for f in lint(BAD[name]).findings if f.code not in ALONGSIDE.get(code, ())]
     assert {finding.code for finding in findings} == {code}
     assert findings[0].severity == PAGES[code].severity
     lines = BAD[name].split("\n")
@@ -29,7 +33,7 @@ def test_a_bad_twin_is_found_and_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_twin_is_silent(name: str) -> None:
-    assert codes(GOOD[name]) == []
+    assert set(codes(GOOD[name])) == ALONGSIDE.get(name.split()[0], set())
 
 
 def test_the_corpus_is_large_and_in_many_styles() -> None:

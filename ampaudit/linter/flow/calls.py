@@ -20,9 +20,11 @@ from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     UNSCALED_TENSOR,
+    DictLiteral,
     GradAttribute,
     ImportedName,
     KnownItems,
+    LiteralValue,
     LossFunction,
     LossGradients,
     Managed,
@@ -122,6 +124,12 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
     if isinstance(base, Managed):
         return managed_method(interpreter, node, base, name, arguments)
+    if isinstance(base, DictLiteral) and name == "values":
+        return KnownItems(base.items)
+    if isinstance(base, DictLiteral) and name == "items":
+        return KnownItems(
+            tuple(KnownItems((LiteralValue(k), v)) for k, v in zip(base.names, base.items, strict=True))
+        )
     if isinstance(base, LossFunction | Parameters | KnownItems):
         return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
     return unknown_call(interpreter, node, name, arguments)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.calls import evaluate_call
-from ampaudit.linter.flow.definitions import Instance
+from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance
 from ampaudit.linter.flow.joining import item_of, join_values
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
@@ -125,7 +125,10 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
     if truth is not None:
         return interpreter.evaluate(node.body if truth else node.orelse)
     with interpreter.guarded("if", node):
-        return join_values(interpreter.evaluate(node.body), interpreter.evaluate(node.orelse))
+        one, other = interpreter.evaluate(node.body), interpreter.evaluate(node.orelse)
+    if isinstance(one, Function | BoundMethod) and isinstance(other, Function | BoundMethod):
+        interpreter.record_event("function.chosen", node)
+    return join_values(one, other)
 
 
 def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:
@@ -133,9 +136,10 @@ def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:
 
 
 def _dictionary(interpreter: Interpreter, node: ast.Dict) -> Value:
-    for key in node.keys:
-        interpreter.evaluate(key)
-    return DictLiteral(tuple(interpreter.evaluate(value) for value in node.values), node)
+    keys = [interpreter.evaluate(key) for key in node.keys]
+    names = (key.value if isinstance(key, LiteralValue) else None for key in keys)
+    texts = tuple(name if isinstance(name, str) else None for name in names)
+    return DictLiteral(tuple(interpreter.evaluate(value) for value in node.values), node, texts)
 
 
 def _comprehension(interpreter: Interpreter, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
@@ -165,7 +169,7 @@ def _generators(interpreter: Interpreter, generators: list[ast.comprehension]) -
 
 def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     base = interpreter.evaluate(node.value)
-    interpreter.evaluate(node.slice)
+    key = interpreter.evaluate(node.slice)
     if isinstance(base, KnownItems) and isinstance(node.slice, ast.Constant) and not base.repeated:
         index = node.slice.value
         return (
@@ -178,6 +182,11 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     if isinstance(base, Tensor):
         return replace(base, upcast=None)
     text = dotted_name(node)
+    item = None
+    if isinstance(base, DictLiteral) and isinstance(key, LiteralValue):
+        item = base.item(key.value)
+    if item is not None:
+        return interpreter.infer_from_usage(item, text)
     return interpreter.lookup(text, text) if text else UNKNOWN
 
 

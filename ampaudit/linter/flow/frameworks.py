@@ -26,6 +26,7 @@ class Framework:
         clip: what to call instead of torch's clipping; empty if its own configuration clips.
         unscale: what to call before the gradients are read; empty if only clipping unscales.
         keeps_gradients: whether ``.grad`` holds the scaled gradients after its backward.
+        divisor: setting by which its backward divides the loss; empty if it does not.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Framework:
     clip: str
     keeps_gradients: bool = True
     unscale: str = ""
+    divisor: str = ""
 
 
 _BY_LIGHTNING: Final = (
@@ -53,6 +55,7 @@ FRAMEWORKS: Final = (
         "accelerator.backward(loss)",
         "accelerator.clip_grad_norm_(...)",
         unscale="accelerator.unscale_gradients()",
+        divisor="gradient_accumulation_steps",
     ),
     Framework(
         "Fabric",
@@ -79,6 +82,7 @@ FRAMEWORKS: Final = (
         "engine.backward(loss)",
         "",
         keeps_gradients=False,
+        divisor="gradient_accumulation_steps",
     ),
 )
 

@@ -18,6 +18,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
     Autocast,
+    DictLiteral,
     ImportedName,
     KnownItems,
     LiteralValue,
@@ -245,6 +246,11 @@ class Interpreter(Recorder):
                 self.assign(part, items[index] if index < len(items) else item_of(value))
         elif isinstance(target, ast.Starred):
             self.assign(target.value, UNKNOWN)
+        elif isinstance(target, ast.Subscript) and dotted_name(target.value):
+            entries, key = self.evaluate(target.value), self.evaluate(target.slice)
+            if isinstance(entries, DictLiteral):
+                name = key.value if isinstance(key, LiteralValue) else None
+                self.assign(target.value, entries.with_item(name, value))
 
     def _check_replaced(self, target: ast.Attribute, old: Value | None, new: Value) -> None:
         """Record a scaler that training makes anew although the object has one, perhaps a restored one."""

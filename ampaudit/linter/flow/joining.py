@@ -9,6 +9,7 @@ from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     Autocast,
+    DictLiteral,
     KnownItems,
     LiteralValue,
     LossGradients,
@@ -44,7 +45,17 @@ def join_values(one: Value, other: Value) -> Value:
         return _join_contexts(one, other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _join_tensors(one, other)
+    if isinstance(one, DictLiteral) and isinstance(other, DictLiteral) and one.node is other.node:
+        return _join_dicts(one, other)
     return UNKNOWN
+
+
+def _join_dicts(one: DictLiteral, other: DictLiteral) -> DictLiteral:
+    """Return a dict with the items that either path has set."""
+    for name, value in zip(other.names, other.items, strict=True):
+        known = one.item(name)
+        one = one.with_item(name, value if known is None else join_values(known, value))
+    return one
 
 
 def item_of(value: Value) -> Value:

@@ -30,7 +30,11 @@ def make_managed(
         certainty = Certainty.KNOWN if scaled else Certainty.UNKNOWN if unscaled else Certainty.LIKELY
     elif framework.name == "Lightning":
         certainty = Certainty.UNKNOWN if given is None else Certainty.LIKELY  # its default is float32
-    managed = Managed(framework, certainty)
+    # DeepSpeed has the number in its configuration, 1 if it is not given
+    divides = framework.divisor != "" and (
+        framework.precision == "" or framework.divisor in arguments.keywords
+    )
+    managed = Managed(framework, certainty, divides)
     interpreter.record_event("managed.made", node, managed=managed)
     return KnownItems((managed,) * 4) if framework.name == "DeepSpeed" else managed
 
@@ -41,7 +45,8 @@ def managed_method(
     """Interpret a method of an object that a framework manages."""
     state, framework = interpreter.state, base.framework
     if name == "backward" and framework is not None:
-        interpreter.record_event("managed.backward", node, managed=base)
+        loss = arguments.get(0, "loss")
+        interpreter.record_event("managed.backward", node, managed=base, loss=loss)
         scaled = framework.keeps_gradients and base.scales
         new = Contribution(f"managed by {framework.name}", node)
         state.gradients = AccumulatedGradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS

@@ -79,6 +79,21 @@ def wrap_model(model: Model, wrapper: str) -> Model:
     return replace(model, wrapper=wrapper)
 
 
+def check_apex_models(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+    """Check that ``amp.initialize`` gets models that are not wrapped yet, since it refuses others."""
+    models = arguments.get(0, "models")
+    interpreter.record_event("apex.initialized", node)
+    for model in models.items if isinstance(models, KnownItems) else (models,):
+        if isinstance(model, Model) and model.wrapper:
+            interpreter.report(
+                "AMP858",
+                node,
+                f"this model is already inside {model.wrapper}, which amp.initialize refuses: it casts the "
+                "parameters before they are wrapped",
+                "call amp.initialize first and wrap what it returns",
+            )
+
+
 def model_method(
     interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments
 ) -> Value:

@@ -72,6 +72,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return _call_torch(interpreter, node, path, name, arguments)
     if (framework := framework_of(path)) is not None:
         return make_managed(interpreter, node, framework, arguments)
+    if path == "apex.amp.initialize":
+        objects.check_apex_models(interpreter, node, arguments)
     if path.startswith(_MODELS):
         return objects.make_model(interpreter, node, path, arguments)
     if path in _PASS_THROUGH:
@@ -215,7 +217,7 @@ def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments
         interpreter.record_event("item", node, value=first)
         return UNSCALED_TENSOR
     if name == "dict" and not arguments.positional:
-        return DictLiteral(tuple(arguments.keywords.values()), node)
+        return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
     if name == "sum" and isinstance(first, KnownItems | Tensor):
         return item_of(first)
     if name in ("enumerate", "zip"):

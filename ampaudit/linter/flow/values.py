@@ -89,10 +89,23 @@ class StateDict:
 
 @dataclass(frozen=True, slots=True)
 class DictLiteral:
-    """The values of a dict literal, and its node."""
+    """The values of a dict that a literal makes, and its node; keys that are not texts are ``None``."""
 
     items: tuple[Value, ...]
     node: ast.AST
+    names: tuple[str | None, ...]
+
+    def item(self, name: object) -> Value | None:
+        """Return the value of a key."""
+        return dict(zip(self.names, self.items, strict=True)).get(name) if isinstance(name, str) else None
+
+    def with_item(self, name: object, value: Value) -> DictLiteral:
+        """Return the dict after an item is set."""
+        if isinstance(name, str) and name in self.names:
+            items = (value if own == name else old for own, old in zip(self.names, self.items, strict=True))
+            return DictLiteral(tuple(items), self.node, self.names)
+        names = (*self.names, name if isinstance(name, str) else None)
+        return DictLiteral((*self.items, value), self.node, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +269,12 @@ class Managed:
     Attributes:
         framework: what is known of the framework.
         scales: how certain it is that it scales the loss.
+        divides: whether its backward divides the loss by the number of accumulated batches.
     """
 
     framework: Framework | None = None
     scales: Certainty = Certainty.UNKNOWN
+    divides: bool = False
 
 
 Value: TypeAlias = (

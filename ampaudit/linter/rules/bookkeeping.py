@@ -229,7 +229,7 @@ def _save_scaler_fix(
     text = next(iter(texts))
     used_here = any(e.kind.startswith("scaler.") and not _in_call(e) for e in events)
     visible = not _in_call(event) and (used_here or text.startswith("self."))
-    if not visible or not all(isinstance(key, ast.Constant) for key in node.keys):
+    if not visible or not node.keys or not all(isinstance(key, ast.Constant) for key in node.keys):
         return None
     return Fix.at(node, "add entry", "scaler", f"{text}.state_dict()")
 

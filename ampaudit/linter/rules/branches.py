@@ -14,7 +14,7 @@ from ampaudit.linter.rules.accumulation import Branch, branch_of
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_branches"]
+__all__ = ["check_branches", "check_zeroed_either_way"]
 
 
 def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
@@ -36,14 +36,29 @@ def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) 
         branch = branch_of(loop, event)
         alone = all(_excludes(branch, other) for other in (*zeroed, *unknown))
         if event.loop is loop and branch and alone and any(_agrees(branch, other) for other in stepped):
-            interpreter.report(
-                "AMP839",
-                event.node,
-                "on this branch the optimizer steps but the gradients are never zeroed: each step uses "
-                "the sum"
-                " of all batches so far",
-                "call optimizer.zero_grad() in every iteration, outside of the condition",
-            )
+            _report_unzeroed(interpreter, event)
+
+
+def check_zeroed_either_way(interpreter: Interpreter, one: list[Event], other: list[Event]) -> None:
+    """Check a loop that zeroes the gradients if a condition holds, and steps without if it does not."""
+    for run, counterpart in ((one, other), (other, one)):
+        zeroed = {guard.node for e in of_kind(counterpart, "zero_grad") for guard in e.guards}
+        if of_kind(run, "zero_grad", "unknown.effect", "backward.unknown", "managed.zero_grad"):
+            continue
+        stepped = {e.loop for e in of_kind(run, "optimizer.step", "scaler.step")}
+        for event in of_kind(run, "backward"):
+            if event.loop is not None and event.loop in stepped & zeroed:
+                _report_unzeroed(interpreter, event)
+
+
+def _report_unzeroed(interpreter: Interpreter, event: Event) -> None:
+    interpreter.report(
+        "AMP839",
+        event.node,
+        "on this branch the optimizer steps but the gradients are never zeroed: each step uses the sum"
+        " of all batches so far",
+        "call optimizer.zero_grad() in every iteration, outside of the condition",
+    )
 
 
 def _check_exchanged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
@@ -10,8 +11,8 @@ from ampaudit.linter.flow.definitions import ClassInfo
 from ampaudit.linter.flow.events import Event, of_kind
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.statement_context import tests_around
-from ampaudit.linter.flow.values import Managed
+from ampaudit.linter.flow.statement_context import enclosing_function, tests_around
+from ampaudit.linter.flow.values import Managed, Tensor
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -29,6 +30,8 @@ def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
     _check_clipped(interpreter, events)
     _check_scaled_twice(interpreter, events)
+    for event in of_kind(events, "managed.backward"):
+        _check_divided_twice(interpreter, event, event.data["managed"])
     for event in of_kind(events, "managed.clip"):
         _check_accumulated(interpreter, event, event.data["managed"])
 
@@ -61,6 +64,31 @@ def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
             "remove this scaler",
             certainty=certainty,
         )
+
+
+def _check_divided_twice(interpreter: Interpreter, event: Event, managed: Managed) -> None:
+    """Check that a loss is not divided by the accumulated batches before a backward that does it."""
+    loss, framework = event.data["loss"], managed.framework
+    if not managed.divides or framework is None or not isinstance(loss, Tensor) or not loss.divided:
+        return
+    around = enclosing_function(interpreter.script.tree, event.node)
+    for node in interpreter.script.nodes(around):
+        divisor = node.right if isinstance(node, ast.BinOp) else getattr(node, "value", None)
+        if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Div):
+            continue
+        divided = node.left if isinstance(node, ast.BinOp) else node.target
+        if "loss" in dotted_name(divided) and _COUNTS.search(dotted_name(divisor) if divisor else ""):
+            interpreter.report(
+                "AMP859",
+                node,
+                f"the loss is divided twice: backward of {framework.name} divides it by "
+                f"{framework.divisor} as well",
+                "remove this division",
+                certainty=Certainty.LIKELY,
+            )
+
+
+_COUNTS = re.compile(r"accum|grad_acc|\bgas\b")
 
 
 def _report_own_backward(
