@@ -81,6 +81,10 @@ class Script:
             self._inside[root] = list(ast.walk(root))
         return self._inside[root]
 
+    def attributes(self, info: ClassInfo) -> set[str]:
+        """Return the attributes of ``self`` that a class names, as in ``self.scaler``."""
+        return {dotted_name(node) for node in self.nodes(info.node) if isinstance(node, ast.Attribute)}
+
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
         """The expressions that are assigned to each dotted name."""

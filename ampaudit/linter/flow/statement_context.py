@@ -33,12 +33,26 @@ def scaler_in_scope(script: Script, node: ast.AST) -> str:
 
 
 def call_beside_scaler(script: Script, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
-    """Return the innermost of a node and the calls that lead to it whose function uses a scaler itself.
+    """Return the innermost of a node and the calls that lead to it whose function decides the order.
 
-    There, the order is decided: a helper that clips may be right, and called in the wrong place.
+    That is one that unscales, or else one with a scaler at hand: a helper that clips may be right, and
+    called in the wrong place. A method has the scalers that other methods of its class use.
     """
     around = (node, *reversed(calls))
-    return next((place for place in around if _scalers_in_scope(script, place)), node)
+    decides = (p for p in around if any(call == "unscale_" for _, call in _scaler_calls(script, p)))
+    at_hand = (p for p in around if _scalers_in_scope(script, p) or _has_own_scaler(script, p))
+    return next(decides, None) or next(at_hand, node)
+
+
+def _has_own_scaler(script: Script, node: ast.AST) -> bool:
+    """Return whether the class around a node has a scaler in an attribute."""
+    line = getattr(node, "lineno", 0)
+    return any(
+        name.startswith("self.") and name in script.attributes(info) and script.usage.is_scaler(name)
+        for info in script.classes.values()
+        if info.node.lineno <= line <= (info.node.end_lineno or line)
+        for name in script.usage.methods
+    )
 
 
 def said_where(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
@@ -59,12 +73,17 @@ def tests_around(script: Script, node: ast.AST) -> list[str]:
 
 
 def _scalers_in_scope(script: Script, node: ast.AST) -> list[str]:
-    texts = {
-        dotted_name(call.func.value)
+    texts = {text for text, _ in _scaler_calls(script, node)}
+    return [text for text in texts if script.usage.is_scaler(text)]
+
+
+def _scaler_calls(script: Script, node: ast.AST) -> list[tuple[str, str]]:
+    """Return object and method of calls in the function around a node that may be those of a scaler."""
+    return [
+        (dotted_name(call.func.value), call.func.attr)
         for call in script.nodes(enclosing_function(script.tree, node))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
-    }
-    return [text for text in texts if script.usage.is_scaler(text)]
+    ]
 
 
 _PROTOCOL = ("scale", "step", "update", "unscale_")
