@@ -92,6 +92,10 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
             use_gradient(interpreter, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         return left
+    for reading, factor in ((left, right), (right, left)):
+        # a number times the scale, or divided by it
+        if isinstance(reading, ScaleReading) and not isinstance(factor, Tensor | LossGradients):
+            return reading
     if any(isinstance(value, Tensor) and value.cast == "float16" for value in (left, right)):
         interpreter.half_values.add(node)
     if isinstance(node.op, ast.MatMult):

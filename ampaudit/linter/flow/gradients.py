@@ -28,6 +28,7 @@ from ampaudit.linter.flow.values import (
     LiteralValue,
     LossGradients,
     Parameters,
+    ScaleReading,
     Tensor,
     Value,
 )
@@ -126,6 +127,8 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
 def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like."""
     interpreter.record_event("clip", node)
+    if isinstance(arguments.get(1, "max_norm"), ScaleReading):
+        return UNKNOWN  # the limit has the scale as well
     if certainty := max(still_scaled(interpreter), _others_unscaled(interpreter, arguments)):
         place = call_beside_scaler(interpreter.script, node, interpreter.calls)
         interpreter.report(
