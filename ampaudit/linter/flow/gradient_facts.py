@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
-from ampaudit.linter.flow.state import AccumulatedGradients, Contribution
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -34,6 +34,7 @@ __all__ = [
     "gradient_contributions",
     "has_single_optimizer",
     "is_unscaled",
+    "replace_gradients",
     "still_scaled",
 ]
 
@@ -83,6 +84,14 @@ def is_unscaled(interpreter: Interpreter) -> bool:
     """Return whether unscale_() was called for every optimizer with a fact about it."""
     facts = [fact for _, fact in interpreter.state.matching("unscaled")]
     return bool(facts) and all(isinstance(fact, ast.AST) for fact in facts)
+
+
+def replace_gradients(interpreter: Interpreter, node: ast.AST) -> None:
+    """Set the facts after ``p.grad = ...``, which may be of any scale."""
+    interpreter.record_event("unknown.effect", node)
+    interpreter.state.gradients = UNKNOWN_GRADIENTS
+    for fact in ("idle", "fresh", "unused", "updated", "leftover", "zeroed"):
+        interpreter.state.invalidate(fact)
 
 
 def clear_gradients(interpreter: Interpreter) -> None:

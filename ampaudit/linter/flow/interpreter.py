@@ -246,9 +246,9 @@ class Interpreter(Recorder):
                 self.assign(part, items[index] if index < len(items) else item_of(value))
         elif isinstance(target, ast.Starred):
             self.assign(target.value, UNKNOWN)
-        elif isinstance(target, ast.Subscript) and dotted_name(target.value):
+        elif isinstance(target, ast.Subscript):
             entries, key = self.evaluate(target.value), self.evaluate(target.slice)
-            if isinstance(entries, DictLiteral):
+            if isinstance(entries, DictLiteral) and dotted_name(target.value):
                 name = key.value if isinstance(key, LiteralValue) else None
                 self.assign(target.value, entries.with_item(name, value))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
 from ampaudit.linter.flow.events import Guard
+from ampaudit.linter.flow.gradient_facts import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.script import dotted_name
@@ -37,11 +38,10 @@ def _expression(interpreter: Interpreter, node: ast.Expr) -> None:
 def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
-        if isinstance(target, ast.Subscript):
-            interpreter.evaluate(target.value)
-            interpreter.evaluate(target.slice)
-        else:
-            interpreter.assign(target, value)
+        interpreter.assign(target, value)
+        replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
+        if replaces and not (isinstance(value, LiteralValue) and value.value is None):
+            replace_gradients(interpreter, target)
 
 
 def _annotated(interpreter: Interpreter, node: ast.AnnAssign) -> None:
