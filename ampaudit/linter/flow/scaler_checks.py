@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.diagnostic import Fix, position_of
 from ampaudit.linter.flow.gradient_facts import (
     YES,
     are_distinct,
@@ -78,6 +78,7 @@ def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimiz
     found = gradient_contributions(interpreter)
     if not found:
         return
+    _check_unused(interpreter, scaler, optimizer, step, found)
     others = {item.scaler for item in found} - {scaler.key, ""}
     if others and has_single_optimizer(interpreter) and not optimizer.one_of_several:
         odd = next(item for item in found if item.scaler in others)
@@ -93,6 +94,27 @@ def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimiz
             has_single_optimizer(interpreter) or not any(other.scaler for other in found)
         ):
             _report_unscaled_loss(interpreter, step, item)
+
+
+def _check_unused(
+    interpreter: Interpreter,
+    scaler: Scaler,
+    optimizer: Optimizer,
+    step: ast.Call,
+    found: frozenset[Contribution],
+) -> None:
+    """Report a step by a scaler that has scaled no loss, although others have."""
+    if interpreter.state.get("unused", scaler.key) != YES or not all(item.scaler for item in found):
+        return
+    own = [i for i in found if not i.models or not optimizer.models or i.models & optimizer.models]
+    last = max(own or found, key=lambda item: position_of(item.node))
+    interpreter.report(
+        "AMP815",
+        last.node,
+        f"this loss is scaled by another scaler than the one that steps at line {step.lineno}, which has "
+        "scaled nothing: its step raises",
+        "scale each loss by the scaler that steps its optimizer",
+    )
 
 
 def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contribution) -> None:
