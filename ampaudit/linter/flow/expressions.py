@@ -13,7 +13,9 @@ from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
+    MAYBE,
     UNKNOWN,
+    UNSCALED_TENSOR,
     DeviceValue,
     DictLiteral,
     GradAttribute,
@@ -23,9 +25,12 @@ from ampaudit.linter.flow.values import (
     LossGradients,
     Managed,
     Model,
+    Optimizer,
     Parameters,
+    Scaler,
     ScaleReading,
     Tensor,
+    Truth,
     Value,
 )
 
@@ -53,7 +58,9 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
     if isinstance(base, DeviceValue):
         return LiteralValue(base.type) if node.attr == "type" and base.type else UNKNOWN
     if node.attr == "grad":
-        return GradAttribute()
+        # the gradient of a computed tensor may be scaled, and is no gradient of a parameter
+        is_computed = isinstance(base, Tensor) and base is not UNSCALED_TENSOR
+        return Tensor(scaler_key=MAYBE) if is_computed else GradAttribute()
     if isinstance(base, GradAttribute):
         return base if node.attr == "data" else UNKNOWN
     if isinstance(base, Model):
@@ -118,6 +125,9 @@ def _alternatives(interpreter: Interpreter, node: ast.BoolOp) -> Value:
 
 def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     left, *others = (interpreter.evaluate(value) for value in (node.left, *node.comparators))
+    is_none_test = isinstance(node.ops[0], ast.Is | ast.IsNot) and others == [LiteralValue(None)]
+    if is_none_test and isinstance(left, Scaler | Optimizer) and left.node is not None:
+        return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record_event("scales.compared", node)
     return UNKNOWN

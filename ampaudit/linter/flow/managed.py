@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.frameworks import Framework
+from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Value
 
@@ -56,9 +57,16 @@ def managed_method(
     elif name in ("step", "zero_grad"):
         interpreter.record_event(f"managed.{name}", node, managed=base)
         state.gradients = AccumulatedGradients() if name == "zero_grad" else UNKNOWN_GRADIENTS
+    elif name == "update" and framework is not None and _is_scaler(node):
+        interpreter.record_event("managed.update", node, managed=base)
     elif name == "fit":
         _check_fitted(interpreter, base, arguments)
     return base
+
+
+def _is_scaler(node: ast.Call) -> bool:
+    """Return whether a method is called on the framework's scaler, by its name."""
+    return isinstance(node.func, ast.Attribute) and "scaler" in dotted_name(node.func.value)
 
 
 def call_managed(interpreter: Interpreter, node: ast.Call, base: Managed) -> None:

@@ -120,7 +120,7 @@ def model_method(
         return ContextManager("no_sync")
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
-    if name in _WITHOUT_FORWARD:
+    if name in _WITHOUT_FORWARD or "optim" in name:
         return UNKNOWN
     method = "forward" if name in ("forward", "__call__") else name
     value = call_model(interpreter, node, model, arguments, method)

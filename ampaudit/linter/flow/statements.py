@@ -20,6 +20,7 @@ from ampaudit.linter.flow.values import (
     ImportedName,
     LiteralValue,
     Managed,
+    Truth,
     Value,
 )
 
@@ -60,7 +61,8 @@ def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
 def _if(interpreter: Interpreter, node: ast.If) -> None:
     is_relevant = interpreter.script.is_relevant(node) or bool(interpreter.assumptions)
     truth = interpreter.assumed_truth(node.test) if is_relevant else None
-    interpreter.evaluate(node.test)
+    tested = interpreter.evaluate(node.test)
+    truth = tested.value if isinstance(tested, Truth) else truth
     if truth is not None:
         interpreter.execute(node.body if truth else node.orelse)
         return

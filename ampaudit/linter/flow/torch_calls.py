@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Fix
@@ -76,6 +77,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         objects.check_apex_models(interpreter, node, arguments)
     if path.startswith(_MODELS):
         return objects.make_model(interpreter, node, path, arguments)
+    if path == "copy.deepcopy" and isinstance(given := arguments.get(0, "x"), Model):
+        return replace(given, key=key_of(node), node=node)
     if path in _PASS_THROUGH:
         return arguments.positional[0] if arguments.positional else UNKNOWN
     if path.startswith("builtins."):

@@ -34,6 +34,7 @@ __all__ = [
     "Scheduler",
     "StateDict",
     "Tensor",
+    "Truth",
     "Unknown",
     "Value",
     "key_of",
@@ -69,6 +70,13 @@ class LiteralValue:
     """The value of a literal."""
 
     value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The result of a test that the script itself decides, as ``scaler is not None`` of one that it made."""
+
+    value: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +286,8 @@ class Managed:
 
 
 Value: TypeAlias = (
-    "Unknown | ImportedName | LiteralValue | KnownItems | StateDict | DictLiteral | Scaler | Optimizer"
+    "Unknown | ImportedName | LiteralValue | Truth | KnownItems | StateDict | DictLiteral | Scaler"
+    " | Optimizer"
     " | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler | LossFunction | "
     "Tensor | LossGradients | Autocast"
     " | ContextManager | Managed | Function | Class | Instance | BoundMethod"

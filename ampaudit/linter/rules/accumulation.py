@@ -29,6 +29,7 @@ def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
         if steps and all(e.data["no_sync"] for e in backwards):
             _report_never_synchronized(interpreter, steps[0])
         _check_inner_loop(interpreter, loop, backwards, events)
+        _check_rarely_zeroed(interpreter, loop, backwards, inside)
         for branch in dict.fromkeys(branch_of(loop, e) for e in backwards):
             _check_branch(interpreter, loop, branch, inside)
 
@@ -167,6 +168,27 @@ def _check_inner_loop(
     for event in backwards:
         if event.data["loss"].loss == "" and event.data["loss"].divided is None:
             _report_undivided(interpreter, event, Certainty.LIKELY)
+
+
+def _check_rarely_zeroed(
+    interpreter: Interpreter, loop: ast.AST, backwards: list[Event], inside: list[Event]
+) -> None:
+    """Report a step for every batch, whose gradients are zeroed only for some."""
+    zeroed, steps = of_kind(inside, "zero_grad"), of_kind(inside, *_STEPS)
+    is_gated = bool(zeroed) and all(_is_conditional(loop, event) for event in zeroed)
+    if not is_gated or not backwards or of_kind(inside, "unknown.effect", "backward.unknown"):
+        return
+    for event in steps:
+        if event.guards_inside(loop) and any(g.kind != "call" for g in event.guards_inside(loop)):
+            continue
+        calls = [g.node for g in event.guards_inside(loop) if g.kind == "call"]
+        interpreter.report(
+            "AMP839",
+            calls[0] if calls else event.node,
+            "the optimizer steps for every batch, but the gradients are zeroed only for some: a step "
+            "applies those of earlier batches again",
+            "step under the same condition as zero_grad()",
+        )
 
 
 def _check_synchronization(interpreter: Interpreter, inside: list[Event], backwards: list[Event]) -> None:

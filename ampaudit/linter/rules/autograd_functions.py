@@ -32,11 +32,11 @@ def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
         forward, backward = info.methods.get("forward"), info.methods.get("backward")
         if forward is None or backward is None or not (_multiplies(forward) or _multiplies(backward)):
             continue
-        if _OWN_DTYPES.search(ast.unparse(info.node)):
+        has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
+        if not any(has) and _OWN_DTYPES.search(ast.unparse(info.node)):
             continue
         if not _runs_under_autocast(script, info.node.name):
             continue
-        has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
         if not all(has):
             yield _diagnostic(info.node, forward, backward, has)
 

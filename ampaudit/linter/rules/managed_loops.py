@@ -32,6 +32,9 @@ def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
     _check_scaled_twice(interpreter, events)
     for event in of_kind(events, "managed.backward"):
         _check_divided_twice(interpreter, event, event.data["managed"])
+    stepped = of_kind(events, "managed.step")
+    for event in of_kind(events, "managed.update") if stepped else ():
+        _check_updated(interpreter, event, event.data["managed"])
     for event in of_kind(events, "managed.clip"):
         _check_accumulated(interpreter, event, event.data["managed"])
 
@@ -63,6 +66,19 @@ def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
             "this loss is scaled twice: the framework's backward scales it as well",
             "remove this scaler",
             certainty=certainty,
+        )
+
+
+def _check_updated(interpreter: Interpreter, event: Event, managed: Managed) -> None:
+    """Check that the scaler of a framework, whose step updates it, is not updated once more."""
+    if managed.framework is not None and managed.scales:
+        interpreter.report(
+            "AMP825",
+            event.node,
+            f"update() runs again: the step of an optimizer that {managed.framework.name} has prepared "
+            "calls it already, and a second call raises",
+            "remove it",
+            certainty=managed.scales,
         )
 
 
