@@ -25,7 +25,6 @@ from ampaudit.linter.flow.values import (
     LossGradients,
     Managed,
     Model,
-    Optimizer,
     Parameters,
     Scaler,
     ScaleReading,
@@ -126,7 +125,7 @@ def _alternatives(interpreter: Interpreter, node: ast.BoolOp) -> Value:
 def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     left, *others = (interpreter.evaluate(value) for value in (node.left, *node.comparators))
     is_none_test = isinstance(node.ops[0], ast.Is | ast.IsNot) and others == [LiteralValue(None)]
-    if is_none_test and isinstance(left, Scaler | Optimizer) and left.node is not None:
+    if is_none_test and isinstance(left, Scaler) and left.node is not None and not left.optional:
         return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
         interpreter.record_event("scales.compared", node)

@@ -29,16 +29,17 @@ def join_values(one: Value, other: Value) -> Value:
     """Return the value of a name that two branches assign."""
     if one == other:
         return one
-    if isinstance(one, LiteralValue) and one.value is None:
-        return other  # it is used only where it is not None
-    if isinstance(other, LiteralValue) and other.value is None:
-        return one
+    for value, absent in ((other, one), (one, other)):
+        if isinstance(absent, LiteralValue) and absent.value is None:
+            # it is used only where it is not None
+            return replace(value, optional=True) if isinstance(value, Scaler) else value
     if isinstance(one, Optimizer) and isinstance(other, Optimizer):
         models = None if one.models is None or other.models is None else one.models | other.models
         (class_name,) = _agreement(one, other, "class_name", otherwise="")
         return replace(one, class_name=class_name, models=models)
     if isinstance(one, Scaler) and isinstance(other, Scaler):
-        return replace(one, enabled=one.enabled if one.enabled == other.enabled else None)
+        enabled = one.enabled if one.enabled == other.enabled else None
+        return replace(one, enabled=enabled, optional=one.optional or other.optional)
     if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
         return replace(one, wrapper=one.wrapper if one.wrapper == other.wrapper else "")
     if isinstance(one, Autocast) or isinstance(other, Autocast):

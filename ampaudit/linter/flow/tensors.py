@@ -251,6 +251,8 @@ def tensor_method(
     if name in ("detach", "detach_"):
         return replace(base, model_calls=frozenset(), node=node)
     wanted = requested_dtype(name, arguments)
+    if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not wanted:
+        return base  # it may be a model of another file as well
     if wanted:
         up = node if wanted == "float32" else None
         return replace(base, cast=wanted if wanted in ("float16", "bfloat16") else "", upcast=up, node=node)

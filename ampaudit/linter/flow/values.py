@@ -118,7 +118,10 @@ class DictLiteral:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition; an unknown device is empty."""
+    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition; an unknown device is empty.
+
+    On some path, an ``optional`` one is ``None``.
+    """
 
     key: str
     node: ast.AST | None = None
@@ -126,6 +129,7 @@ class Scaler:
     text: str = ""
     device: str = ""
     sharded: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
