@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ampaudit.linter.diagnostic import Diagnostic, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.fix_safety import with_safety
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import Event
@@ -30,6 +30,7 @@ from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_che
 from ampaudit.linter.rules.branches import check_branches, check_zeroed_either_way
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
+from ampaudit.linter.rules.half_layers import check_half_layers
 from ampaudit.linter.rules.managed_loops import check_lightning_module, check_managed_loops
 from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
@@ -71,6 +72,7 @@ def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic
         _follow_class(interpreter, events_by_entry, end, class_info)
     check_updates_and_checkpoints(interpreter, events_by_entry)
     check_validation(interpreter, events_by_entry)
+    check_half_layers(interpreter, events_by_entry)
     diagnostics = dict(interpreter.diagnostics)
     constants = check_constants(
         script, interpreter.half_values, interpreter.float_values, interpreter.half_lines
@@ -89,10 +91,13 @@ class _EntryPoint:
     info: FunctionInfo | None
     owner: Instance | None
     start: State
+    given: Autocast | None = None
 
     @cached_property
     def context(self) -> Autocast:
-        """The autocast context around the entry point, which is unknown for a function."""
+        """The autocast context around the entry point, which is unknown for most functions."""
+        if self.given is not None:
+            return self.given
         return NO_AUTOCAST if self.info is None or sets_own_context(self.info.node) else UNKNOWN_AUTOCAST
 
 
@@ -135,12 +140,27 @@ def _follow_class(
     start = info.methods.get("__init__")
     if start is not None and (start.relevant or info.derives("Module")):
         end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
-    for method in info.methods.values():
-        if method.relevant and method is not start and method not in interpreter.called:
-            _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end))
+    context = _context_of_trainer(interpreter) if info.derives("LightningModule") else None
+    for name, method in info.methods.items():
+        given = context if name in _STEPS_OF_LIGHTNING else None
+        matters = method.relevant or given is not None
+        if matters and method is not start and method not in interpreter.called:
+            _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end, given))
     interpreter.managed = False
     if info.derives("LightningModule"):
         check_lightning_module(interpreter, info, [e for entry in events_by_entry[before:] for e in entry])
+
+
+_STEPS_OF_LIGHTNING = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
+
+def _context_of_trainer(interpreter: Interpreter) -> Autocast | None:
+    """Return the autocast in which the trainers of a script call its modules, if they certainly do."""
+    trainers = {
+        m for m in interpreter.managers if m.framework is not None and m.framework.name == "Lightning"
+    }
+    scales = bool(trainers) and all(trainer.scales == Certainty.KNOWN for trainer in trainers)
+    return Autocast(True, "cuda", "float16", explicit=False) if scales else None
 
 
 _TRAINING_EVENTS = frozenset(

@@ -40,7 +40,7 @@ _MATTERS = re2.compile(
 _MENTIONS = re2.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
-    r"|Accelerator|deepspeed|[Ff]abric"
+    r"|Accelerator|deepspeed|[Ff]abric|precision="
 )
 
 

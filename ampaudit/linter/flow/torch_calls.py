@@ -91,6 +91,9 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
 def _call_torch(
     interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments
 ) -> Value:
+    made_in = arguments.keywords.get("dtype", UNKNOWN)
+    if path.startswith("torch.nn.") and name[:1].isupper() and tensors.dtype_named(made_in) == "float16":
+        interpreter.record_event("layer.half", node)
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, node, arguments.all())
     if path in WITHOUT_HALF_KERNEL:
