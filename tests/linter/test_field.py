@@ -1,7 +1,7 @@
 """Mistakes of the field, re-expressed from public issues and fixes, and correct loops in others' styles.
 
-Each file names its source, and marks the lines where a linter should speak. The folders called ``aside``
-were not looked at until the rules were written.
+Each file names its source, and marks the lines where a linter should speak. The folders with ``aside`` in
+their names were not looked at until the rules were written. The second corpus is of other sources.
 """
 
 from __future__ import annotations
@@ -36,6 +36,25 @@ MISSED_ASIDE = {
     "53_scheduler_on_skipped_step": "a note (AMP822)",
     "62_loss_in_half_outside_autocast": "the dtype of the model's output is not known",
 }
+# of the second corpus, of which 8 of 20 were found at first, with 3 alarms
+MISSED_SECOND = {
+    "14_generator_left_frozen": "no rule: which parameters require gradients is not followed",
+    "17_snapshot_without_scaler": "its optimizers are in a dict from elsewhere; AMP821 finds the restore",
+    "20_clamp_next_to_one": "the dtype of the model's output is not known",
+    "24_validation_casts_live_unet": "a pipeline of another package holds the model",
+    "39_scatter_add_mixed_dtypes": "autocast on CUDA promotes scatter_add to the widest dtype",
+}
+# of its half that was kept aside; at the first look 7 of 20 were found, with 2 alarms
+MISSED_SECOND_ASIDE = {
+    "05_callback_clip_engine": "the engine is not made in the file",
+    "07_grad_norm_log_scaled": "found, but at the call of the helper that reads",
+    "15_discriminator_warmup_step": "no rule: the backward depends on a count",
+    "19_box_coder_eps": "the dtype of the model's output is not known",
+    "22_only_first_master_unscaled": "no rule: a loss scale of its own, without a scaler",
+    "23_ema_kept_in_half": "no rule",
+    "27_validator_halves_live_ema": "no rule",
+}
+MISSED_ANYWHERE = MISSED | MISSED_ASIDE | MISSED_SECOND | MISSED_SECOND_ASIDE
 
 
 def alarms(path: Path) -> list[LintFinding]:
@@ -55,7 +74,7 @@ def is_found(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", MISTAKES, ids=lambda path: path.stem)
 def test_a_mistake_of_the_field_is_found_or_listed(path: Path) -> None:
-    assert is_found(path) == (path.stem not in MISSED | MISSED_ASIDE)
+    assert is_found(path) == (path.stem not in MISSED_ANYWHERE)
 
 
 @pytest.mark.parametrize("path", CORRECT, ids=lambda path: path.stem)
@@ -64,5 +83,6 @@ def test_a_correct_loop_of_the_field_raises_no_alarm(path: Path) -> None:
 
 
 def test_the_corpus_is_whole() -> None:
-    assert (len(MISTAKES), len(CORRECT)) == (64, 64)
-    assert (MISSED | MISSED_ASIDE).keys() <= {path.stem for path in MISTAKES}
+    assert (len(MISTAKES), len(CORRECT)) == (104, 104)
+    assert len({path.stem for path in MISTAKES}) == 104
+    assert MISSED_ANYWHERE.keys() <= {path.stem for path in MISTAKES}

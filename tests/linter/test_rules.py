@@ -9,7 +9,6 @@ import pytest
 
 from tests.linter.examples import BAD, CORRECT, GOOD, PAGES, TWINS, codes, lint, training_loop
 
-
 # apex itself is deprecated
 ALONGSIDE = {"AMP858": {"AMP865"}}
 
