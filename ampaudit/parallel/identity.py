@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,7 @@ from ampaudit.core.config import Config
 from ampaudit.core.errors import UsageError
 from ampaudit.core.version import __version__
 from ampaudit.source import ModelSource
+from ampaudit.source.user_code import GIVEN_FILE
 from ampaudit.trace.entry import tensor_leaves
 
 __all__ = ["CommandShare", "Identity", "identity_of", "is_divisible", "refuse_undivided"]
@@ -47,7 +50,8 @@ class Identity:
     Attributes:
         version: of ampaudit.
         torch: version of PyTorch.
-        model: digest of the model's file, its modules with their modes, and a sample of its weights.
+        model: digest of the model's file and those that it imports from beside it, its modules with their
+            modes, and a sample of its weights.
         inputs: digest of a sample of all batches, and of their plain values.
         batches: how many there are.
         policies: digest of their rules.
@@ -71,7 +75,7 @@ class Identity:
         if self.batches != other.batches:
             return f"{other.batches} batches instead of {self.batches}"
         words = {
-            "model": "another model, or other weights, or another mode (--train)",
+            "model": "another model or file that it imports, or other weights, or another mode (--train)",
             "inputs": "other inputs",
             "policies": "another policy",
             "options": "other options",
@@ -102,12 +106,27 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
     return Identity(
         __version__,
         torch.__version__,
-        _digest(source.sha256, modules, _sampled(weights)),
+        _digest(source.sha256, _imported_files(source), modules, _sampled(weights)),
         _digest(_sampled({str(number): tensor for number, tensor in enumerate(inputs)}), plain),
         len(source.batches),
         _digest(rules),
         _digest(options),
     )
+
+
+def _imported_files(source: ModelSource) -> list[str]:
+    """Return digests of the Python files that a model's file has imported from its directory or package."""
+    place, package = source.location.partition(":")[0], source.location.partition(".")[0]
+    directory = Path(place).absolute().parent
+    found: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        beside = path.is_relative_to(directory) and "site-packages" not in path.parts
+        beside = beside and not name.startswith(GIVEN_FILE)
+        own = beside if source.kind == "python" else source.kind == "import" and name.split(".")[0] == package
+        if own and path.suffix == ".py" and path.is_file():
+            found.add(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return sorted(found)
 
 
 def is_divisible(config: ScanConfig) -> bool:

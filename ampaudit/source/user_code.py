@@ -9,14 +9,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ampaudit.core.errors import AuditError, SourceError, first_line
 from ampaudit.trace.failure import failing_lines
 
 _NO_DEVICE = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "HIP GPUs", "XPU", "MPS backend")
 
-__all__ = ["calling_user_code", "import_module_named", "locating_failures", "module_from_file"]
+__all__ = ["GIVEN_FILE", "calling_user_code", "import_module_named", "locating_failures", "module_from_file"]
+
+GIVEN_FILE: Final = "_ampaudit_user_"  # begins the names of modules that an option names, and no import
 
 
 def module_from_file(path: Path) -> ModuleType:
@@ -27,7 +29,7 @@ def module_from_file(path: Path) -> ModuleType:
     """
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the model file")
-    name = f"_ampaudit_user_{path.stem}"
+    name = f"{GIVEN_FILE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise SourceError(f"{path}: not a Python file", hint="a model file ends in .py")

@@ -57,7 +57,8 @@ def optimizer_method(
             state.set_fact((optimizer.key, node), "zeroed")
         clear_gradients(interpreter)
     elif name in ("state_dict", "load_state_dict"):
-        interpreter.record_event(f"optimizer.{name}", node)
+        if not isinstance(arguments.get(0, "state_dict"), StateDict):  # that of this run
+            interpreter.record_event(f"optimizer.{name}", node)
         return StateDict("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN
     return UNKNOWN
 
