@@ -75,7 +75,8 @@ class Identity:
         if self.batches != other.batches:
             return f"{other.batches} batches instead of {self.batches}"
         words = {
-            "model": "another model or file that it imports, or other weights, or another mode (--train)",
+            "model": "another model: other code, other files that it imports, other weights "
+            "or another mode (--train)",
             "inputs": "other inputs",
             "policies": "another policy",
             "options": "other options",

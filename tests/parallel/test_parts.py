@@ -83,7 +83,7 @@ def test_missing_doubled_and_foreign_parts_are_named(folder: Path) -> None:
 def test_a_model_that_has_changed_since_is_refused(folder: Path) -> None:
     files = parts(folder, 2)
     written(folder, MODEL.replace("Linear(32, 5)", "Linear(32, 6)"))
-    assert "another model or file that it imports" in str(run("merge", *files).exception)
+    assert "another model: other code, other files that it imports" in str(run("merge", *files).exception)
 
 
 def test_a_file_that_the_model_imports_belongs_to_it(folder: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_file_that_the_model_imports_belongs_to_it(folder: Path) -> None:
     files = parts(folder, 2)
     assert run("merge", *files).exit_code != 2
     helper.write_text("SCALE = 2.0\n")
-    assert "another model or file that it imports" in str(run("merge", *files).exception)
+    assert "another model: other code, other files that it imports" in str(run("merge", *files).exception)
 
 
 def test_plain_inputs_and_the_mode_belong_to_the_audit(folder: Path) -> None:

@@ -88,7 +88,10 @@ def test_the_error_of_a_rank_is_told(folder: Path, ranks: list[subprocess.Popen[
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ("torch.nn.init.ones_(model.head.weight)", "another model or file that it imports, or other weights"),
+        (
+            "torch.nn.init.ones_(model.head.weight)",
+            "another model: other code, other files that it imports, other weights",
+        ),
         pytest.param("model.head.training = None", "", marks=pytest.mark.slow),
     ],
 )

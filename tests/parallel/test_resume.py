@@ -146,7 +146,7 @@ def refused(*words: str) -> str:
 def test_a_directory_of_another_audit_is_refused(kept: Path) -> None:
     assert "kept is of another audit: it has other options" in refused("--min-headroom", "2")
     written(kept.parent, MODEL.replace("/ torch.sqrt", "* torch.sqrt"))
-    assert "kept is of another audit: it has another model or file" in refused()
+    assert "kept is of another audit: it has another model: other code" in refused()
 
 
 def test_a_directory_of_something_else_is_refused(folder: Path) -> None:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
@@ -202,6 +203,8 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
             follow_callback(interpreter, value, node)
     if _LOSS.search(last.lower()):
         tensors.record_loss(interpreter, node, given)
+    if _CLIPS_GRADIENTS.search(last.lower()) and _cannot_unscale(interpreter, given):
+        gradients.clip(interpreter, node, arguments, certainty=Certainty.LIKELY)
     if last not in HARMLESS_METHODS:
         _assume_any_effect(interpreter, name, given)
     touched = any(isinstance(value, Scaler | Instance) for value in given)
@@ -247,5 +250,12 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
         state.set_fact(MAYBE, "touched")
 
 
+def _cannot_unscale(interpreter: Interpreter, given: list[Value]) -> bool:
+    """Return whether unknown code gets parameters, and neither a scaler nor what may hold one."""
+    held = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in given)
+    return not held and any(isinstance(value, Parameters | Model) for value in given)
+
+
+_CLIPS_GRADIENTS = re.compile(r"clip.*(grad|norm)|grad.*clip")
 _LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
 _HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")

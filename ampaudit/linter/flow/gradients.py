@@ -124,12 +124,18 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
             interpreter.state.set_fact(node, "freed", root)
 
 
-def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like."""
+def clip(
+    interpreter: Interpreter,
+    node: ast.Call,
+    arguments: Arguments,
+    certainty: Certainty = Certainty.KNOWN,
+) -> Value:
+    """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like, or what likely is one of them."""
     interpreter.record_event("clip", node)
     if isinstance(arguments.get(1, "max_norm"), ScaleReading):
         return UNKNOWN  # the limit has the scale as well
-    if certainty := max(still_scaled(interpreter), _others_unscaled(interpreter, arguments)):
+    still = max(still_scaled(interpreter), _others_unscaled(interpreter, arguments))
+    if certainty := min(still, certainty):
         place = call_beside_scaler(interpreter.script, node, interpreter.calls)
         interpreter.report(
             "AMP807",
