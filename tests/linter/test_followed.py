@@ -101,6 +101,23 @@ def test_a_copy_of_a_model_is_another_model() -> None:
     assert found(copied) == {}
 
 
+def test_gradients_of_a_step_for_every_batch_are_zeroed_for_every_batch() -> None:
+    gated = loop().replace("for x, y in loader:", "for i, (x, y) in enumerate(loader):")
+    gated = gated.replace(
+        "        optimizer.zero_grad()", "        if i % 4 == 0:\n            optimizer.zero_grad()"
+    )
+    assert found(gated) == {"AMP839": Severity.ERROR}
+    both = gated.replace(
+        f"        {STEP}", f"        if i % 4 == 3:\n            {STEP}\n            scaler.update()"
+    )
+    both = both.replace("        scaler.update()\n    pass", "    pass")
+    assert "AMP839" not in found(both)
+    by_hand = gated.replace(
+        f"        {STEP}", f"        {STEP}\n        for p in model.parameters(): p.grad = None"
+    )
+    assert found(by_hand) == {}
+
+
 def test_a_loss_needs_the_scaler_that_steps() -> None:
     second = "other = torch.amp.GradScaler('cuda')"
     assert found(loop(before=second, step="other.step(optimizer)")).get("AMP815") == Severity.ERROR

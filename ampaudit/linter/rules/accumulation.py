@@ -174,14 +174,16 @@ def _check_rarely_zeroed(
     interpreter: Interpreter, loop: ast.AST, backwards: list[Event], inside: list[Event]
 ) -> None:
     """Report a step for every batch, whose gradients are zeroed only for some."""
-    zeroed, steps = of_kind(inside, "zero_grad"), of_kind(inside, *_STEPS)
-    is_gated = bool(zeroed) and all(_is_conditional(loop, event) for event in zeroed)
-    if not is_gated or not backwards or of_kind(inside, "unknown.effect", "backward.unknown"):
+    by_hand = ".grad = None" in interpreter.script.text
+    if by_hand or not backwards or of_kind(inside, "unknown.effect", "backward.unknown"):
         return
-    for event in steps:
-        if event.guards_inside(loop) and any(g.kind != "call" for g in event.guards_inside(loop)):
+    for event in of_kind(inside, *_STEPS):
+        own = ("", event.data["optimizer"])  # a model's zero_grad names none
+        zeroed = [e for e in of_kind(inside, "zero_grad") if e.data["optimizer"] in own]
+        is_gated = bool(zeroed) and all(_is_conditional(loop, e) for e in zeroed)
+        calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
+        if not is_gated or len(calls) != len(event.guards_inside(loop)):
             continue
-        calls = [g.node for g in event.guards_inside(loop) if g.kind == "call"]
         interpreter.report(
             "AMP839",
             calls[0] if calls else event.node,
