@@ -14,7 +14,7 @@ from ampaudit.core.config import Progress, silent
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import parse_size
+from ampaudit.core.text import parse_size, plural
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.inputs import of_made_up
 from ampaudit.report.plan import PlanReport
@@ -97,7 +97,7 @@ def trace_under(
         count = len(source.batches)
         batches = "1 batch" if count == 1 else f"{count} batches"
         batches += of_made_up(source.inputs)
-        notes = (f"{len(promoted)} sites promoted by measured rules, after {batches} in FP32",)
+        notes = (f"{plural(len(promoted), 'site')} promoted by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
     more: dict[str, Any] = {"seed": seed, "path": PathTracing.FALLBACK}
     return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen, **more), notes

@@ -11,6 +11,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.cli.options import given
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control
+from ampaudit.core.torchrun import place_of
 
 __all__ = ["options_of_words", "write_scan_part"]
 
@@ -37,6 +38,10 @@ def write_scan_part(
 
     if options["output"] is None:
         raise click.UsageError("--part writes a file: add -o part-1.json")
+    if place_of() is not None:
+        raise click.UsageError("--part is for processes without torchrun: its ranks share the batches anyway")
+    if "form" in given(options):
+        raise click.UsageError("--part writes a part, not a report: give --format to ampaudit merge")
     asked = given(options)
     part = FilePart(*parse_part(options["part"]), _words(command, options, asked))
     share: Any = part

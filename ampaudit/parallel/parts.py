@@ -39,9 +39,10 @@ def parse_part(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     index, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= index <= count:
+        parts = max(count, 4) if found else 4
         raise UsageError(
             f"--part {describe(text)} is not the number of a part and their count",
-            hint="write --part 1/4 to --part 4/4",
+            hint=f"write --part 1/{parts} to --part {parts}/{parts}",
         )
     return index - 1, count
 

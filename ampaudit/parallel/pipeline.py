@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 from pydantic import TypeAdapter
 
+from ampaudit.core.config import Progress
 from ampaudit.parallel.board import Board
 from ampaudit.parallel.ranks import RankShare
+from ampaudit.run.record import RunRecord
 from ampaudit.run.route import Again, Route
+from ampaudit.run.share import Failure, PartRecords
 
 __all__ = ["PipelineShare"]
 
@@ -35,6 +38,13 @@ class PipelineShare(RankShare):
         """Return the phase alone: the others are at other segments."""
         return phase
 
+    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
+        """Join the records of all ranks; if a batch has failed here, nobody waits for it any longer."""
+        if own.failure is not None:
+            failure = TypeAdapter(Failure).dump_json(own.failure)
+            self._board.put(f"stopped/{self._passes}/{self.rank}", failure)
+        return super().joined(phase, own, progress)
+
     def hand_on(self, key: str, data: bytes) -> None:
         """Leave something for another rank."""
         self._board.put(key, data)
@@ -49,10 +59,17 @@ class PipelineShare(RankShare):
 
         Raises:
             RankLost: that rank has failed, or is lost.
+            AuditError: a batch has failed in another rank, which will hand on no more.
         """
-        self._awaited(key, rank)
+        self._awaited(key, rank, self._raise_if_stopped)
         self.moved()
         return self._board.get(key) if keep else self._board.take(key)
+
+    def _raise_if_stopped(self) -> None:
+        for rank in range(self.count):
+            key = f"stopped/{self._passes}/{rank}"
+            if rank != self.rank and self._board.has(key):
+                raise TypeAdapter(Failure).validate_json(self._board.get(key)).as_error()
 
 
 class _Stage(Route):

@@ -23,6 +23,7 @@ __all__ = ["ResumedShare"]
 _AUDIT = "audit.json"
 _STATE_BYTES = 1 << 40
 _OTHER = "give another directory, or remove this one to start again"
+_NEW = "give a new or an empty directory"
 
 
 class ResumedShare(Share):
@@ -55,9 +56,11 @@ class ResumedShare(Share):
             self.directory.mkdir(parents=True, exist_ok=True)
             strange = not path.exists() and any(self.directory.iterdir())
         except OSError as error:
-            raise OutputError(f"{describe_path(self.directory)}: {error.strerror}", hint=_OTHER) from None
+            raise OutputError(f"{describe_path(self.directory)}: {error.strerror}", hint=_NEW) from None
         if strange:
-            raise InputError(f"{describe_path(self.directory)} holds no audit to resume", hint=_OTHER)
+            raise InputError(
+                f"{describe_path(self.directory)} holds other files, and no audit to resume", hint=_NEW
+            )
         if path.exists():
             if what := identity.difference(PartFile(path).part.identity):
                 raise InputError(
@@ -83,12 +86,16 @@ class ResumedShare(Share):
             InputError: its file is none of this audit.
         """
         path = self._path(phase, number)
-        if not self._inner.mine(phase, number) or not path.exists():
+        if not path.exists() or not self._inner.mine(phase, number):
             return None
-        file = PartFile(path)
+        file = self._file(path)
         if self._about is None or file.part.identity != self._about[1] or file.part.batches != (number,):
             raise InputError(f"{file.name} is not of this audit", hint=_OTHER)
-        return file.records()
+        try:
+            return file.records()
+        except InputError as error:
+            again = f"remove {file.name}: its batch runs again"
+            raise InputError(str(error.args[0]), hint=again) from None
 
     def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
         """Save the record of a batch, and remove the states that led to it."""
@@ -106,6 +113,18 @@ class ResumedShare(Share):
 
     def _path(self, phase: str, number: int) -> Path:
         return self.directory / f"{phase}-{number}.json"
+
+    def _file(self, path: Path) -> PartFile:
+        """Open the record of a batch.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        try:
+            return PartFile(path)
+        except InputError as error:
+            again = f"remove {describe_path(path)}: its batch runs again"
+            raise InputError(str(error.args[0]), hint=again) from None
 
     def _write(self, path: Path, batches: tuple[int, ...] = (), records: bytes = b"") -> None:
         assert self._about is not None, "it is said what is audited before anything is run"

@@ -114,9 +114,7 @@ def _parsed(data: bytes, name: str) -> Any:
     try:
         return parse_json(data, finite=False)
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{name}: not a part of an audit: not JSON: {first_line(error)}", hint=_HOW
-        ) from None
+        raise InputError(f"{name}: not a whole part of an audit: {first_line(error)}", hint=_HOW) from None
 
 
 def _validated(schema: TypeAdapter[T], found: Any, name: str) -> T:

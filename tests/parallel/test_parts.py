@@ -218,6 +218,19 @@ def test_a_part_with_a_line_without_end_is_refused(folder: Path, monkeypatch: py
     assert run("merge", file).exit_code == 1
 
 
+def test_ranks_of_torchrun_write_no_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    done = run("scan", "mixed.py", "--part", "1/2", "-o", "part.json")
+    assert "without torchrun" in done.output + str(done.exception)
+    assert not (folder / "part.json").exists()
+
+
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "1/0", "-1/2", ""])
 def test_a_part_that_is_none_is_refused(folder: Path, text: str) -> None:
     done = run("scan", "mixed.py", "--part", text, "-o", "part.json")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.parallel import PROMOTING, SCAN, alone, torchrun, without_times
+from tests.support.parallel import MODEL, PROMOTING, SCAN, alone, torchrun, without_times
 
 slow = pytest.mark.slow
 MEASURED = (
@@ -39,6 +40,20 @@ def test_a_pipeline_gives_the_report_of_one_process(folder: Path, count: int, wo
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("written to ranks.json") == 1
     assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
+
+
+def test_a_batch_that_fails_ends_all_ranks_of_a_pipeline(folder: Path) -> None:
+    """The next rank once waited for that batch until its time was over."""
+    body = MODEL.replace("yield {", "ids = ids + (1000 if number == 2 else 0)\n        yield {")
+    (folder / "mixed.py").write_text(body)
+    one = alone(folder, *SCAN)
+    assert one.returncode == 2
+    start = time.monotonic()
+    done = torchrun(folder, 2, *SCAN, "--pipeline")
+    assert time.monotonic() - start < 60
+    assert done.returncode != 0
+    assert one.stderr.strip().splitlines()[-2] in done.stderr
+    assert "PASS" not in done.stdout + done.stderr
 
 
 def test_a_pipeline_needs_ranks(folder: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_directory_of_another_audit_is_refused(kept: Path) -> None:
 def test_a_directory_of_something_else_is_refused(folder: Path) -> None:
     (folder / "kept").mkdir()
     (folder / "kept" / "thesis.tex").write_text("dear")
-    assert "kept holds no audit to resume" in refused()
+    assert "kept holds other files, and no audit to resume" in refused()
     assert (folder / "kept" / "thesis.tex").read_text() == "dear"
 
 
