@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -17,6 +17,7 @@ from ampaudit.cli.options import (
 )
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe
+from ampaudit.report.finding import FailOnGaps
 
 __all__ = ["merge_command"]
 
@@ -24,6 +25,12 @@ __all__ = ["merge_command"]
 @click.command("merge", cls=GroupedCommand)
 @click.argument("parts", nargs=-1, required=True, type=FILE)
 @click.option("--model", metavar="MODEL", help="Location of the model.  [default: as in the parts]")
+@click.option(
+    "--fail-on",
+    type=click.Choice(get_args(FailOnGaps)),
+    help="Lowest severity that makes the exit code 1; 'gap': errors, and what was not audited."
+    "  [default: as in the parts]",
+)
 @report_options("scan")
 @quiet_option
 @verbose_option("Show notes and every site.")
@@ -43,6 +50,8 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
     first = found[0].part
     model = options["model"] or _named(first.location)
     asked, words = options_of_words(scan_command, model, first.words)
+    if options["fail_on"] is not None:
+        asked["fail_on"], words = options["fail_on"], words | {"fail_on"}
     own = {name: options[name] for name in ("form", "output", "force", "quiet", "verbose", "debug")}
     report_scan(context, model, asked | own, MergedParts(found), given=words)
 

@@ -38,6 +38,8 @@ def write_scan_part(
 
     if options["output"] is None:
         raise click.UsageError("--part writes a file: add -o part-1.json")
+    if options["output"].suffix.lower() != ".json":
+        raise click.UsageError("--part writes JSON, whose file must end in .json: -o part-1.json")
     if place_of() is not None:
         raise click.UsageError("--part is for processes without torchrun: its ranks share the batches anyway")
     if "form" in given(options):

@@ -66,6 +66,11 @@ class AuditError(Exception):
     def __str__(self) -> str:
         return f"{self.args[0]}\n  next: {self.hint}"
 
+    def add_place(self, place: str) -> None:
+        """Say in the message where it happened, unless it says so already."""
+        if place not in str(self.args[0]):
+            self.args = (f"{self.args[0]} (in {place})", *self.args[1:])
+
 
 class UsageError(AuditError):
     """Raised for an invalid option or argument."""

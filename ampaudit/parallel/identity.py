@@ -25,7 +25,10 @@ __all__ = ["CommandShare", "Identity", "identity_of", "is_divisible", "refuse_un
 
 _SAMPLES = 256  # elements of each tensor
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-_ELSEWHERE = frozenset({"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory"})
+# options that are compared elsewhere, or do not change what is recorded
+_ELSEWHERE = frozenset(
+    {"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory", "fail_on"}
+)
 
 
 class CommandShare(Protocol):

@@ -144,6 +144,8 @@ def _run_in_order(
             with telling_own_failures(model, batch):
                 _run_batch(runners, batch, number, progress, mine=mine and known is None)
         except AuditError as error:
+            if len(batches) > 1:
+                error.add_place(batch.title(number))
             if share.alone:
                 raise
             failure = Failure.of(number, error)

@@ -70,6 +70,8 @@ def run_segmented(
             work.prepare(number, batch, mine=earlier is None and share.mine(phase, number))
         work.run()
     except AuditError as error:
+        if len(batches) > 1:
+            error.add_place(batches[work.at].title(work.at))
         if share.alone:
             raise
         failure = Failure.of(work.at, error)

@@ -10,6 +10,7 @@ import pytest
 
 import ampaudit
 from ampaudit.core.errors import InputError, SourceError
+from ampaudit.core.source_config import SourceConfig
 
 Write = Callable[[str], Path]
 
@@ -38,6 +39,11 @@ LOOKUPS = {
     "gather": "self.table.weight.gather(0, input_ids.T.expand(2, 8))",
     "one hot": "torch.nn.functional.one_hot(input_ids, 10).float()[..., :8]",
 }
+SECOND = """
+def batches():
+    for index in (1, 2, 30522):
+        yield {"input_ids": torch.tensor([[1, index]])}
+"""
 COMMANDS: dict[str, Callable[..., Any]] = {
     "scan": lambda path, out: ampaudit.scan(path),
     "scan --backward": lambda path, out: ampaudit.scan(path, backward=True),
@@ -90,3 +96,11 @@ def test_what_the_model_raises_in_training_is_its_own(model_file: Write) -> None
     with pytest.raises(SourceError, match=r"KeyError: 'no such key'"):
         ampaudit.train(str(path), steps=2)
     assert [row.status for row in ampaudit.bench(str(path), modes=["fp32"]).rows] == ["failed"]
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "1GB"}])
+def test_the_batch_is_named_if_there_are_several(model_file: Write, options: dict[str, str]) -> None:
+    text = TOKENS.replace("LOOKUP", LOOKUPS["embedding"])
+    path = model_file(text[: text.index("def example_inputs")] + SECOND)
+    with pytest.raises(InputError, match=r"from 1 to 30,522 \(in batch 2\)\n"):
+        ampaudit.scan(str(path), source=SourceConfig(batches=3), **options)

@@ -80,6 +80,15 @@ def test_missing_doubled_and_foreign_parts_are_named(folder: Path) -> None:
     assert foreign.exit_code == 2
 
 
+def test_the_merge_decides_what_fails(folder: Path) -> None:
+    files = parts(folder, 2, "--policy", "half", "--fail-on", "never")
+    assert run("merge", *files).exit_code == 0
+    assert run("merge", *files, "--fail-on", "error").exit_code == 1
+    refused = run("scan", "mixed.py", "--part", "1/2", "-o", "part.html")
+    assert refused.exit_code == 2
+    assert not Path("part.html").exists()
+
+
 def test_a_model_that_has_changed_since_is_refused(folder: Path) -> None:
     files = parts(folder, 2)
     written(folder, MODEL.replace("Linear(32, 5)", "Linear(32, 6)"))
