@@ -7,6 +7,7 @@ these runs.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +19,17 @@ from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import Event
 from ampaudit.linter.flow.expressions import EXPRESSIONS
 from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter, StepLimitReached
-from ampaudit.linter.flow.script import Script, sets_own_context
+from ampaudit.linter.flow.interpreter import (
+    NO_AUTOCAST,
+    UNKNOWN_AUTOCAST,
+    Interpreter,
+)
+from ampaudit.linter.flow.linked_script import LinkedScript
+from ampaudit.linter.flow.script import Script, dotted_name, sets_own_context
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.statements import STATEMENTS
-from ampaudit.linter.flow.values import Autocast, ImportedName, Value
+from ampaudit.linter.flow.step_budget import ImportsTooLong, StepLimitReached
+from ampaudit.linter.flow.values import Autocast, ImportedName, LiteralValue, Value
 from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.apex_loops import check_apex_loops
 from ampaudit.linter.rules.autograd_functions import check_autograd_functions
@@ -31,7 +38,11 @@ from ampaudit.linter.rules.branches import check_branches, check_zeroed_either_w
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
 from ampaudit.linter.rules.half_layers import check_half_layers
-from ampaudit.linter.rules.managed_loops import check_lightning_module, check_managed_loops
+from ampaudit.linter.rules.managed_loops import (
+    check_lightning_module,
+    check_managed_loops,
+    check_trainer_class,
+)
 from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
 from ampaudit.linter.rules.settings import check_settings
@@ -55,16 +66,25 @@ _ENTRY_POINT_RULES = (
 )
 
 
-def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
+def analyze(linked: LinkedScript, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
     """Return the diagnostics of a script in the order of its lines, and the imported names at its end.
 
     Args:
-        script: the parsed module.
+        linked: the parsed module with the files that it imports, whose diagnostics are last.
         known: values of names that an earlier code block defines.
     """
-    interpreter = Interpreter(script, STATEMENTS, EXPRESSIONS, {}, known)
+    try:
+        return _analyze(linked, known)
+    except ImportsTooLong:
+        return _analyze(LinkedScript(linked.main), known)
+
+
+def _analyze(linked: LinkedScript, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
+    script = linked.main
+    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, {}, known)
     events_by_entry: list[list[Event]] = []
-    end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, State()))
+    start = _imported(interpreter)
+    end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, start))
     for info in script.functions.values():
         if info.relevant and info not in interpreter.called:
             _follow(interpreter, events_by_entry, _EntryPoint(info, None, end))
@@ -82,6 +102,24 @@ def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic
     ordered = sorted(diagnostics.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
     names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, ImportedName)}
     return [with_safety(script, item) for _, item in ordered], names
+
+
+def _imported(interpreter: Interpreter) -> State:
+    """Return the state after the definitions at module level of the imported files."""
+    interpreter.muted = True
+    with contextlib.suppress(StepLimitReached):
+        for script in interpreter.linked.imported.values():
+            interpreter.script, interpreter.frame = script, -script.number
+            interpreter.execute([node for node in script.tree.body if isinstance(node, _DEFINING)])
+    interpreter.script, interpreter.frame, interpreter.muted = interpreter.linked.main, 0, False
+    interpreter.events.clear()
+    interpreter.called.clear()
+    interpreter.condition_counts.clear()
+    interpreter.budget.next_entry_point()
+    return interpreter.state
+
+
+_DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Try)
 
 
 @dataclass(frozen=True)
@@ -124,12 +162,40 @@ def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: 
     interpreter.autocasts = [entry.context]
     with contextlib.suppress(StepLimitReached):
         if info is None:
-            interpreter.execute(interpreter.script.tree.body)
+            interpreter.execute(interpreter.linked.main.tree.body)
         else:
-            inline_call(interpreter, info, info.node, {}, None if info.is_static else entry.owner, 0)
+            given = {} if entry.owner is not None else _never_given(interpreter.linked.main, info)
+            inline_call(interpreter, info, info.node, given, None if info.is_static else entry.owner)
     interpreter.stack.clear()
     _finish(interpreter, events_by_entry, known)
     return interpreter.path_state or State()
+
+
+def _never_given(script: Script, info: FunctionInfo) -> dict[str, Value]:
+    """Return the parameters that are ``None`` in every call of a function, which has that as default."""
+    name, arguments = info.node.name, info.node.args
+    optional = [d for d in (*arguments.defaults, *arguments.kw_defaults) if isinstance(d, ast.Constant)]
+    if not script.is_called(name) or not any(default.value is None for default in optional):
+        return {}
+    calls = [n for n in script.nodes() if isinstance(n, ast.Call) and dotted_name(n.func) == name]
+    if len(calls) != sum(isinstance(n, ast.Name) and n.id == name for n in script.nodes()):
+        return {}  # other code may call it as well
+    most = max((len(call.args) for call in calls), default=0)
+    passed = {keyword.arg for call in calls for keyword in call.keywords}
+    if None in passed or any(isinstance(a, ast.Starred) for call in calls for a in call.args):
+        return {}
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    pairs = [
+        *zip(positional[::-1], arguments.defaults[::-1], strict=False),
+        *((argument.arg, d) for argument, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)),
+    ]
+    return {
+        name: LiteralValue(None, is_given=True)
+        for name, default in pairs
+        if isinstance(default, ast.Constant)
+        and default.value is None
+        and name not in (*positional[:most], *passed)
+    }
 
 
 def _follow_class(
@@ -147,8 +213,11 @@ def _follow_class(
         if matters and method is not start and method not in interpreter.called:
             _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end, given))
     interpreter.managed = False
+    events = [event for entry in events_by_entry[before:] for event in entry]
     if info.derives("LightningModule"):
-        check_lightning_module(interpreter, info, [e for entry in events_by_entry[before:] for e in entry])
+        check_lightning_module(interpreter, info, events)
+    if info.derives("Trainer", "Seq2SeqTrainer", "SFTTrainer"):
+        check_trainer_class(interpreter, info, events)
 
 
 _STEPS_OF_LIGHTNING = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -184,7 +253,7 @@ def _finish(
     """Check the rules on the events of one entry point, before which some diagnostics were known."""
     events = list(interpreter.events.values())
     interpreter.events = {}
-    interpreter.reset_steps()
+    interpreter.budget.next_entry_point()
     if not interpreter.managed:
         for check in _ENTRY_POINT_RULES:
             check(interpreter, events)

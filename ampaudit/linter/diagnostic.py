@@ -5,8 +5,25 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Final
 
-__all__ = ["Applicability", "Certainty", "Diagnostic", "Fix", "position_of", "remove_statement"]
+__all__ = [
+    "LINES_PER_FILE",
+    "Applicability",
+    "Certainty",
+    "Diagnostic",
+    "Fix",
+    "file_number",
+    "position_of",
+    "remove_statement",
+]
+
+LINES_PER_FILE: Final = 1 << 24  # the lines of imported file n are counted from n times this
+
+
+def file_number(node: ast.AST) -> int:
+    """Return the number of the imported file that a node is in; zero for the script itself."""
+    return int(getattr(node, "lineno", 0)) // LINES_PER_FILE
 
 
 def position_of(node: ast.AST) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from ampaudit.linter.bound_names import is_bound, names_in
 from ampaudit.linter.declared_torch import DeclaredTorch
-from ampaudit.linter.diagnostic import Applicability, Certainty, Diagnostic, Fix
+from ampaudit.linter.diagnostic import LINES_PER_FILE, Applicability, Certainty, Diagnostic, Fix
 from ampaudit.linter.flow.script import Script
 
 __all__ = ["applicability", "needed_torch", "with_safety"]
@@ -20,8 +20,8 @@ _SINCE: Final = {"autocast": _OLD, "GradScaler": "2.3", "custom_fwd": "2.4", "cu
 def with_safety(script: Script, diagnostic: Diagnostic) -> Diagnostic:
     """Return a diagnostic whose fix says whether the script allows it."""
     fix = diagnostic.fix
-    if fix is None:
-        return diagnostic
+    if fix is None or fix.line >= LINES_PER_FILE:  # that would change an imported file
+        return replace(diagnostic, fix=None)
     is_known = diagnostic.certainty == Certainty.KNOWN
     safe = is_known and all(is_bound(script, fix.line, name) for name in _written_names(fix))
     return replace(diagnostic, fix=replace(fix, is_safe=safe))

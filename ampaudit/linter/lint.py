@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -11,6 +11,7 @@ from ampaudit.core.version import __version__
 from ampaudit.linter.baseline import without_baseline
 from ampaudit.linter.config import LintConfig, LintOptions
 from ampaudit.linter.linting import LintedFile, lint_files
+from ampaudit.linter.selection import UNUSED_SUPPRESSION
 from ampaudit.report.lint import LintFinding, LintReport
 
 __all__ = ["lint", "lint_report"]
@@ -46,7 +47,7 @@ def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int 
     Raises:
         InputError: the baseline is no report of lint.
     """
-    findings: Iterable[LintFinding] = (finding for file in linted for finding in file.findings)
+    findings: Iterable[LintFinding] = _all_findings(linted)
     if config.baseline is not None:
         findings = without_baseline(findings, config.baseline)
     return LintReport(
@@ -59,3 +60,25 @@ def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int 
         fixed=fixed,
         unreadable=sum(not file.was_read for file in linted),
     )
+
+
+def _all_findings(linted: Sequence[LintedFile]) -> Iterator[LintFinding]:
+    """Yield the findings of each file, with those that show only where another file imports it."""
+    by_file: dict[str, list[LintFinding]] = {}
+    for file in linted:
+        for finding in file.imported:
+            by_file.setdefault(finding.file, []).append(finding)
+    for file in linted:
+        more = by_file.get(file.path, []) if file.after == file.before else []  # lines may have moved
+        yield from _with_imported(file.findings, more) if more else file.findings
+
+
+def _with_imported(own: list[LintFinding], more: list[LintFinding]) -> list[LintFinding]:
+    found = {(item.code, item.line, item.column): item for item in more}
+    for item in own:
+        key = (item.code, item.line, item.column)
+        if key not in found or found[key].severity == item.severity:
+            found[key] = item
+    hidden = {line for item in more if item.suppressed for line in (item.line, item.end_line)}
+    kept = (item for item in found.values() if item.code != UNUSED_SUPPRESSION or item.line not in hidden)
+    return sorted(kept, key=lambda item: (item.line, item.column, item.code))

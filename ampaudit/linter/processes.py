@@ -26,16 +26,18 @@ class Run(Protocol):
 
 
 @contextmanager
-def processes(count: int) -> Iterator[Run]:
+def processes(count: int, prepare: Callable[[], None] = lambda: None) -> Iterator[Run]:
     """Give a function like ``map``; with one process, it runs here.
 
+    Each process calls ``prepare`` first.
     Other processes are copies of this one where that is possible, and import the main module elsewhere.
     """
     if count == 1:
+        prepare()
         yield map
         return
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(count, context, _leave_signals) as pool:
+    with ProcessPoolExecutor(count, context, _start, (prepare,)) as pool:
 
         def run(function: Callable[[Item], Result], items: Sequence[Item], /) -> Iterator[Result]:
             return pool.map(function, items, chunksize=_AT_ONCE)
@@ -52,7 +54,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _leave_signals() -> None:
-    """Leave an interruption to the process that has started this one."""
+def _start(prepare: Callable[[], None]) -> None:
+    """Prepare a process, and leave an interruption to the one that has started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    prepare()

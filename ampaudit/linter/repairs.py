@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from ampaudit.linter.diagnostic import Diagnostic, Fix
-from ampaudit.linter.flow.script import ScriptTooLong, read_script
+from ampaudit.linter.flow.script import ScriptTooLong
 from ampaudit.linter.reporting import Suppressions, severity_of
 from ampaudit.linter.selection import RuleSelection
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.values import Value
 
 __all__ = ["repaired"]
 
 _MAX_ROUNDS = 10
+_Analyze: TypeAlias = Callable[[str], list[Diagnostic]]
 
 
 class _Analyzed(NamedTuple):
@@ -28,27 +26,28 @@ class _Analyzed(NamedTuple):
 
 
 def repaired(
-    text: str, diagnostics: list[Diagnostic], names: Mapping[str, Value], selection: RuleSelection
+    text: str, diagnostics: list[Diagnostic], analyze: _Analyze, selection: RuleSelection
 ) -> tuple[str, list[Diagnostic], int]:
     """Fix until nothing fixable remains; return the text, what remains, and how many were fixed.
 
-    If all fixes together leave a mistake that was not there, each is tried by itself.
+    If all fixes together leave a mistake that was not there, each is tried by itself. ``analyze`` returns
+    the diagnostics of a text.
     """
     start = _Analyzed(text, diagnostics)
     if re.search(r"\r(?!\n)", text):
         return text, diagnostics, 0  # libcst does not preserve line ends of classic Mac OS
-    end = _fix_all(start, names, selection)
+    end = _fix_all(start, analyze, selection)
     if _has_new_mistakes(end, start):
-        end = _fix_one_by_one(start, names, selection)
+        end = _fix_one_by_one(start, analyze, selection)
     fixed = max(len(diagnostics) - len(end.diagnostics), 0) if end.text != text else 0
     return end.text, end.diagnostics, fixed
 
 
-def _fix_all(now: _Analyzed, names: Mapping[str, Value], selection: RuleSelection) -> _Analyzed:
+def _fix_all(now: _Analyzed, analyze: _Analyze, selection: RuleSelection) -> _Analyzed:
     seen = {now.text}
     for _ in range(_MAX_ROUNDS):
         fixes = _fixes(now, selection)
-        after = _applied(now.text, fixes, names) if fixes else None
+        after = _applied(now.text, fixes, analyze) if fixes else None
         if after is None or after.text in seen:  # no fix could be applied, or one undoes another
             break
         seen.add(after.text)
@@ -56,7 +55,7 @@ def _fix_all(now: _Analyzed, names: Mapping[str, Value], selection: RuleSelectio
     return now
 
 
-def _fix_one_by_one(now: _Analyzed, names: Mapping[str, Value], selection: RuleSelection) -> _Analyzed:
+def _fix_one_by_one(now: _Analyzed, analyze: _Analyze, selection: RuleSelection) -> _Analyzed:
     tried: set[tuple[str, ...]] = set()
     while True:
         lines = now.text.split("\n")
@@ -65,7 +64,7 @@ def _fix_one_by_one(now: _Analyzed, names: Mapping[str, Value], selection: RuleS
         if key is None:
             return now
         tried.add(key)
-        after = _applied(now.text, [left[key]], names)
+        after = _applied(now.text, [left[key]], analyze)
         if after is not None and not _has_new_mistakes(after, now):
             now = after
 
@@ -82,16 +81,15 @@ def _fixes(now: _Analyzed, selection: RuleSelection) -> list[Fix]:
     ]
 
 
-def _applied(text: str, fixes: Sequence[Fix], names: Mapping[str, Value]) -> _Analyzed | None:
+def _applied(text: str, fixes: Sequence[Fix], analyze: _Analyze) -> _Analyzed | None:
     """Apply fixes and analyze the result; ``None`` if it cannot be read."""
     import libcst
 
-    from ampaudit.linter.analysis import analyze
     from ampaudit.linter.fixes import apply_fixes
 
     try:
         fixed = apply_fixes(text, fixes)
-        return _Analyzed(fixed, analyze(read_script(fixed), names)[0])
+        return _Analyzed(fixed, analyze(fixed))
     except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, ScriptTooLong):
         return None
 

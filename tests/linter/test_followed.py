@@ -121,3 +121,106 @@ def test_gradients_of_a_step_for_every_batch_are_zeroed_for_every_batch() -> Non
 def test_a_loss_needs_the_scaler_that_steps() -> None:
     second = "other = torch.amp.GradScaler('cuda')"
     assert found(loop(before=second, step="other.step(optimizer)")).get("AMP815") == Severity.ERROR
+
+
+ACCUMULATED_TWICE = """
+import torch
+
+
+def run(model, loader, opt, scaler, accum=8):
+    for it, (x, y) in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = torch.nn.functional.mse_loss(model(x), y) / accum
+        scaler.scale(loss).backward()
+        if it % accum == accum - 1:
+            scaler.step(opt)
+            scaler.update()
+        if {again}:
+            opt.zero_grad(set_to_none=True)
+"""
+
+
+@pytest.mark.parametrize("again", ["it % accum == accum - 1", "(it + 1) % accum == 0"])
+def test_a_condition_on_a_count_may_be_written_again(again: str) -> None:
+    found = lint(ACCUMULATED_TWICE.format(again=again)).findings
+    assert not [f.code for f in found if f.severity != "note"]
+
+
+UNSCALED_BY_HAND = """
+import torch
+
+
+def run(model, loader, opt, scaler):
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda"):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        factor = {factor}
+        norm = torch.stack([(p.grad {op} factor).norm() for p in model.parameters()]).norm()
+        print(norm)
+        scaler.step(opt)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "op", "codes"),
+    [
+        ("1.0 / scaler.get_scale()", "*", set()),
+        ("scaler.get_scale()", "/", set()),
+        ("0.5", "*", {"AMP808"}),
+    ],
+)
+def test_gradients_may_be_divided_by_the_scale_itself(factor: str, op: str, codes: set[str]) -> None:
+    found = lint(UNSCALED_BY_HAND.format(factor=factor, op=op)).findings
+    assert {f.code for f in found if f.severity != "note"} == codes
+
+
+TWO_SCALERS = """
+import torch
+
+
+class Pair:
+    def __init__(self, net_g, net_d):
+        self.net_g, self.net_d = net_g, net_d
+        self.opt_g = torch.optim.Adam(net_g.parameters())
+        self.opt_d = torch.optim.Adam(net_d.parameters())
+        self.scaler_g = torch.amp.GradScaler("cuda")
+        self.scaler_d = torch.amp.GradScaler("cuda")
+
+    def step(self, x):
+        self.opt_d.zero_grad()
+        with torch.autocast("cuda"):
+            loss_d = self.net_d(x).mean()
+        self.scaler_d.scale(loss_d).backward()
+        self.scaler_d.step(self.opt_d)
+        self.scaler_d.update()
+        self.opt_g.zero_grad()
+        with torch.autocast("cuda"):
+            loss_g = self.net_d(self.net_g(x)).mean()
+        self.scaler_g.scale(loss_g).backward()
+        self.{unscaled}.unscale_(self.opt_g)
+        torch.nn.utils.clip_grad_norm_(self.net_g.parameters(), 1.0)
+        self.scaler_g.step(self.opt_g)
+        self.scaler_g.update()
+
+    def save(self):
+        states = {{"g": self.opt_g.state_dict(), "d": self.opt_d.state_dict(),
+                  "s": self.scaler_g.state_dict(){more}}}
+        torch.save(states, "last.pt")
+"""
+BOTH = ', "t": self.scaler_d.state_dict()'
+
+
+@pytest.mark.parametrize(
+    ("unscaled", "more", "expected"),
+    [
+        ("scaler_g", BOTH, []),
+        ("scaler_d", BOTH, [("AMP815", 24, "error")]),
+        ("scaler_g", "", [("AMP820", 30, "warning")]),
+    ],
+)
+def test_two_scalers_are_kept_apart(unscaled: str, more: str, expected: list[tuple[str, int, str]]) -> None:
+    found = lint(TWO_SCALERS.format(unscaled=unscaled, more=more)).findings
+    assert [(f.code, f.line, str(f.severity)) for f in found if f.severity != "note"] == expected

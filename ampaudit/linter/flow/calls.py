@@ -7,16 +7,16 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
-from ampaudit.linter.flow.managed import call_managed, managed_method
+from ampaudit.linter.flow.managed import call_managed, check_trainer_model, managed_method
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
-from ampaudit.linter.flow.torch_names import HARMLESS_METHODS, canonical_name
+from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -91,7 +91,7 @@ def evaluate_call(interpreter: Interpreter, node: ast.Call) -> Value:
         base = interpreter.evaluate(node.func.value)
         if not isinstance(base, ImportedName):
             return _method(interpreter, node, base, node.func.attr)
-        function: Value = ImportedName(canonical_name(f"{base.path}.{node.func.attr}"))
+        function = interpreter.member(base.path, node.func.attr)
     else:
         function = interpreter.evaluate(node.func)
     return _function(interpreter, node, function)
@@ -152,6 +152,7 @@ def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, n
 
 def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     arguments = _arguments(interpreter, node)
+    check_trainer_model(interpreter, node, arguments)
     if isinstance(function, Function):
         if not _is_followed(interpreter, function.info):
             return UNSCALED_TENSOR
@@ -159,7 +160,7 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     if isinstance(function, BoundMethod):
         owner = None if function.info.is_static else function.owner
         return (
-            inline_call(interpreter, function.info, node, arguments.named(), owner, 0)
+            inline_call(interpreter, function.info, node, arguments.named(), owner)
             if _is_followed(interpreter, function.info)
             else UNSCALED_TENSOR
         )
@@ -179,8 +180,8 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
 
 
 def _is_followed(interpreter: Interpreter, info: FunctionInfo) -> bool:
-    """Return whether a function is worth following; under autocast, each op in it has a dtype."""
-    return info.relevant or interpreter.autocast.enabled is True
+    """Return whether a function is worth following; under autocast, each op in the file has a dtype."""
+    return info.relevant or (interpreter.autocast.enabled is True and not file_number(info.node))
 
 
 def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) -> Value:

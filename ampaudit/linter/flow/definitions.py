@@ -22,17 +22,22 @@ class FunctionInfo:
         return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ClassInfo:
-    """A class of the file; ``bases`` are the dotted names of its base classes."""
+    """A class; ``bases`` are the dotted names of its base classes, ``base`` the first that is followed."""
 
     node: ast.ClassDef
     bases: tuple[str, ...]
     methods: dict[str, FunctionInfo]
     base: ClassInfo | None = None
 
+    @property
+    def ancestry(self) -> list[ClassInfo]:
+        """The class and its base classes that are followed."""
+        return [self, *(self.base.ancestry if self.base is not None else ())]
+
     def method(self, name: str) -> FunctionInfo | None:
-        """Return a method by name, also from base classes in the same file."""
+        """Return a method by name, also from base classes that are followed."""
         if name in self.methods:
             return self.methods[name]
         return self.base.method(name) if self.base is not None else None

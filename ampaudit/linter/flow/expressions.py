@@ -11,7 +11,6 @@ from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance
 from ampaudit.linter.flow.joining import item_of, join_values
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
-from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -51,7 +50,7 @@ def _constant(interpreter: Interpreter, node: ast.Constant) -> Value:
 def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
     base = interpreter.evaluate(node.value)
     if isinstance(base, ImportedName):
-        return ImportedName(canonical_name(f"{base.path}.{node.attr}"))
+        return interpreter.member(base.path, node.attr)
     if isinstance(base, Instance):
         return _member(interpreter, base, node)
     if isinstance(base, DeviceValue):
@@ -97,7 +96,8 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
         if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
             use_gradient(interpreter, side)
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
-        return left
+        unscales = isinstance(right, ScaleReading) or "scale" in ast.unparse(node.right).lower()
+        return UNKNOWN if unscales else left
     for reading, factor in ((left, right), (right, left)):
         # a number times the scale, or divided by it
         if isinstance(reading, ScaleReading) and not isinstance(factor, Tensor | LossGradients):
@@ -125,6 +125,8 @@ def _alternatives(interpreter: Interpreter, node: ast.BoolOp) -> Value:
 def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     left, *others = (interpreter.evaluate(value) for value in (node.left, *node.comparators))
     is_none_test = isinstance(node.ops[0], ast.Is | ast.IsNot) and others == [LiteralValue(None)]
+    if is_none_test and isinstance(left, LiteralValue) and left.is_given:
+        return Truth(isinstance(node.ops[0], ast.Is) == (left.value is None))
     if is_none_test and isinstance(left, Scaler) and left.node is not None and not left.optional:
         return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):

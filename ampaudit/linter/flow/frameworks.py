@@ -1,7 +1,7 @@
 """Facts about frameworks that scale the loss themselves: how each is made, and what to call instead of torch.
 
-Sources: documentation and code of Accelerate 1.0 to 1.12, Lightning and Fabric 2.0 to 2.6, and
-DeepSpeed 0.9 to 0.18.
+Sources: documentation and code of Accelerate 1.0 to 1.12, Lightning and Fabric 2.0 to 2.6,
+DeepSpeed 0.9 to 0.18, the Trainer of Transformers 4.30 to 4.57, and Ignite 0.4 to 0.5.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Framework:
         unscale: what to call before the gradients are read; empty if only clipping unscales.
         keeps_gradients: whether ``.grad`` holds the scaled gradients after its backward.
         divisor: setting by which its backward divides the loss; empty if it does not.
+        is_float32: whether it computes in float32 if the precision is not given.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Framework:
     keeps_gradients: bool = True
     unscale: str = ""
     divisor: str = ""
+    is_float32: bool = False
 
 
 _BY_LIGHTNING: Final = (
@@ -72,6 +74,24 @@ FRAMEWORKS: Final = (
         *_BY_LIGHTNING,
         "self.manual_backward(loss)",
         "self.clip_gradients(...)",
+        is_float32=True,
+    ),
+    Framework(
+        "Trainer",
+        tuple(
+            f"{package}.{name}"
+            for package, names in (
+                ("transformers", ("TrainingArguments", "Seq2SeqTrainingArguments")),
+                ("trl", ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "ORPOConfig")),
+            )
+            for name in names
+        ),
+        "fp16",
+        (True,),
+        (False,),
+        "self.accelerator.backward(loss)",
+        "the argument max_grad_norm",
+        is_float32=True,
     ),
     Framework(
         "DeepSpeed",

@@ -77,7 +77,8 @@ def are_distinct(models: frozenset[str], others: frozenset[str]) -> bool:
 
 def has_single_optimizer(interpreter: Interpreter) -> bool:
     """Return whether the script has at most one optimizer."""
-    return len(interpreter.script.usage.optimizer_names()) <= 1
+    scripts = (interpreter.script, interpreter.linked.main)
+    return all(len(script.usage.optimizer_names()) <= 1 for script in scripts)
 
 
 def is_unscaled(interpreter: Interpreter) -> bool:

@@ -136,7 +136,7 @@ def clip(
         return UNKNOWN  # the limit has the scale as well
     still = max(still_scaled(interpreter), _others_unscaled(interpreter, arguments))
     if certainty := min(still, certainty):
-        place = call_beside_scaler(interpreter.script, node, interpreter.calls)
+        place = call_beside_scaler(interpreter.linked, node, interpreter.calls)
         interpreter.report(
             "AMP807",
             place,

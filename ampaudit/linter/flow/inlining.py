@@ -1,13 +1,14 @@
-"""Inlines calls of functions of the file."""
+"""Inlines calls of functions of the file, and of those it imports."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.definitions import Function, FunctionInfo, Instance
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
@@ -36,11 +37,21 @@ def inline_call(
     info: FunctionInfo,
     node: ast.AST,
     given: Mapping[str, Value],
-    owner: Instance | None,
-    frame: int,
+    owner: Instance | None = None,
+    frame: int | None = None,
 ) -> Value:
-    """Interpret the body of a function of the file and return the value of the call."""
-    if info in interpreter.stack or len(interpreter.stack) >= _MAX_DEPTH:
+    """Interpret the body of a function and return the value of the call.
+
+    Args:
+        interpreter: the interpreter at the call.
+        info: the function or method.
+        node: the call.
+        given: values of the arguments by name or, as text, by position.
+        owner: the instance whose method it is.
+        frame: where the function is defined; by default at the top of its file.
+    """
+    is_away = len(interpreter.stack) >= _MAX_DEPTH or not interpreter.linked.holds(info.node)
+    if is_away or info in interpreter.stack:
         return UNKNOWN
     interpreter.called.add(info)
     saved = (
@@ -50,15 +61,17 @@ def inline_call(
         interpreter.statement,
         interpreter.autocasts,
         interpreter.grad_modes,
+        interpreter.script,
     )
+    interpreter.script = interpreter.linked.script_of(info.node)
     interpreter.frame, interpreter.loops, interpreter.returns = interpreter.new_frame(), [], []
     interpreter.autocasts, interpreter.grad_modes = list(interpreter.autocasts), list(interpreter.grad_modes)
-    interpreter.enclosing_frames[interpreter.frame] = frame
+    interpreter.enclosing_frames[interpreter.frame] = -interpreter.script.number if frame is None else frame
     interpreter.caller_frames[interpreter.frame] = saved[0]
     interpreter.aliases[interpreter.frame] = _aliases(info, node, owner)
     interpreter.stack.append(info)
     entry = interpreter.state
-    _bind_parameters(interpreter, info, given, owner)
+    _bind_parameters(interpreter, info, given, owner, isinstance(node, ast.Call))
     try:
         with interpreter.guarded("call", node):
             _enter_decorators(interpreter, info)
@@ -74,11 +87,12 @@ def inline_call(
             interpreter.statement,
             interpreter.autocasts,
             interpreter.grad_modes,
+            interpreter.script,
         ) = saved
 
 
 def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
-    """Return the names that are passed unchanged, by parameter."""
+    """Return the names that are passed unchanged, by parameter; empty for other expressions."""
     if not isinstance(node, ast.Call):
         return {}
     arguments = info.node.args
@@ -86,14 +100,14 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
     names = names[1:] if owner is not None else names
     given = {k.arg: k.value for k in node.keywords if k.arg is not None}
     given |= dict(zip(names, node.args, strict=False))
-    return {name: text for name, value in given.items() if (text := dotted_name(value))}
+    return {name: dotted_name(value) for name, value in given.items()}
 
 
 def _drop_names(interpreter: Interpreter) -> None:
     """Drop the names of a function that returns, unless a function defined in it may need them."""
     names = interpreter.state.scopes.get(interpreter.frame, {}) if interpreter.path_state is not None else {}
     if interpreter.path_state is not None and not any(
-        isinstance(v, Function) and v.frame for v in names.values()
+        isinstance(v, Function) and v.frame > 0 for v in names.values()
     ):
         interpreter.path_state.drop_scope(interpreter.frame)
 
@@ -120,7 +134,11 @@ def _enter_decorators(interpreter: Interpreter, info: FunctionInfo) -> None:
 
 
 def _bind_parameters(
-    interpreter: Interpreter, info: FunctionInfo, given: Mapping[str, Value], owner: Instance | None
+    interpreter: Interpreter,
+    info: FunctionInfo,
+    given: Mapping[str, Value],
+    owner: Instance | None,
+    is_called: bool,
 ) -> None:
     arguments = info.node.args
     names = [*arguments.posonlyargs, *arguments.args]
@@ -131,19 +149,28 @@ def _bind_parameters(
     defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
     for index, argument in enumerate([*names, *arguments.kwonlyargs]):
         value = given.get(argument.arg, given.get(str(index)))
-        if value is None:
-            default = defaults.get(argument.arg)
-            # a boolean may be passed either way
-            switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
-            value = (
-                LiteralValue(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
-            )
+        default = defaults.get(argument.arg)
+        if value is None and isinstance(default, ast.Constant):
+            value = LiteralValue(default.value)
+        if isinstance(value, LiteralValue) and not value.is_given:
+            value = _given(value, info, is_called and "**" not in given)
+        value = UNKNOWN if value is None else value
         if argument.annotation is not None and value is UNKNOWN:
             value = _from_annotation(interpreter, argument)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
     for star in (arguments.vararg, arguments.kwarg):
         if star is not None:
             interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)
+
+
+def _given(value: LiteralValue, info: FunctionInfo, is_certain: bool) -> Value:
+    """Return a literal that a call, or the default of a parameter, gives to a function.
+
+    A boolean is a setting that somebody may change in the file, or pass otherwise from another one.
+    """
+    if isinstance(value.value, bool) and not (is_certain and file_number(info.node)):
+        return UNKNOWN
+    return replace(value, is_given=is_certain)
 
 
 _COLLECTIONS: Final = frozenset(

@@ -10,10 +10,13 @@ from typing import Any
 
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.linked_script import LinkedScript
+from ampaudit.linter.flow.module_names import join_names
 from ampaudit.linter.flow.recorder import Recorder
-from ampaudit.linter.flow.script import Script, ScriptTooLong, condition_of, dotted_name
+from ampaudit.linter.flow.script import Script, condition_of, dotted_name
 from ampaudit.linter.flow.state import State
-from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES
+from ampaudit.linter.flow.step_budget import StepBudget
+from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
@@ -30,21 +33,19 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 
-__all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter", "LoopExits", "StepLimitReached"]
+__all__ = [
+    "NO_AUTOCAST",
+    "UNKNOWN_AUTOCAST",
+    "Interpreter",
+    "LoopExits",
+]
 
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
-_MAX_STEPS = 60_000  # per entry point; the rest of a longer one is skipped
-_FACTS_PER_STEP = 16  # that cost as much as a step
-_MAX_WORK = 2_500_000  # per script, which is not read beyond it: some seconds
 _BUILTINS = frozenset(
     "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
     " print range repr reversed round set sorted str sum super tuple type zip".split()
 )
-
-
-class StepLimitReached(Exception):
-    """Raised when an entry point takes too many steps to interpret."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Interpreter(Recorder):
     """An abstract interpreter at one point of a script.
 
     Args:
-        script: the parsed script.
+        linked: the parsed script with the files that it imports.
         statements: handlers by kind of statement.
         expressions: handlers by kind of expression.
         assumptions: conditions, by text, that are assumed to be true or false.
@@ -71,14 +72,14 @@ class Interpreter(Recorder):
 
     def __init__(
         self,
-        script: Script,
+        linked: LinkedScript,
         statements: Handlers,
         expressions: Handlers,
         assumptions: Mapping[str, bool],
         known: Mapping[str, Value],
     ) -> None:
         super().__init__()
-        self.script = script
+        self.linked, self.script = linked, linked.main  # the script that the flow is in
         self.statements, self.expressions = statements, expressions
         self.assumptions, self.known = dict(assumptions), known
         self.condition_counts: Counter[str] = Counter()  # how often each condition was met
@@ -102,11 +103,7 @@ class Interpreter(Recorder):
         self.managed = False
         self.sharded: set[str] = set()  # keys of the models that FSDP shards
         self.repetitions = 0
-        self._steps = self._work = 0
-
-    def reset_steps(self) -> None:
-        """Reset the step count for the next entry point."""
-        self._steps = 0
+        self.budget = StepBudget(bool(linked.imported))
 
     @property
     def state(self) -> State:
@@ -136,6 +133,8 @@ class Interpreter(Recorder):
         if flag is None:
             return None
         text = self._as_named_by_caller(flag[0])
+        if not text:  # computed by the caller, and no setting
+            return None
         self.condition_counts[text] += 1
         assumed = self.assumptions.get(text)
         return None if assumed is None else assumed == flag[1]
@@ -146,6 +145,10 @@ class Interpreter(Recorder):
         while frame is not None and text in self.aliases.get(frame, ()):
             text, frame = self.aliases[frame][text], self.caller_frames.get(frame)
         return text
+
+    def placed(self, node: ast.AST) -> ast.AST:
+        """Return where to report a node: one in a known module, where that is called."""
+        return self.linked.in_given_file(node, self.calls)
 
     # execution
 
@@ -167,12 +170,7 @@ class Interpreter(Recorder):
         """Evaluate an expression, including the calls in it."""
         if node is None:
             return UNKNOWN
-        self._steps += 1
-        if self._steps > _MAX_STEPS:
-            raise StepLimitReached
-        self._work += 1 + self._state_size() // _FACTS_PER_STEP
-        if self._work > _MAX_WORK:
-            raise ScriptTooLong("too long to be analyzed: split it into several files")
+        self.budget.spend(self._state_size(), self.script is not self.linked.main)
         handler = self.expressions.get(type(node))
         value: Value = handler(self, node) if handler is not None else UNKNOWN
         return value
@@ -196,22 +194,34 @@ class Interpreter(Recorder):
         return self.infer_from_usage(value, text or name)
 
     def _global(self, name: str) -> Value:
-        if name in self.script.functions:
-            return Function(self.script.functions[name], 0)
-        if name in self.script.classes:
-            return Class(self.script.classes[name])
+        defined = self._definition(self.script, name)
+        if defined is not None:
+            return defined
         if name in self.known:
             return self.known[name]
         if name in CONVENTIONAL_NAMES:
             return ImportedName(CONVENTIONAL_NAMES[name])
         return ImportedName(f"builtins.{name}") if name in _BUILTINS else UNKNOWN
 
+    def _definition(self, script: Script, name: str) -> Value | None:
+        if name in script.functions:
+            return Function(script.functions[name], -script.number)
+        return Class(script.classes[name]) if name in script.classes else None
+
+    def member(self, module: str, name: str) -> Value:
+        """Return a member of a module: its value, if the module is a file that is followed."""
+        script, path = self.linked.module(self.script, module), join_names(module, name)
+        value = None
+        if script is not None and self.linked.module(self.script, path) is None:
+            value = self.state.value(-script.number, name) or self._definition(script, name)
+        return ImportedName(canonical_name(path)) if value is None or value is UNKNOWN else value
+
     def infer_from_usage(self, value: Value, text: str) -> Value:
         """Replace an unknown value by what the usage of its name tells."""
         unsure = (
             value is UNKNOWN or value is UNSCALED_TENSOR or (isinstance(value, Tensor) and value.node is None)
         )
-        if isinstance(value, LiteralValue) and value.value is None:
+        if isinstance(value, LiteralValue) and value.value is None and not value.is_given:
             unsure = True
         if not unsure or not text:
             return value

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["call_managed", "make_managed", "managed_method"]
+__all__ = ["call_managed", "check_autocast_step", "check_trainer_model", "make_managed", "managed_method"]
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
@@ -29,8 +29,8 @@ def make_managed(
     if isinstance(given, LiteralValue):
         scaled, unscaled = given.value in framework.scaled, given.value in framework.unscaled
         certainty = Certainty.KNOWN if scaled else Certainty.UNKNOWN if unscaled else Certainty.LIKELY
-    elif framework.name == "Lightning":
-        certainty = Certainty.UNKNOWN if given is None else Certainty.LIKELY  # its default is float32
+    elif given is None and framework.is_float32:
+        certainty = Certainty.UNKNOWN
     # DeepSpeed has the number in its configuration, 1 if it is not given
     divides = framework.divisor != "" and (
         framework.precision == "" or framework.divisor in arguments.keywords
@@ -72,6 +72,35 @@ def _is_scaler(node: ast.Call) -> bool:
 def call_managed(interpreter: Interpreter, node: ast.Call, base: Managed) -> None:
     """Interpret a call of a model that a framework has prepared."""
     interpreter.record_event("managed.forward", node, managed=base)
+
+
+def check_trainer_model(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+    """Check the model that a trainer gets with its arguments; adapters have parameters of their own."""
+    given = arguments.get(1, "args")
+    is_trainer = dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords
+    if is_trainer and isinstance(given, Managed):
+        _check_fitted(interpreter, given, arguments)
+
+
+def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+    """Check that Ignite's training step, which has no scaler unless it is given one, scales the loss."""
+    named = arguments.keywords.get("amp_mode")
+    under_autocast = node.func is not None and dotted_name(node.func).endswith("_amp")
+    if not under_autocast and not (isinstance(named, LiteralValue) and named.value == "amp"):
+        return
+    scaler = arguments.keywords.get("scaler")
+    is_off = scaler is None or (isinstance(scaler, LiteralValue) and not scaler.value)
+    if is_off and len(arguments.positional) < _IGNITE_SCALER and "**" not in arguments.keywords:
+        interpreter.report(
+            "AMP813",
+            node,
+            "the loss is computed under float16 autocast without a loss scale, which Ignite adds only if it "
+            "is asked to: small gradients become zero",
+            "pass scaler=True, or a scaler of your own",
+        )
+
+
+_IGNITE_SCALER: Final = 8  # positional arguments, among which it may be
 
 
 def _check_fitted(interpreter: Interpreter, trainer: Managed, arguments: Arguments) -> None:

@@ -6,6 +6,7 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.linter.diagnostic import file_number
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.inlining import inline_call
@@ -58,7 +59,8 @@ def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments:
     model = Model(
         key_of(node) + interpreter.call_path, node, origin=origin, layers=_layers(origin, arguments)
     )
-    for name in ("dtype", "torch_dtype"):
+    is_quantized = "quantization_config" in arguments.keywords  # which is trained through adapters
+    for name in () if is_quantized else ("dtype", "torch_dtype"):
         if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
             interpreter.state.set_fact(node, "half", model.key)
     return model
@@ -189,8 +191,8 @@ def call_model(
     if cast and isinstance(halved, ast.AST):
         interpreter.record_event("half.autocast", halved)
     info = _method_of(model, method)
-    if info is not None:
-        returned = inline_call(interpreter, info, node, arguments.named(), model.instance, 0)
+    if info is not None and (info.relevant or not file_number(info.node)):
+        returned = inline_call(interpreter, info, node, arguments.named(), model.instance)
         return _from_model(returned, cast, given, node)
     return Tensor(
         cast=cast if _ends_in_product(model, arguments) else "",
@@ -225,7 +227,8 @@ def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> boo
     """Return whether autocast applies to the model's device, as far as is known."""
     autocast, device = interpreter.autocast, interpreter.state.get("device", model.key)
     if (
-        autocast.enabled is not True
+        interpreter.assumptions  # as of cuda's absence, where autocast may be off for the same reason
+        or autocast.enabled is not True
         or not autocast.device
         or not isinstance(device, str)
         or device in (MAYBE, autocast.device)
@@ -259,7 +262,7 @@ def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arg
     made = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
     start = info.method("__init__")
     if start is not None and (start.relevant or is_module):
-        inline_call(interpreter, start, node, arguments.named(), made, 0)
+        inline_call(interpreter, start, node, arguments.named(), made)
     if is_module:
         return replace(make_model(interpreter, node, info.node.name, arguments), instance=made)
     return made

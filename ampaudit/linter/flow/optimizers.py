@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Fix, remove_statement
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["optimizer_method", "optimizer_value"]
 
 
-_FINITE_TEST = re.compile(r"isfinite|isinf|isnan|found_inf|check_inf|overflow")
+_FINITE_TEST = r"isfinite|isinf|isnan|found_inf|check_inf|overflow"
 
 
 def optimizer_method(
@@ -130,12 +129,13 @@ def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
         return False
     unscaled = [e for e in interpreter.events.values() if e.kind == "scaler.unscale"]
     inner = len(interpreter.guards) > min((len(e.guards) for e in unscaled), default=0)
-    return bool(unscaled) and not inner and _FINITE_TEST.search(interpreter.script.text) is None
+    return bool(unscaled) and not inner and not interpreter.linked.mentions(_FINITE_TEST)
 
 
 def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> None:
-    managed = any(name.startswith(MANAGING_PACKAGES) for name in interpreter.script.imports)
-    if interpreter.script.scales_losses or managed or interpreter.managed:
+    scripts = interpreter.linked.scripts
+    managed = any(name.startswith(MANAGING_PACKAGES) for script in scripts for name in script.imports)
+    if managed or interpreter.managed or any(script.scales_losses for script in scripts):
         return
     for item in found:
         if item.computed_under == "float16":

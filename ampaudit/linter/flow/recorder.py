@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, file_number, position_of
 from ampaudit.linter.flow.events import Event, Guard
 from ampaudit.linter.flow.values import Managed, key_of
 
@@ -37,6 +37,7 @@ class Recorder:
         """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
         if self.muted:
             return
+        node = self.placed(node)
         key = (code, *position_of(node))
         known = self.diagnostics.get(key)
         if known is None or known.certainty < certainty:
@@ -44,11 +45,16 @@ class Recorder:
 
     def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
         """Record an event, once per kind, node and guards."""
-        if kind == "managed.made":
+        node = self.placed(node)
+        if kind == "managed.made" and not file_number(node):
             self.managers.add(data["managed"])
         key = (kind, node, self.guards)
         if key not in self.events:
             self.events[key] = Event(kind, node, self.guards, self.statement, data)
+
+    def placed(self, node: ast.AST) -> ast.AST:
+        """Return where to report a node."""
+        return node
 
     @contextmanager
     def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Fix, position_of
+from ampaudit.linter.diagnostic import Certainty, Fix, position_of
 from ampaudit.linter.flow.gradient_facts import (
     YES,
     are_distinct,
@@ -28,6 +28,7 @@ __all__ = [
     "check_paired",
     "check_parameters",
     "check_repeated",
+    "check_unscaled_by_another",
     "check_update",
     "check_zeroed",
     "has_update",
@@ -117,10 +118,30 @@ def _check_unused(
     )
 
 
+def check_unscaled_by_another(
+    interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, step: ast.Call
+) -> None:
+    """Report an optimizer that one scaler unscales and another steps."""
+    for key, place in interpreter.state.matching("unscaled"):
+        other = interpreter.scalers.get(key[1])
+        if key[2:] != (optimizer.key,) or key[1] == scaler.key or other is None:
+            continue
+        if isinstance(place, ast.AST):
+            are_made_here = scaler.node is not None and other.node is not None
+            interpreter.report(
+                "AMP815",
+                place,
+                "this scaler unscales the gradients of an optimizer that another one steps, at line "
+                f"{step.lineno}: it divides them by the wrong scale, and the step divides them again",
+                "unscale with the scaler that scaled the loss and steps",
+                certainty=Certainty.KNOWN if are_made_here else Certainty.LIKELY,
+            )
+
+
 def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contribution) -> None:
     node = item.node
     fix = None
-    near = in_same_function(interpreter.script, step, node) and isinstance(step.func, ast.Attribute)
+    near = in_same_function(interpreter.linked, step, node) and isinstance(step.func, ast.Attribute)
     text = dotted_name(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text:
         receiver = node.func.value

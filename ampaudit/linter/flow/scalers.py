@@ -23,6 +23,7 @@ from ampaudit.linter.flow.scaler_checks import (
     check_paired,
     check_parameters,
     check_repeated,
+    check_unscaled_by_another,
     check_update,
     check_zeroed,
     has_update,
@@ -124,6 +125,7 @@ def _step(
         check_parameters(interpreter, scaler, optimizer, node)
     check_gradients(interpreter, scaler, optimizer, node)
     check_paired(interpreter, optimizer, node)
+    check_unscaled_by_another(interpreter, scaler, optimizer, node)
     check_order(interpreter, scaler, node)
     check_repeated(interpreter, scaler, optimizer, node)
     record_step_inside_autocast(interpreter, node)

@@ -8,13 +8,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-import re2
-
+from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
+from ampaudit.linter.flow.relevance import MATTERS, MATTERS_TO_IMPORTERS, matching_lines
 from ampaudit.linter.flow.usage import NameUsage
-from ampaudit.linter.source_text import split_lines
 
 __all__ = [
     "Script",
@@ -22,27 +20,11 @@ __all__ = [
     "condition_of",
     "dotted_name",
     "enters_autocast",
-    "is_worth_reading",
-    "matching_lines",
     "nested_blocks",
     "parse",
     "read_script",
     "sets_own_context",
 ]
-
-# lines that matter for the precision of a training loop
-_MATTERS = re2.compile(
-    r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
-    r"|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
-    r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
-)
-# files that rules may have something to report in
-_MENTIONS = re2.compile(
-    r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
-    r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
-    r"|Accelerator|deepspeed|[Ff]abric|precision="
-)
-
 
 _MAX_TOKENS = 1_000_000  # 500 MB as a syntax tree
 _TOKEN = re.compile(r"\w+|[^\w\s]")
@@ -63,15 +45,19 @@ class Script:
         usage: how names are used.
         imports: dotted names of all imports.
         relevant_lines: numbers of the lines that matter, in order.
+        number: of the file among those that are linted, if another script imports it; else zero.
+        modules: numbers of the files that it imports, by the dotted names of their modules.
     """
 
     tree: ast.Module
     text: str
+    number: int = 0
     functions: dict[str, FunctionInfo] = field(default_factory=dict)
     classes: dict[str, ClassInfo] = field(default_factory=dict)
     usage: NameUsage = field(default_factory=NameUsage)
     imports: set[str] = field(default_factory=set)
     relevant_lines: list[int] = field(default_factory=list)
+    modules: dict[str, int] = field(default_factory=dict)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict)
 
     def nodes(self, inside: ast.AST | None = None) -> list[ast.AST]:
@@ -84,6 +70,10 @@ class Script:
     def attributes(self, info: ClassInfo) -> set[str]:
         """Return the attributes of ``self`` that a class names, as in ``self.scaler``."""
         return {dotted_name(node) for node in self.nodes(info.node) if isinstance(node, ast.Attribute)}
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a statement that matters calls a name."""
+        return "(call)" in self.usage.methods.get(name, ())
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
@@ -156,33 +146,17 @@ def enters_autocast(node: ast.With) -> bool:
     return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
 
 
-def matching_lines(pattern: Any, text: str) -> list[int]:
-    """Return the numbers of the lines in which an RE2 pattern matches."""
-    if "\r" in text:
-        return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
-    found: list[int] = []
-    line, last = 1, 0
-    for match in pattern.finditer(text):
-        line += text.count("\n", last, match.start())
-        last = match.start()
-        if not found or found[-1] != line:
-            found.append(line)
-    return found
-
-
-def is_worth_reading(text: str) -> bool:
-    """Return whether a script contains any word that a rule is about; most files of a project do not."""
-    return _MENTIONS.search(text) is not None
-
-
-def read_script(text: str) -> Script:
-    """Parse a module and collect what it defines.
+def read_script(text: str, number: int = 0) -> Script:
+    """Parse a module and collect what it defines; ``number`` is that of an imported file.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
     """
-    script = Script(parse(text), text)
-    script.relevant_lines = matching_lines(_MATTERS, text)
+    script, start = Script(parse(text), text, number), number * LINES_PER_FILE
+    if start:
+        ast.increment_lineno(script.tree, start)
+    pattern = MATTERS_TO_IMPORTERS if number else MATTERS
+    script.relevant_lines = [start + line for line in matching_lines(pattern, text)]
     _collect(script, script.tree.body, None)
     return script
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.script import Script, dotted_name, nested_blocks
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "enclosing_function",
     "following_step",
     "in_same_function",
+    "nodes_around",
     "said_where",
     "scaler_in_scope",
     "tests_around",
@@ -21,9 +23,16 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
-def in_same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
+def in_same_function(linked: LinkedScript, one: ast.AST, other: ast.AST) -> bool:
     """Return whether two nodes are in the same function, where a name means the same."""
-    return enclosing_function(script.tree, one) is enclosing_function(script.tree, other)
+    trees = (linked.script_of(one).tree, linked.script_of(other).tree)
+    return enclosing_function(trees[0], one) is enclosing_function(trees[1], other)
+
+
+def nodes_around(linked: LinkedScript, node: ast.AST) -> list[ast.AST]:
+    """Return the nodes of the function around a node."""
+    script = linked.script_of(node)
+    return script.nodes(enclosing_function(script.tree, node))
 
 
 def scaler_in_scope(script: Script, node: ast.AST) -> str:
@@ -32,15 +41,15 @@ def scaler_in_scope(script: Script, node: ast.AST) -> str:
     return scalers[0] if len(scalers) == 1 else ""
 
 
-def call_beside_scaler(script: Script, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
+def call_beside_scaler(linked: LinkedScript, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
     """Return the innermost of a node and the calls that lead to it whose function decides the order.
 
     That is one that unscales, or else one with a scaler at hand: a helper that clips may be right, and
     called in the wrong place. A method has the scalers that other methods of its class use.
     """
-    around = (node, *reversed(calls))
-    decides = (p for p in around if any(call == "unscale_" for _, call in _scaler_calls(script, p)))
-    at_hand = (p for p in around if _scalers_in_scope(script, p) or _has_own_scaler(script, p))
+    around = [(place, linked.script_of(place)) for place in (node, *reversed(calls))]
+    decides = (p for p, script in around if any(c == "unscale_" for _, c in _scaler_calls(script, p)))
+    at_hand = (p for p, script in around if _scalers_in_scope(script, p) or _has_own_scaler(script, p))
     return next(decides, None) or next(at_hand, node)
 
 
@@ -61,13 +70,12 @@ def said_where(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
     return here if place is node else f" at line {getattr(node, 'lineno', 0)}"
 
 
-def tests_around(script: Script, node: ast.AST) -> list[str]:
+def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
     """Return the conditions of the ``if`` statements around a node in its function, as text."""
     line = getattr(node, "lineno", 0)
-    inner = script.nodes(enclosing_function(script.tree, node))
     return [
         ast.unparse(n.test)
-        for n in inner
+        for n in nodes_around(linked, node)
         if isinstance(n, ast.If) and n.lineno <= line <= (n.end_lineno or 0)
     ]
 

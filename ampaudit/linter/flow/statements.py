@@ -10,6 +10,7 @@ from ampaudit.linter.flow.events import Guard
 from ampaudit.linter.flow.gradient_facts import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.module_names import module_of
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import State, join
 from ampaudit.linter.flow.torch_names import canonical_name
@@ -62,7 +63,8 @@ def _if(interpreter: Interpreter, node: ast.If) -> None:
     is_relevant = interpreter.script.is_relevant(node) or bool(interpreter.assumptions)
     truth = interpreter.assumed_truth(node.test) if is_relevant else None
     tested = interpreter.evaluate(node.test)
-    truth = tested.value if isinstance(tested, Truth) else truth
+    if isinstance(tested, Truth) or (isinstance(tested, LiteralValue) and tested.is_given):
+        truth = bool(tested.value)
     if truth is not None:
         interpreter.execute(node.body if truth else node.orelse)
         return
@@ -239,11 +241,21 @@ def _import(interpreter: Interpreter, node: ast.Import) -> None:
 
 
 def _import_from(interpreter: Interpreter, node: ast.ImportFrom) -> None:
+    module = module_of(node)
     for alias in node.names:
-        path = f"{'.' * node.level}{node.module or ''}.{alias.name}"
-        interpreter.state.bind(
-            interpreter.frame, alias.asname or alias.name, ImportedName(canonical_name(path))
-        )
+        if alias.name == "*":
+            _import_all(interpreter, module)
+        else:
+            value = interpreter.member(module, alias.name)
+            interpreter.state.bind(interpreter.frame, alias.asname or alias.name, value)
+
+
+def _import_all(interpreter: Interpreter, module: str) -> None:
+    script = interpreter.linked.module(interpreter.script, module)
+    if script is not None:
+        names = {*script.functions, *script.classes, *interpreter.state.scopes.get(-script.number, ())}
+        for name in sorted(name for name in names if not name.startswith("_")):
+            interpreter.state.bind(interpreter.frame, name, interpreter.member(module, name))
 
 
 def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:

@@ -209,7 +209,7 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
     """Record that ``p.grad`` is read, and report it if it is still scaled."""
     interpreter.record_event("gradient.read", node)
     certainty = still_scaled(interpreter)
-    place = call_beside_scaler(interpreter.script, node, interpreter.calls)
+    place = call_beside_scaler(interpreter.linked, node, interpreter.calls)
     line = getattr(place, "lineno", 0)
     if certainty and not any(key[:2] == ("AMP808", line) for key in interpreter.diagnostics):
         interpreter.report(

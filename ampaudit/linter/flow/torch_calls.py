@@ -12,13 +12,14 @@ from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
 from ampaudit.linter.flow.frameworks import framework_of
 from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.managed import make_managed
+from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
     LOSS_FUNCTIONS,
     MATRIX_PRODUCTS,
     SCALERS,
     WITHOUT_HALF_KERNEL,
+    makes_model,
 )
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -47,12 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["call_imported", "call_loss_function"]
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
-_MODELS: Final = (
-    "torchvision.models.",
-    "timm.",
-    "transformers.Auto",
-    "segmentation_models_pytorch.",
-    "monai.networks.",
+_AUTOCAST_STEPS: Final = tuple(
+    f"ignite.engine.{name}" for name in ("create_supervised_trainer", "supervised_training_step_amp")
 )
 _PASS_THROUGH: Final = frozenset({"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed"})
 Handler = Callable[["Interpreter", ast.Call, "Arguments"], Value]
@@ -75,7 +72,9 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return make_managed(interpreter, node, framework, arguments)
     if path == "apex.amp.initialize":
         objects.check_apex_models(interpreter, node, arguments)
-    if path.startswith(_MODELS):
+    if path in _AUTOCAST_STEPS:
+        check_autocast_step(interpreter, node, arguments)
+    if makes_model(path):
         return objects.make_model(interpreter, node, path, arguments)
     if path == "copy.deepcopy" and isinstance(given := arguments.get(0, "x"), Model):
         return replace(given, key=key_of(node), node=node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "SCALERS",
     "WITHOUT_HALF_KERNEL",
     "canonical_name",
+    "makes_model",
 ]
 
 FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
@@ -151,3 +153,17 @@ _ALIASES: Final = (
     ("torch.nn.modules.loss", "torch.nn"),
     ("torch.special.log_softmax", "torch.log_softmax"),
 )
+_MODELS: Final = (
+    "torchvision.models.",
+    "timm.",
+    "segmentation_models_pytorch.",
+    "monai.networks.",
+)
+_PRETRAINED: Final = ("transformers.", "diffusers.")
+_NO_MODELS: Final = re.compile(r"Tokenizer|Processor|Config|Extractor|Scheduler|Pipeline")
+
+
+def makes_model(path: str) -> bool:
+    """Return whether a call of a dotted name makes or loads a model."""
+    loads = path.startswith(_PRETRAINED) and path.endswith((".from_pretrained", ".from_config"))
+    return path.startswith(_MODELS) or (loads and _NO_MODELS.search(path) is None)

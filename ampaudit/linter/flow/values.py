@@ -67,9 +67,10 @@ class ImportedName:
 
 @dataclass(frozen=True, slots=True)
 class LiteralValue:
-    """The value of a literal."""
+    """The value of a literal; ``is_given`` if a call gives it, so that it is not assigned later."""
 
     value: object
+    is_given: bool = False
 
 
 @dataclass(frozen=True, slots=True)

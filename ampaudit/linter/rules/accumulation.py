@@ -42,7 +42,8 @@ def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, insid
     gates = _gates(loop, backwards, steps)
     if not gates:
         return
-    always = [e for e in there if branch_of(loop, e) == branch and not gates & {g.node for g in e.guards}]
+    # another condition on a count may be that of the step, written once more
+    always = [e for e in there if branch_of(loop, e) == branch and not _is_conditional(loop, e)]
     _check_unscale(interpreter, always)
     _check_update(interpreter, always, steps)
     _check_zero_grad(interpreter, always)
@@ -174,7 +175,7 @@ def _check_rarely_zeroed(
     interpreter: Interpreter, loop: ast.AST, backwards: list[Event], inside: list[Event]
 ) -> None:
     """Report a step for every batch, whose gradients are zeroed only for some."""
-    by_hand = ".grad = None" in interpreter.script.text
+    by_hand = interpreter.linked.mentions(r"\.grad = None")
     if by_hand or not backwards or of_kind(inside, "unknown.effect", "backward.unknown"):
         return
     for event in of_kind(inside, *_STEPS):
@@ -197,7 +198,7 @@ def _check_synchronization(interpreter: Interpreter, inside: list[Event], backwa
     models = [e.data["model"] for e in inside if e.kind == "forward"]
     if not any(model.wrapper == "DistributedDataParallel" for model in models):
         return
-    if "no_sync" in interpreter.script.text or "require_backward_grad_sync" in interpreter.script.text:
+    if interpreter.linked.mentions("no_sync|require_backward_grad_sync"):
         return
     for event in backwards:
         interpreter.report(

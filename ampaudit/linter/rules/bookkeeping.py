@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty, Fix
+from ampaudit.linter.diagnostic import Certainty, Fix, file_number
 from ampaudit.linter.flow.events import Event, Guard, of_kind
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict, Tensor
@@ -31,7 +31,7 @@ def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
 
 
 def _check_replaced(interpreter: Interpreter, event: Event) -> None:
-    restores = "scaler" in interpreter.script.text and ".load_state_dict(" in interpreter.script.text
+    restores = all(interpreter.linked.mentions(word) for word in ("scaler", r"\.load_state_dict\("))
     if restores and re.search(r"fit|train|run|epoch", event.data["function"]):
         interpreter.report(
             "AMP814",
@@ -204,19 +204,34 @@ def _saved_states(entries: DictLiteral) -> set[str]:
 
 
 def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
-    if any(e.kind == "scaler.state_dict" for events in events_by_entry for e in events):
+    every = [e for events in events_by_entry for e in events]
+    saved = {e.data["scaler"] for e in every if e.kind == "scaler.state_dict"}
+    made = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
+    stepped = {e.data["scaler"] for e in every if e.kind == "scaler.step"}
+    lost = (stepped & made) - saved
+    if saved and not (saved <= made and lost):  # the name of an unknown scaler may be another one's
         return
+    names = " and ".join(
+        sorted(interpreter.scalers[key].text for key in lost if interpreter.scalers[key].text)
+    )
+    whose = f"that of {names}" if saved and names else "the scaler's"
     for event, events in ((e, entry) for entry in events_by_entry for e in entry if e.kind == "save"):
         entries: DictLiteral = event.data["entries"]
         if "optimizer" in _saved_states(entries):
             interpreter.report(
                 "AMP820",
-                entries.node,
-                "the checkpoint contains the optimizer's state but not the scaler's: "
+                _place_here(event, entries.node),
+                f"the checkpoint contains the optimizer's state but not {whose}: "
                 "a resumed run starts at a scale that overflows",
-                "save scaler.state_dict() as well",
-                _save_scaler_fix(interpreter, events, event, entries.node),
+                f"save {names if saved and names else 'scaler'}.state_dict() as well",
+                None if saved else _save_scaler_fix(interpreter, events, event, entries.node),
             )
+
+
+def _place_here(event: Event, node: ast.AST) -> ast.AST:
+    """Return a node or, if it is in an imported file, the call in this file that leads there."""
+    calls = (guard.node for guard in reversed(event.guards) if isinstance(guard.node, ast.Call))
+    return next((place for place in (node, *calls) if not file_number(place)), node)
 
 
 def _save_scaler_fix(
@@ -241,7 +256,7 @@ def _check_restored(interpreter: Interpreter, events: list[Event]) -> None:
     for event in of_kind(events, "optimizer.load_state_dict"):
         interpreter.report(
             "AMP821",
-            event.node,
+            _place_here(event, event.node),
             "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
             "restore it as well: scaler.load_state_dict(checkpoint[...])",
         )

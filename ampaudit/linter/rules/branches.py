@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.events import Event, Guard, of_kind
-from ampaudit.linter.flow.statement_context import enclosing_function
+from ampaudit.linter.flow.statement_context import nodes_around
 from ampaudit.linter.rules.accumulation import Branch, branch_of
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> 
     names = {n.id for n in ast.walk(condition.test) if isinstance(n, ast.Name)}
     values = [
         ast.unparse(node.value)
-        for node in interpreter.script.nodes(enclosing_function(interpreter.script.tree, event.node))
+        for node in nodes_around(interpreter.linked, event.node)
         if isinstance(node, ast.Assign)
         and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
     ]

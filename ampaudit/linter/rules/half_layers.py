@@ -17,7 +17,7 @@ def check_half_layers(interpreter: Interpreter, events_by_entry: list[list[Event
     """Check layers that are made with ``dtype=torch.float16``, unless the script freezes parameters."""
     events = [event for events in events_by_entry for event in events]
     steps = [event for event in events if event.kind in ("scaler.unscale", "scaler.step")]
-    if not steps or "requires_grad" in interpreter.script.text:
+    if not steps or interpreter.linked.mentions("requires_grad"):
         return
     for event in events:
         if event.kind == "layer.half":

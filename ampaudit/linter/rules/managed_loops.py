@@ -6,27 +6,28 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.definitions import ClassInfo
+from ampaudit.linter.diagnostic import Certainty, file_number
+from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
 from ampaudit.linter.flow.events import Event, of_kind
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.statement_context import enclosing_function, tests_around
+from ampaudit.linter.flow.statement_context import nodes_around, tests_around
 from ampaudit.linter.flow.values import Managed, Tensor
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_lightning_module", "check_managed_loops"]
+__all__ = ["check_lightning_module", "check_managed_loops", "check_trainer_class"]
 
 
 def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
-    used = [e.data["managed"] for e in of_kind(events, "managed.step", "managed.forward")]
-    used = [managed for managed in used if managed.framework is not None and managed.scales]
-    if used:
-        managed: Managed = used[0]
-        for event in of_kind(events, "backward", "backward.unknown"):
+    used = of_kind(events, "managed.step", "managed.forward")
+    used = [e for e in used if e.data["managed"].framework is not None and e.data["managed"].scales]
+    for event in of_kind(events, "backward", "backward.unknown"):
+        beside = [e for e in used if file_number(e.node) == file_number(event.node)]
+        if beside:
+            managed: Managed = beside[0].data["managed"]
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
     _check_clipped(interpreter, events)
     _check_scaled_twice(interpreter, events)
@@ -87,8 +88,7 @@ def _check_divided_twice(interpreter: Interpreter, event: Event, managed: Manage
     loss, framework = event.data["loss"], managed.framework
     if not managed.divides or framework is None or not isinstance(loss, Tensor) or not loss.divided:
         return
-    around = enclosing_function(interpreter.script.tree, event.node)
-    for node in interpreter.script.nodes(around):
+    for node in nodes_around(interpreter.linked, event.node):
         divisor = node.right if isinstance(node, ast.BinOp) else getattr(node, "value", None)
         if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Div):
             continue
@@ -117,8 +117,8 @@ def _report_own_backward(
     interpreter.report(
         "AMP802",
         call,
-        f"backward runs on the unscaled loss, past {known.name}, whose step divides the gradients by the loss"
-        " scale in float16",
+        f"backward runs on the unscaled loss, past {known.name}, whose step expects scaled gradients in "
+        "float16: it raises, or divides these by the loss scale",
         f"write {known.backward}",
         certainty=certainty,
     )
@@ -146,7 +146,7 @@ def _check_accumulated(interpreter: Interpreter, event: Event, managed: Managed)
         if isinstance(g.node, ast.With)
         for item in g.node.items
     ]
-    tests = tests_around(interpreter.script, event.node)
+    tests = tests_around(interpreter.linked, event.node)
     name = managed.framework.name if managed.framework is not None else ""
     accumulates = any(".accumulate(" in text for text in blocks)
     if (
@@ -185,6 +185,22 @@ def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: li
             _report_own_backward(interpreter, event, framework, certainty)
 
 
+def check_trainer_class(interpreter: Interpreter, info: ClassInfo, events: list[Event]) -> None:
+    """Check a training step that replaces that of Transformers' Trainer."""
+    step = info.methods.get("training_step")
+    if step is None:
+        return
+    trainers = [m for m in interpreter.managers if m.framework is not None and m.framework.name == "Trainer"]
+    certainty = max((managed.scales for managed in trainers), default=Certainty.UNKNOWN)
+    for event in of_kind(events, "backward", "backward.unknown") if certainty else ():
+        if _is_in(event.node, step):
+            _report_own_backward(interpreter, event, trainers[0].framework, certainty)
+
+
+def _is_in(node: ast.AST, method: FunctionInfo) -> bool:
+    return method.node.lineno <= getattr(node, "lineno", 0) <= (method.node.end_lineno or 0)
+
+
 def _check_after_backward(
     interpreter: Interpreter, info: ClassInfo, trainers: list[Managed], events: list[Event]
 ) -> None:
@@ -194,7 +210,7 @@ def _check_after_backward(
     if hook is None or not certainty:
         return
     for event in of_kind(events, "clip", "gradient.read"):
-        if hook.node.lineno <= getattr(event.node, "lineno", 0) <= (hook.node.end_lineno or 0):
+        if _is_in(event.node, hook):
             interpreter.report(
                 "AMP807" if event.kind == "clip" else "AMP808",
                 event.node,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.events import Event, of_kind
 from ampaudit.linter.flow.script import Script, dotted_name
 from ampaudit.linter.flow.statement_context import tests_around
@@ -39,7 +39,9 @@ def _check_switches(interpreter: Interpreter, entered: Event, scaler: ast.Call) 
     own, other = _switch(interpreter, scaler), _switch(interpreter, autocast)
     if not own or "scal" in own.lower() or not entered.data["value"].computes_float16:
         return
-    tests = " ".join(tests_around(interpreter.script, autocast))
+    if file_number(scaler) or file_number(autocast):
+        return  # another file may name the same setting otherwise
+    tests = " ".join(tests_around(interpreter.linked, autocast))
     name = own.rpartition(".")[2]
     is_always_on = other is None and not re.search(rf"\b{re.escape(name)}\b", tests)
     if is_always_on or (other and other.rpartition(".")[2] != name):
@@ -62,7 +64,7 @@ def _check_bfloat16(interpreter: Interpreter, entered: Event, scaler: ast.Call) 
         return
     chosen = [ast.unparse(value) for choice, value in _choices(interpreter.script) if choice == name]
     is_chosen = any("torch.bfloat16" in value and "torch.float16" in value for value in chosen)
-    tests = " ".join(tests_around(interpreter.script, scaler)) if is_chosen else ""
+    tests = " ".join(tests_around(interpreter.linked, scaler)) if is_chosen else ""
     if is_chosen and not re.search(r"16|dtype|half|precision", tests):
         interpreter.report(
             "AMP818",

@@ -1,0 +1,115 @@
+"""Finds the files that a script imports among those that are linted, and parses each once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import read_bounded
+from ampaudit.linter.flow.known_modules import KNOWN_MODULES
+from ampaudit.linter.flow.module_names import imported_modules
+from ampaudit.linter.flow.relevance import is_worth_reading
+from ampaudit.linter.flow.script import Script, ScriptTooLong, read_script
+from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
+from ampaudit.linter.source_text import Unreadable, decode
+
+__all__ = ["SourceTree"]
+
+_MAX_KEPT = 64  # parsed files
+_MAX_BYTES = 300_000  # of a file that is followed
+_UNREADABLE = (InputError, Unreadable, ScriptTooLong, SyntaxError, ValueError, RecursionError, MemoryError)
+# what these mean is known, also where they are among the files
+_KNOWN_PACKAGES: Final = frozenset({"torch", "apex", *MANAGING_PACKAGES})
+
+
+class SourceTree:
+    """The Python files that are linted, and what is known of other projects' modules.
+
+    Args:
+        files: their paths.
+    """
+
+    def __init__(self, files: Iterable[Path] = ()) -> None:
+        self.paths = [path for path in files if path.suffix == ".py"]
+        self._numbers = {os.path.abspath(path): number for number, path in enumerate(self.paths, 1)}
+        self._modules = {part for path in self._numbers for part in _last_parts(path)}
+        self._parsed: dict[int, Script | None] = {}
+        self._known = dict(enumerate(KNOWN_MODULES, len(self.paths) + 1))
+
+    def is_given(self, number: int) -> bool:
+        """Return whether a file is one of those that are linted, and no known module."""
+        return number <= len(self.paths)
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a file, or of a known module."""
+        return self._known[number] if number in self._known else self.paths[number - 1].name
+
+    def parse(self, number: int) -> Script | None:
+        """Return a parsed file; ``None`` if it cannot be read, or has nothing that is worth following."""
+        if number not in self._parsed:
+            while len(self._parsed) >= _MAX_KEPT:
+                del self._parsed[next(iter(self._parsed))]
+            self._parsed[number] = self._read(number)
+        return self._parsed[number]
+
+    def _read(self, number: int) -> Script | None:
+        if number in self._known:
+            return read_script(KNOWN_MODULES[self._known[number]], number)
+        path = self.paths[number - 1]
+        try:
+            text, _ = decode(read_bounded(path, _MAX_BYTES, InputError))
+            if path.name != "__init__.py" and not is_worth_reading(text):
+                return None
+            return read_script(text, number)
+        except _UNREADABLE:
+            return None
+
+    def number_of(self, path: str) -> int:
+        """Return the number of a file; zero for one that is not linted."""
+        return self._numbers.get(os.path.abspath(path), 0)
+
+    def imported(self, script: Script, path: str) -> dict[str, int]:
+        """Return the numbers of the files that a script imports, by the dotted names of their modules."""
+        importer = os.path.abspath(path)
+        found = ((name, self._find(name, importer)) for name in imported_modules(script.tree))
+        return {name: number for name, number in found if number is not None}
+
+    def _find(self, name: str, importer: str) -> int | None:
+        level = len(name) - len(name.lstrip("."))
+        parts = name[level:].split(".") if name[level:] else []
+        if level:
+            directory = importer
+            for _ in range(level):
+                directory = os.path.dirname(directory)
+            return self._module(directory, parts)
+        if name in KNOWN_MODULES:
+            return next(number for number, known in self._known.items() if known == name)
+        if parts[0] not in self._modules or parts[0] in _KNOWN_PACKAGES:
+            return None
+        places = (self._module(directory, parts) for directory in self._search_path(importer))
+        return next((number for number in places if number is not None), None)
+
+    def _module(self, directory: str, parts: list[str]) -> int | None:
+        base = os.path.join(directory, *parts)
+        own = self._numbers.get(f"{base}.py") if parts else None
+        return own or self._numbers.get(os.path.join(base, "__init__.py"))
+
+    def _search_path(self, importer: str) -> Iterator[str]:
+        """Yield where Python may look for modules: the directory around the packages, then those above."""
+        directory = os.path.dirname(importer)
+        while os.path.join(directory, "__init__.py") in self._numbers:
+            directory = os.path.dirname(directory)
+        above = None
+        while directory != above:
+            yield directory
+            yield os.path.join(directory, "src")
+            directory, above = os.path.dirname(directory), directory
+
+
+def _last_parts(path: str) -> tuple[str, ...]:
+    """Return the names under which a file may be imported: its own, and those of its directories."""
+    parts = path.removesuffix(".py").split(os.sep)
+    return tuple(parts[-6:])

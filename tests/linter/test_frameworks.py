@@ -1,0 +1,200 @@
+"""What is known of timm's scaler, Transformers' Trainer and Ignite's training steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.linter.examples import lint
+
+
+def alarms(text: str) -> list[tuple[str, str, int]]:
+    found = lint(text).findings
+    return [(f.code, str(f.severity), f.line) for f in found if f.severity != "note"]
+
+
+TIMM = """
+import torch
+from timm.utils import NativeScaler
+
+
+def train(model, loader, optimizer, args):
+    loss_scaler = NativeScaler()
+    for i, (x, y) in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x, y)
+        optimizer.zero_grad()
+        {before}
+        loss_scaler(loss, optimizer, parameters=model.parameters(){given})
+        {after}
+    torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(){saved}}}, "last.pt")
+"""
+WRONG_TIMM = {
+    "a second step": ({"after": "optimizer.step()"}, "AMP817", 14),
+    "clipping without a step": (
+        {"given": ", need_update=False", "after": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1)"},
+        "AMP807",
+        14,
+    ),
+    "a lost scale": ({"saved": ""}, "AMP820", 15),
+}
+RIGHT_TIMM = {
+    "as it is": {},
+    "clipped": {"given": ", clip_grad=args.clip_grad"},
+    "adaptively": {"given": ', clip_grad=0.1, clip_mode="agc"'},
+    "not at all": {"given": ", clip_grad=None"},
+    "now and then": {"given": ", need_update=(i + 1) % 4 == 0"},
+    "second order": {"given": ", create_graph=True"},
+}
+
+
+def timm(before: str = "", given: str = "", after: str = "", saved: str = "") -> str:
+    return TIMM.format(before=before or "pass", given=given, after=after or "pass", saved=saved)
+
+
+@pytest.mark.parametrize("name", WRONG_TIMM)
+def test_mistakes_beside_the_scaler_of_timm(name: str) -> None:
+    parts, code, line = WRONG_TIMM[name]
+    found = alarms(timm(**{"saved": ', "scaler": loss_scaler.state_dict()', **parts}))
+    assert [(c, at) for c, _, at in found] == [(code, line)]
+
+
+@pytest.mark.parametrize("name", RIGHT_TIMM)
+def test_the_scaler_of_timm_used_rightly(name: str) -> None:
+    assert alarms(timm(saved=', "scaler": loss_scaler.state_dict()', **RIGHT_TIMM[name])) == []
+
+
+TRAINER = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+tokenizer = AutoTokenizer.from_pretrained("tiny", torch_dtype=torch.float16)
+model = AutoModelForCausalLM.from_pretrained("tiny"{loaded})
+args = TrainingArguments("out"{precision})
+trainer = Trainer(model, args, processing_class=tokenizer{more})
+trainer.train()
+"""
+HALF = ", torch_dtype=torch.float16"
+FP16 = ", fp16=True"
+LOADED = {
+    "float16 weights and its scaler": (HALF, FP16, "", [("AMP801", "error", 6)]),
+    "by the newer name": (", dtype=torch.float16", FP16, "", [("AMP801", "error", 6)]),
+    "perhaps with a scaler": (HALF, ", fp16=flag()", "", [("AMP801", "warning", 6)]),
+    "float32 weights": ("", FP16, "", []),
+    "bfloat16": (HALF, ", bf16=True", "", []),
+    "no 16 bits": (HALF, ", fp16=False", "", []),
+    "its default": (HALF, "", "", []),
+    "adapters": (HALF, FP16, ", peft_config=adapters()", []),
+    "quantized": (HALF + ", quantization_config=four_bits()", FP16, "", []),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_weights_that_the_trainers_scaler_cannot_unscale(name: str) -> None:
+    loaded, precision, more, expected = LOADED[name]
+    assert alarms(TRAINER.format(loaded=loaded, precision=precision, more=more)) == expected
+
+
+STEP = """
+from transformers import Trainer, TrainingArguments
+
+
+class Careful(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        {backward}
+        return loss.detach()
+
+
+trainer = Careful(model(), TrainingArguments("out"{precision}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("backward", "precision", "found"),
+    [
+        ("loss.backward()", FP16, [("AMP802", "error", 8)]),
+        ("self.accelerator.backward(loss)", FP16, []),
+        ("loss.backward()", ", bf16=True", []),
+        ("loss.backward()", "", []),
+    ],
+)
+def test_a_training_step_that_bypasses_the_trainers_scaler(
+    backward: str, precision: str, found: list[tuple[str, str, int]]
+) -> None:
+    assert alarms(STEP.format(backward=backward, precision=precision)) == found
+
+
+IGNITE = """
+from ignite.engine import create_supervised_trainer, supervised_training_step_amp
+
+step = {call}
+"""
+STEPS = {
+    'create_supervised_trainer(net, opt, loss, amp_mode="amp")': True,
+    'create_supervised_trainer(net, opt, loss, amp_mode="amp", scaler=False)': True,
+    'create_supervised_trainer(net, opt, loss, amp_mode="amp", scaler=True)': False,
+    'create_supervised_trainer(net, opt, loss, amp_mode="amp", scaler=scaler)': False,
+    'create_supervised_trainer(net, opt, loss, amp_mode="apex")': False,
+    "create_supervised_trainer(net, opt, loss)": False,
+    "supervised_training_step_amp(net, opt, loss)": True,
+    "supervised_training_step_amp(net, opt, loss, scaler=scaler)": False,
+    "supervised_training_step_amp(net, opt, loss, **options)": False,
+}
+
+
+@pytest.mark.parametrize("call", STEPS)
+def test_ignites_autocast_without_a_scaler(call: str) -> None:
+    assert [code for code, _, _ in alarms(IGNITE.format(call=call))] == ["AMP813"] * STEPS[call]
+
+
+DEVICE = """
+import torch
+
+
+def evaluate(args, loader):
+    device = torch.device("cuda" if args.cuda else "cpu")
+    model = torch.nn.Linear(3, 4).to(device)
+    if args.cuda:
+        torch.backends.cudnn.benchmark = True
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            model(x)
+        if args.cuda:
+            torch.cuda.synchronize()
+"""
+
+
+def test_a_device_that_a_setting_chooses_may_switch_autocast_too() -> None:
+    assert alarms(DEVICE) == []
+    always = DEVICE.replace('"cuda" if args.cuda else "cpu"', '"cpu"')
+    assert [code for code, _, _ in alarms(always)] == ["AMP847"]
+
+
+OPTIONAL = """
+import torch
+
+
+def resume(path, model, optimizer=None):
+    checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+
+
+def main(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    resume("last.pt", model{given})
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_an_argument_that_no_call_gives_is_none() -> None:
+    assert alarms(OPTIONAL.format(given="")) == []
+    assert [code for code, _, _ in alarms(OPTIONAL.format(given=", optimizer"))] == ["AMP821"]
