@@ -54,7 +54,9 @@ class ResumedShare(Share):
         path = self.directory / _AUDIT
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            strange = not path.exists() and any(self.directory.iterdir())
+            # listed before the file is looked for, which another rank may write meanwhile
+            names = [entry.name for entry in self.directory.iterdir()]
+            strange = any(not name.startswith(f".{_AUDIT}.") for name in names) and not path.exists()
         except OSError as error:
             raise OutputError(f"{describe_path(self.directory)}: {error.strerror}", hint=_NEW) from None
         if strange:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ampaudit.core.files import temporary_directory
-from ampaudit.parallel.resume import _Kept
+from ampaudit.parallel.identity import Identity
+from ampaudit.parallel.resume import ResumedShare, _Kept
 from tests.support.parallel import MODEL, PROMOTING, alone, run, started, torchrun, without_times, written
 
 slow = pytest.mark.slow
@@ -154,6 +157,29 @@ def test_a_directory_of_something_else_is_refused(folder: Path) -> None:
     (folder / "kept" / "thesis.tex").write_text("dear")
     assert "kept holds other files, and no audit to resume" in refused()
     assert (folder / "kept" / "thesis.tex").read_text() == "dear"
+
+
+def test_a_directory_whose_description_was_not_finished_is_taken(folder: Path) -> None:
+    (folder / "kept").mkdir()
+    (folder / "kept" / ".audit.json.k1lled").write_text('{"kind"')
+    assert run(*RESUMED).exit_code == 0
+    assert (folder / "kept" / "auditing-8.json").exists()
+
+
+def test_ranks_may_describe_a_new_directory_at_once(folder: Path) -> None:
+    identity = Identity("1", "2", "model", "inputs", 9, "policies", "options")
+
+    def describe(directory: Path, together: threading.Barrier) -> None:
+        share = ResumedShare(directory, None)
+        together.wait()
+        share.describe("mixed.py", identity)
+
+    with ThreadPoolExecutor(8) as ranks:
+        for trial in range(20):
+            together = threading.Barrier(8)
+            told = [ranks.submit(describe, folder / str(trial), together) for _ in range(8)]
+            for rank in told:
+                rank.result()
 
 
 def test_a_file_in_its_place_is_refused(folder: Path) -> None:
