@@ -60,6 +60,11 @@ class Ended:
         return found
 
 
+def _handle_all() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def end_by_signal(
     arguments: Sequence[str],
     place: Path,
@@ -79,8 +84,8 @@ def end_by_signal(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # a test run in the background of a shell ignores SIGINT, and children inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # tests in the background of a shell ignore SIGINT, under nohup SIGHUP, and children inherit that
+        preexec_fn=_handle_all,
     )
     while process.poll() is None and not _handles_signals(process.pid):
         time.sleep(0.001)
