@@ -41,7 +41,7 @@ from ampaudit.linter.rules.half_layers import check_half_layers
 from ampaudit.linter.rules.managed_loops import (
     check_lightning_module,
     check_managed_loops,
-    check_trainer_class,
+    check_training_step,
 )
 from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
@@ -203,7 +203,7 @@ def _follow_class(
 ) -> None:
     owner, before = Instance(f"class {info.node.name}", info), len(events_by_entry)
     interpreter.managed = info.derives("LightningModule", "LightningLite", "Callback")
-    start = info.methods.get("__init__")
+    start = info.method("__init__")
     if start is not None and (start.relevant or info.derives("Module")):
         end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
     context = _context_of_trainer(interpreter) if info.derives("LightningModule") else None
@@ -216,8 +216,7 @@ def _follow_class(
     events = [event for entry in events_by_entry[before:] for event in entry]
     if info.derives("LightningModule"):
         check_lightning_module(interpreter, info, events)
-    if info.derives("Trainer", "Seq2SeqTrainer", "SFTTrainer"):
-        check_trainer_class(interpreter, info, events)
+    check_training_step(interpreter, info, events)
 
 
 _STEPS_OF_LIGHTNING = ("forward", "training_step", "validation_step", "test_step", "predict_step")

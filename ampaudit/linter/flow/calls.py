@@ -231,6 +231,9 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
     held = [value for value in flat if isinstance(value, Instance)]
     for owner in held:
         flat += state.scopes.get(owner.key, {}).values()
+    for value in flat if _CASTS_PARAMETERS.search(last) else ():
+        if isinstance(value, Model):
+            state.invalidate("half", value.key)
     interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
     for fact in ("updated", "idle", "fresh"):
         state.invalidate(fact)
@@ -257,6 +260,7 @@ def _cannot_unscale(interpreter: Interpreter, given: list[Value]) -> bool:
     return not held and any(isinstance(value, Parameters | Model) for value in given)
 
 
+_CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")
 _CLIPS_GRADIENTS = re.compile(r"clip.*(grad|norm)|grad.*clip")
 _LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
 _HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")

@@ -1,7 +1,7 @@
 """Facts about frameworks that scale the loss themselves: how each is made, and what to call instead of torch.
 
 Sources: documentation and code of Accelerate 1.0 to 1.12, Lightning and Fabric 2.0 to 2.6,
-DeepSpeed 0.9 to 0.18, the Trainer of Transformers 4.30 to 4.57, and Ignite 0.4 to 0.5.
+DeepSpeed 0.9 to 0.18, the Trainer of Transformers 4.30 to 4.57, Ignite 0.4 to 0.5, and Catalyst 22.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Framework:
         keeps_gradients: whether ``.grad`` holds the scaled gradients after its backward.
         divisor: setting by which its backward divides the loss; empty if it does not.
         is_float32: whether it computes in float32 if the precision is not given.
+        bases: names of the classes of which users derive their loops.
+        step: the method of these that computes the gradients of a batch.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Framework:
     unscale: str = ""
     divisor: str = ""
     is_float32: bool = False
+    bases: tuple[str, ...] = ()
+    step: str = ""
 
 
 _BY_LIGHTNING: Final = (
@@ -92,6 +96,8 @@ FRAMEWORKS: Final = (
         "self.accelerator.backward(loss)",
         "the argument max_grad_norm",
         is_float32=True,
+        bases=("Trainer", "Seq2SeqTrainer", "SFTTrainer"),
+        step="training_step",
     ),
     Framework(
         "DeepSpeed",
@@ -103,6 +109,22 @@ FRAMEWORKS: Final = (
         "",
         keeps_gradients=False,
         divisor="gradient_accumulation_steps",
+    ),
+    Framework(
+        "Catalyst",
+        tuple(
+            f"catalyst.{package}.{name}"
+            for package in ("dl", "engines", "engines.torch")
+            for name in ("GPUEngine", "DataParallelEngine", "DistributedDataParallelEngine")
+        ),
+        "fp16",
+        (True,),
+        (False,),
+        "self.engine.backward(loss)",
+        "self.engine.clip_grad_norm_(...)",
+        is_float32=True,
+        bases=("Runner", "IRunner", "SupervisedRunner"),
+        step="handle_batch",
     ),
 )
 

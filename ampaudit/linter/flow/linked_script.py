@@ -11,7 +11,7 @@ from typing import Final
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, file_number
 from ampaudit.linter.flow.definitions import ClassInfo
-from ampaudit.linter.flow.module_names import imported_names
+from ampaudit.linter.flow.module_names import imported_names, module_aliases
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.source_tree import SourceTree
 
@@ -65,6 +65,8 @@ class LinkedScript:
         module, _, name = name.rpartition(".")
         if not module:
             module, name = imported_names(script.tree).get(name, ("", name))
+        head, dot, rest = module.partition(".")
+        module = module_aliases(script.tree).get(head, head) + dot + rest
         target = self.module(script, module)
         return None if target is None else self._class_named(target, name, depth + 1)
 

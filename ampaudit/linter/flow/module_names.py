@@ -6,7 +6,7 @@ import ast
 
 from ampaudit.linter.flow.script import nested_blocks
 
-__all__ = ["imported_modules", "imported_names", "join_names", "module_of"]
+__all__ = ["imported_modules", "imported_names", "join_names", "module_aliases", "module_of"]
 
 
 def imported_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
@@ -16,6 +16,17 @@ def imported_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
         for node in _import_statements(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
+    }
+
+
+def module_aliases(tree: ast.Module) -> dict[str, str]:
+    """Return the dotted names of the modules that a script imports under another name."""
+    return {
+        alias.asname: alias.name
+        for node in _import_statements(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname
     }
 
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["optimizer_method", "optimizer_value"]
 
 
-_FINITE_TEST = r"isfinite|isinf|isnan|found_inf|check_inf|overflow"
+# a finite loss says nothing of the gradients
+_FINITE_TEST = r"(?:isfinite|isinf|isnan)(?!\([^)]*loss)|found_inf|check_inf|overflow"
 
 
 def optimizer_method(

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.diagnostic import Certainty, Fix
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
 from ampaudit.linter.flow.frameworks import framework_of
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
+from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
     LOSS_FUNCTIONS,
@@ -164,7 +165,7 @@ def call_loss_function(
         loss.name in ("BCELoss", "binary_cross_entropy")
         and autocast.enabled is True
         and autocast.device != "cpu"
-        and not autocast.conditional
+        and (not autocast.conditional or _is_on_by_default(interpreter, autocast.node))
     ):
         _check_binary_cross_entropy(interpreter, node, loss, first)
     elif autocast.enabled is False and isinstance(first, Tensor) and first.cast:
@@ -185,6 +186,15 @@ def call_loss_function(
     )
 
 
+def _is_on_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
+    """Return whether the setting that enables autocast has a default somewhere, which is true."""
+    given = (
+        [k.value for k in autocast.keywords if k.arg == "enabled"] if isinstance(autocast, ast.Call) else []
+    )
+    name = dotted_name(given[0]).rpartition(".")[2] if given else ""
+    return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*True\b")
+
+
 def _check_binary_cross_entropy(
     interpreter: Interpreter, node: ast.Call, loss: LossFunction, first: Value
 ) -> None:
@@ -199,6 +209,7 @@ def _check_binary_cross_entropy(
         "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
         "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
         fix,
+        certainty=Certainty.LIKELY if interpreter.autocast.conditional else Certainty.KNOWN,
     )
 
 

@@ -115,6 +115,8 @@ MANAGING_PACKAGES: Final = (
     "deepspeed",
     "apex",
     "ignite",
+    "catalyst",
+    "speechbrain",
     "composer",
     "colossalai",
     "fairscale",

@@ -17,7 +17,7 @@ from ampaudit.linter.flow.values import Managed, Tensor
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_lightning_module", "check_managed_loops", "check_trainer_class"]
+__all__ = ["check_lightning_module", "check_managed_loops", "check_training_step"]
 
 
 def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
@@ -185,16 +185,16 @@ def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: li
             _report_own_backward(interpreter, event, framework, certainty)
 
 
-def check_trainer_class(interpreter: Interpreter, info: ClassInfo, events: list[Event]) -> None:
-    """Check a training step that replaces that of Transformers' Trainer."""
-    step = info.methods.get("training_step")
-    if step is None:
-        return
-    trainers = [m for m in interpreter.managers if m.framework is not None and m.framework.name == "Trainer"]
-    certainty = max((managed.scales for managed in trainers), default=Certainty.UNKNOWN)
-    for event in of_kind(events, "backward", "backward.unknown") if certainty else ():
-        if _is_in(event.node, step):
-            _report_own_backward(interpreter, event, trainers[0].framework, certainty)
+def check_training_step(interpreter: Interpreter, info: ClassInfo, events: list[Event]) -> None:
+    """Check a training step that replaces that of a framework, whose optimizers expect a scaled loss."""
+    for managed in sorted(interpreter.managers, key=lambda one: one.scales, reverse=True):
+        framework = managed.framework
+        step = info.methods.get(framework.step) if framework is not None else None
+        if framework is None or step is None or not managed.scales or not info.derives(*framework.bases):
+            continue
+        for event in of_kind(events, "backward", "backward.unknown"):
+            if _is_in(event.node, step):
+                _report_own_backward(interpreter, event, framework, managed.scales)
 
 
 def _is_in(node: ast.AST, method: FunctionInfo) -> bool:
