@@ -37,6 +37,7 @@ from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_che
 from ampaudit.linter.rules.branches import check_branches, check_zeroed_either_way
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
+from ampaudit.linter.rules.half_averages import check_half_averages
 from ampaudit.linter.rules.half_layers import check_half_layers
 from ampaudit.linter.rules.managed_loops import (
     check_lightning_module,
@@ -52,7 +53,7 @@ from ampaudit.linter.rules.weight_cache import check_weight_cache
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
-_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions)
+_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions, check_half_averages)
 _ENTRY_POINT_RULES = (
     check_accumulation,
     check_branches,

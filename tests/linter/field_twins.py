@@ -47,6 +47,32 @@ _PAIRED = script_of(
     "        scaler.step(<>)",
     "        scaler.update()",
 )
+_AVERAGED = script_of(
+    "class Average:",
+    "    def __init__(self, model):",
+    "        self.shadow = {k: v.detach()<> for k, v in model.state_dict().items()}",
+    "",
+    "    @torch.no_grad()",
+    "    def update(self, model, decay=0.9999):",
+    "        for k, v in model.state_dict().items():",
+    "            self.shadow[k] = decay * self.shadow[k] + (1 - decay) * v",
+)
+_CONTRASTED = script_of(
+    "def contrast(x, y, scale):",
+    "    powers = (x @ y.T * scale).exp()",
+    "    return -torch.log(powers.diagonal() / powers.sum(1)).mean()",
+    "",
+    "def train(net, optimizer, loader):",
+    "    scaler = torch.amp.GradScaler('cuda')",
+    "    for a, b in loader:",
+    "        optimizer.zero_grad()",
+    "        with torch.autocast('cuda', dtype=torch.float16):",
+    "            x, y = net(a), net(b)",
+    "        loss = contrast(x.<>(), y.<>(), 30.0)",
+    "        scaler.scale(loss).backward()",
+    "        scaler.step(optimizer)",
+    "        scaler.update()",
+)
 _APEX = script_of(
     "import apex",
     "",
@@ -187,5 +213,7 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         _APEX.replace("<>", f"{_INITIALIZED}\n    {_WRAPPED}"),
     ),
     "AMP859": (PLAIN, _ENGINE.replace("<>", "loss / args.grad_accum"), _ENGINE.replace("<>", "loss")),
+    "AMP867": (PLAIN, _AVERAGED.replace("<>", ".half()"), _AVERAGED.replace("<>", ".clone()")),
+    "AMP868": (PLAIN, _CONTRASTED.replace("<>", "half"), _CONTRASTED.replace("<>", "float")),
     "AMP866": (PLAIN, _UNSYNCHRONIZED.replace("<>", "1"), _UNSYNCHRONIZED.replace("<>", "0")),
 }

@@ -1,7 +1,9 @@
 """Mistakes of the field, re-expressed from public issues and fixes, and correct loops in others' styles.
 
 Each file names its source, and marks the lines where a linter should speak. The folders with ``aside`` in
-their names were not looked at until the rules were written. The second corpus is of other sources.
+their names were not looked at until the rules were written. The second corpus is of other sources. The
+third, which names none, was written without sight of the rules: at the first look 10 of its 14 mistakes were
+found, with one alarm on its 8 correct loops.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ MISSED_SECOND_ASIDE = {
     "15_discriminator_warmup_step": "no rule: the backward depends on a count",
     "19_box_coder_eps": "the dtype of the model's output is not known",
     "22_only_first_master_unscaled": "no rule: a loss scale of its own, without a scaler",
-    "23_ema_kept_in_half": "no rule",
+    "23_ema_kept_in_half": "the dtype reaches the copies through a constructor",
     "27_validator_halves_live_ema": "no rule",
 }
 MISSED_ANYWHERE = MISSED | MISSED_ASIDE | MISSED_SECOND | MISSED_SECOND_ASIDE
@@ -83,6 +85,6 @@ def test_a_correct_loop_of_the_field_raises_no_alarm(path: Path) -> None:
 
 
 def test_the_corpus_is_whole() -> None:
-    assert (len(MISTAKES), len(CORRECT)) == (104, 104)
-    assert len({path.stem for path in MISTAKES}) == 104
+    assert (len(MISTAKES), len(CORRECT)) == (118, 112)
+    assert len({path.stem for path in MISTAKES}) == 118
     assert MISSED_ANYWHERE.keys() <= {path.stem for path in MISTAKES}

@@ -1,4 +1,4 @@
-"""What is known of timm's scaler, Transformers' Trainer and Ignite's training steps."""
+"""What is known of timm's scaler, Transformers' Trainer, Ignite, Catalyst and SpeechBrain."""
 
 from __future__ import annotations
 
@@ -198,3 +198,83 @@ def main(model, loader):
 def test_an_argument_that_no_call_gives_is_none() -> None:
     assert alarms(OPTIONAL.format(given="")) == []
     assert [code for code, _, _ in alarms(OPTIONAL.format(given=", optimizer"))] == ["AMP821"]
+
+
+RUNNER = """
+from catalyst import dl
+
+
+class Custom(dl.Runner):
+    def handle_batch(self, batch):
+        x, y = batch
+        loss = self.criterion(self.model(x), y)
+        if self.is_train_loader:
+            {backward}
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def predict_batch(self, batch):
+        return self.model(batch)
+
+
+Custom().train(model=net(), engine=dl.GPUEngine({precision}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("backward", "precision", "found"),
+    [
+        ("loss.backward()", "fp16=True", [("AMP802", "error", 10)]),
+        ("loss.backward()", "fp16=flag()", [("AMP802", "warning", 10)]),
+        ("self.engine.backward(loss)", "fp16=True", []),
+        ("loss.backward()", "", []),
+    ],
+)
+def test_a_batch_that_bypasses_the_scaler_of_catalyst(
+    backward: str, precision: str, found: list[tuple[str, str, int]]
+) -> None:
+    assert alarms(RUNNER.format(backward=backward, precision=precision)) == found
+
+
+BRAIN = """
+import speechbrain as sb
+import torch
+
+
+class ASR({base}):
+    def fit_batch(self, batch):
+        with torch.autocast("cuda"):
+            outputs = self.compute_forward(batch, sb.Stage.TRAIN)
+        loss = self.compute_objectives(outputs, batch, sb.Stage.TRAIN)
+        self.scaler.scale(loss / self.grad_accumulation_factor).backward()
+        if self.step % self.grad_accumulation_factor == 0:
+            {before}
+            if self.check_gradients({given}):
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+        return loss.detach()
+"""
+UNSCALED = "self.scaler.unscale_(self.optimizer)"
+
+
+@pytest.mark.parametrize("base", ["sb.Brain", "sb.core.Brain"])
+@pytest.mark.parametrize(
+    ("before", "given", "found"),
+    [
+        ("pass", "loss", [("AMP807", "warning", 14)]),
+        (UNSCALED, "loss", []),
+        ("pass", "", []),  # of version 1, where it clips nothing
+    ],
+)
+def test_the_clipping_of_speechbrain(
+    base: str, before: str, given: str, found: list[tuple[str, str, int]]
+) -> None:
+    assert alarms(BRAIN.format(base=base, before=before, given=given)) == found
+
+
+def test_the_step_of_speechbrain_unscales_and_steps() -> None:
+    start = BRAIN.index("        if self.step")
+    text = BRAIN[:start] + "        self.optimizers_step()\n        return loss.detach()\n"
+    assert alarms(text.format(base="sb.Brain")) == []
+    assert alarms(text.format(base="sb.Brain").replace("s_step()", "s_step()\n        self.scaler.update()"))

@@ -314,3 +314,21 @@ def test_data_parallel_hands_on_the_switch_and_not_the_dtype() -> None:
     assert seen == [torch.bfloat16]  # this thread's float16 was not taken over
     written = inspect.getsource(parallel_apply)
     assert "autocast(device_type, enabled=autocast_enabled)" in written or "dtype" not in written
+
+
+def test_an_average_in_float16_stands_still() -> None:
+    """What AMP867 says: changes of less than 1/2048 of a weight are rounded away."""
+    weight = torch.full((4,), 1.25)
+    averages = {dtype: torch.ones(4, dtype=dtype) for dtype in (torch.float16, torch.float32)}
+    for average in averages.values():
+        for _ in range(20_000):
+            average.mul_(0.999).add_(weight.to(average.dtype), alpha=0.001)
+    assert averages[torch.float32].equal(averages[torch.float32].clamp(1.2499, 1.2501))
+    assert averages[torch.float16].equal(torch.ones(4, dtype=torch.float16))
+
+
+def test_exp_of_more_than_11_overflows_in_float16() -> None:
+    """What AMP868 says."""
+    values = torch.tensor([11.0, 11.1])
+    assert values.half().exp().isfinite().tolist() == [True, False]
+    assert values.exp().isfinite().all()

@@ -154,14 +154,14 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     arguments = _arguments(interpreter, node)
     check_trainer_model(interpreter, node, arguments)
     if isinstance(function, Function):
-        if not _is_followed(interpreter, function.info):
+        if not _is_followed(interpreter, function.info, arguments):
             return UNSCALED_TENSOR
         return inline_call(interpreter, function.info, node, arguments.named(), None, function.frame)
     if isinstance(function, BoundMethod):
         owner = None if function.info.is_static else function.owner
         return (
             inline_call(interpreter, function.info, node, arguments.named(), owner)
-            if _is_followed(interpreter, function.info)
+            if _is_followed(interpreter, function.info, arguments)
             else UNSCALED_TENSOR
         )
     if isinstance(function, Class):
@@ -179,9 +179,12 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
 
 
-def _is_followed(interpreter: Interpreter, info: FunctionInfo) -> bool:
-    """Return whether a function is worth following; under autocast, each op in the file has a dtype."""
-    return info.relevant or (interpreter.autocast.enabled is True and not file_number(info.node))
+def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Arguments) -> bool:
+    """Return whether a function is worth following; ops in this file may have a 16-bit dtype."""
+    is_16_bit = interpreter.autocast.enabled is True or any(
+        isinstance(value, Tensor) and value.cast for value in arguments.all()
+    )
+    return info.relevant or (is_16_bit and not file_number(info.node))
 
 
 def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) -> Value:

@@ -67,7 +67,8 @@ class LinkedScript:
             module, name = imported_names(script.tree).get(name, ("", name))
         head, dot, rest = module.partition(".")
         module = module_aliases(script.tree).get(head, head) + dot + rest
-        target = self.module(script, module)
+        # a package mostly passes on what a module in it defines
+        target = self.module(script, module) or self.module(script, module.partition(".")[0])
         return None if target is None else self._class_named(target, name, depth + 1)
 
     @property

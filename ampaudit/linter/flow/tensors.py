@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.gradient_facts import advice_for, still_scaled
+from ampaudit.linter.flow.half_ops import check_half_exp
 from ampaudit.linter.flow.statement_context import call_beside_scaler, said_where
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
@@ -93,6 +94,8 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
                 "compute what needs float32 under 'with torch.autocast(device_type, enabled=False):'",
             )
     roots = all_model_calls(values)
+    if interpreter.autocast.enabled is False and len(values) > 1:
+        cast = _cast_of_pair(*values[:2])
     return Tensor(
         cast=cast, computed_under=cast, model_calls=roots, scaler_key=_scale_of_product(values), node=node
     )
@@ -258,6 +261,8 @@ def tensor_method(
         return replace(base, cast=wanted if wanted in ("float16", "bfloat16") else "", upcast=up, node=node)
     if name == "sigmoid":
         return replace(base, sigmoid=node, upcast=None, node=node)
+    if name == "exp":
+        check_half_exp(interpreter, node, base)
     if name in ("matmul", "mm", "bmm"):
         return matrix_product(interpreter, node, [base, *arguments.positional])
     if name in ("div", "mul", "div_", "mul_"):

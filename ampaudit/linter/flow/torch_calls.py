@@ -11,6 +11,7 @@ from ampaudit.linter.diagnostic import Certainty, Fix
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
 from ampaudit.linter.flow.frameworks import framework_of
+from ampaudit.linter.flow.half_ops import check_half_exp, check_half_kernel
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.script import dotted_name
@@ -97,7 +98,8 @@ def _call_torch(
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, node, arguments.all())
     if path in WITHOUT_HALF_KERNEL:
-        return _check_half_kernel(interpreter, node, path, arguments)
+        check_half_kernel(interpreter, node, path, arguments.get(0, "input"))
+        return UNSCALED_TENSOR
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
         return call_loss_function(
             interpreter, node, LossFunction(name, None, _reduction(arguments)), arguments
@@ -132,6 +134,8 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return tensors.gradient_norm(interpreter, node, inner) if tensors.is_norm_function(name) else inner
     if isinstance(inner, GradAttribute) and "distributed" not in path:
         return tensors.gradient_method(interpreter, node, name)
+    if path == "torch.exp":
+        check_half_exp(interpreter, node, first)
     if name == "sigmoid":
         return Tensor(
             sigmoid=node, model_calls=inner.model_calls if isinstance(inner, Tensor) else None, node=node
@@ -211,20 +215,6 @@ def _check_binary_cross_entropy(
         fix,
         certainty=Certainty.LIKELY if interpreter.autocast.conditional else Certainty.KNOWN,
     )
-
-
-def _check_half_kernel(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
-    # autocast on the CPU computes these in float32
-    cast_here = interpreter.autocast.enabled is not False and interpreter.autocast.device == "cpu"
-    if isinstance(first, Tensor) and first.cast and not cast_here:
-        interpreter.report(
-            "AMP846",
-            node,
-            f"{path} has no {first.cast} kernel, and its input is {first.cast} under autocast",
-            "compute it from float32 inputs under 'with torch.autocast(device_type, enabled=False):'",
-        )
-    return UNSCALED_TENSOR
 
 
 def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
