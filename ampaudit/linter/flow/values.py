@@ -96,6 +96,9 @@ class StateDict:
     key: str
 
 
+_MAX_ITEMS: Final = 256  # of a dict, of which a literal may have more
+
+
 @dataclass(frozen=True, slots=True)
 class DictLiteral:
     """The values of a dict that a literal makes, and its node; keys that are not texts are ``None``."""
@@ -113,6 +116,8 @@ class DictLiteral:
         if isinstance(name, str) and name in self.names:
             items = (value if own == name else old for own, old in zip(self.names, self.items, strict=True))
             return DictLiteral(tuple(items), self.node, self.names)
+        if (value in self.items and not isinstance(name, str)) or len(self.items) >= _MAX_ITEMS:
+            return self  # which key it has is not known: a join of two paths would double such items
         names = (*self.names, name if isinstance(name, str) else None)
         return DictLiteral((*self.items, value), self.node, names)
 
