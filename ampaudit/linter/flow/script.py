@@ -59,6 +59,7 @@ class Script:
     relevant_lines: list[int] = field(default_factory=list)
     modules: dict[str, int] = field(default_factory=dict)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict)
+    _attributes: dict[ClassInfo, set[str]] = field(default_factory=dict)
 
     def nodes(self, inside: ast.AST | None = None) -> list[ast.AST]:
         """Return the nodes of the script, or of one of its functions, outer ones first."""
@@ -69,7 +70,10 @@ class Script:
 
     def attributes(self, info: ClassInfo) -> set[str]:
         """Return the attributes of ``self`` that a class names, as in ``self.scaler``."""
-        return {dotted_name(node) for node in self.nodes(info.node) if isinstance(node, ast.Attribute)}
+        if info not in self._attributes:
+            nodes = self.nodes(info.node)
+            self._attributes[info] = {dotted_name(node) for node in nodes if isinstance(node, ast.Attribute)}
+        return self._attributes[info]
 
     def is_called(self, name: str) -> bool:
         """Return whether a statement that matters calls a name."""
