@@ -59,7 +59,7 @@ class Script:
     relevant_lines: list[int] = field(default_factory=list)
     modules: dict[str, int] = field(default_factory=dict)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict)
-    _attributes: dict[ClassInfo, set[str]] = field(default_factory=dict)
+    _has_scaler: dict[ClassInfo, bool] = field(default_factory=dict)
 
     def nodes(self, inside: ast.AST | None = None) -> list[ast.AST]:
         """Return the nodes of the script, or of one of its functions, outer ones first."""
@@ -68,12 +68,13 @@ class Script:
             self._inside[root] = list(ast.walk(root))
         return self._inside[root]
 
-    def attributes(self, info: ClassInfo) -> set[str]:
-        """Return the attributes of ``self`` that a class names, as in ``self.scaler``."""
-        if info not in self._attributes:
-            nodes = self.nodes(info.node)
-            self._attributes[info] = {dotted_name(node) for node in nodes if isinstance(node, ast.Attribute)}
-        return self._attributes[info]
+    def has_scaler(self, info: ClassInfo) -> bool:
+        """Return whether a class uses an attribute of ``self`` like a gradient scaler."""
+        if info not in self._has_scaler:
+            attributes = (node for node in self.nodes(info.node) if isinstance(node, ast.Attribute))
+            own = {name for name in map(dotted_name, attributes) if name.startswith("self.")}
+            self._has_scaler[info] = any(map(self.usage.is_scaler, own))
+        return self._has_scaler[info]
 
     def is_called(self, name: str) -> bool:
         """Return whether a statement that matters calls a name."""

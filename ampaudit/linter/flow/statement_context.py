@@ -57,10 +57,9 @@ def _has_own_scaler(script: Script, node: ast.AST) -> bool:
     """Return whether the class around a node has a scaler in an attribute."""
     line = getattr(node, "lineno", 0)
     return any(
-        name.startswith("self.") and name in script.attributes(info) and script.usage.is_scaler(name)
+        script.has_scaler(info)
         for info in script.classes.values()
         if info.node.lineno <= line <= (info.node.end_lineno or line)
-        for name in script.usage.methods
     )
 
 
