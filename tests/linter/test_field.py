@@ -3,7 +3,8 @@
 Each file names its source, and marks the lines where a linter should speak. The folders with ``aside`` in
 their names were not looked at until the rules were written. The second corpus is of other sources. The
 third, which names none, was written without sight of the rules: at the first look 10 of its 14 mistakes were
-found, with one alarm on its 8 correct loops.
+found, with one alarm on its 8 correct loops. ``correct/repositories`` has code of public
+repositories on which rules were wrong.
 """
 
 from __future__ import annotations
@@ -85,6 +86,6 @@ def test_a_correct_loop_of_the_field_raises_no_alarm(path: Path) -> None:
 
 
 def test_the_corpus_is_whole() -> None:
-    assert (len(MISTAKES), len(CORRECT)) == (118, 112)
+    assert (len(MISTAKES), len(CORRECT)) == (118, 117)
     assert len({path.stem for path in MISTAKES}) == 118
     assert MISSED_ANYWHERE.keys() <= {path.stem for path in MISTAKES}

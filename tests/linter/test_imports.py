@@ -259,3 +259,41 @@ def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for path in tree.paths:
         lint_file(path, RuleSelection(), tree=tree)
     assert sorted(read) == [2, 3, 4, 5, 6]
+
+
+WRAPPER = """
+import torch
+
+
+class ScaledOptimizer:
+    def __init__(self, optimizer, first_scale=None):
+        self.loss_scaler = torch.amp.GradScaler("cuda")
+        self.optimizer, self.first_scale = optimizer, first_scale
+
+    def backward(self, loss):
+        self.loss_scaler.scale(loss).backward()
+
+    def step(self):
+        self.loss_scaler.step(self.optimizer)
+        self.loss_scaler.{last}
+"""
+WRAPPED = """
+from unittest.mock import MagicMock
+
+import torch
+from wrapper import ScaledOptimizer
+
+
+def test_step(model, loss):
+    wrapped = ScaledOptimizer(MagicMock(spec=torch.optim.Optimizer))
+    wrapped.loss_scaler = MagicMock()
+    wrapped.backward(loss)
+    wrapped.loss_scaler.scale(loss)
+    wrapped.step()
+"""
+
+
+@pytest.mark.parametrize(("last", "count"), [("update(self.first_scale)", 0), ("get_scale()", 1)])
+def test_an_update_in_an_imported_file_counts(tmp_path: Path, last: str, count: int) -> None:
+    write(tmp_path, {"test_wrapper.py": WRAPPED, "wrapper.py": WRAPPER.format(last=last)})
+    assert len([code for code, _, _ in alarms(tmp_path) if code == "AMP804"]) == count

@@ -157,6 +157,8 @@ def _bind_parameters(
         value = UNKNOWN if value is None else value
         if argument.annotation is not None and value is UNKNOWN:
             value = _from_annotation(interpreter, argument)
+        if not isinstance(value, Model) or argument.arg not in given:
+            interpreter.state.forget(argument.arg)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
     for star in (arguments.vararg, arguments.kwarg):
         if star is not None:

@@ -242,6 +242,8 @@ class Interpreter(Recorder):
     def assign(self, target: ast.expr, value: Value) -> None:
         """Assign a value to a name, an attribute, or several."""
         if isinstance(target, ast.Name):
+            if value is UNKNOWN:
+                self.state.forget(target.id)
             self.state.bind(self.frame, target.id, value)
         elif isinstance(target, ast.Attribute):
             owner = self.evaluate(target.value)

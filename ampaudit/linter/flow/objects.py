@@ -128,7 +128,7 @@ def model_method(
     value = call_model(interpreter, node, model, arguments, method)
     if method == "forward" or not isinstance(value, Tensor) or _method_of(model, method) is not None:
         return value
-    return Tensor(model_calls=value.model_calls, computed_under=value.computed_under)
+    return Tensor(computed_under=value.computed_under)  # what it returns may be of several graphs
 
 
 def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
@@ -188,7 +188,7 @@ def call_model(
     about = {"autocast": interpreter.autocast, "grad": tuple(interpreter.grad_modes), "called": called}
     interpreter.record_event("forward", node, model=model, **about)
     halved = interpreter.state.get("half", model.key)
-    if cast and isinstance(halved, ast.AST):
+    if cast and isinstance(halved, ast.AST) and not _has_own_switch(interpreter):
         interpreter.record_event("half.autocast", halved)
     info = _method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
@@ -200,6 +200,15 @@ def call_model(
         model_calls=given,
         node=node,
     )
+
+
+def _has_own_switch(interpreter: Interpreter) -> bool:
+    """Return whether another condition than the one that is assumed enables autocast."""
+    call = interpreter.autocast.node
+    if not interpreter.assumptions or not interpreter.autocast.conditional or not isinstance(call, ast.Call):
+        return False
+    enabled = next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "enabled"), "")
+    return enabled not in interpreter.assumptions
 
 
 def _from_model(returned: Value, cast: str, given: frozenset[str] | None, node: ast.Call) -> Value:

@@ -149,6 +149,11 @@ class State:
         self.scopes.pop(scope, None)
         self._owned.discard(scope)
 
+    def forget(self, name: str) -> None:
+        """Remove what is known of the model that a name meant, which now means another."""
+        for kind in _MODEL_FACTS:
+            self.facts.pop((kind, f"name {name}"), None)
+
     def invalidate(self, *start: str) -> None:
         """Set all facts with this prefix to ``MAYBE``."""
         count = len(start)

@@ -154,7 +154,8 @@ def _report_undivided(interpreter: Interpreter, event: Event, certainty: Certain
 
 
 _COUNTS_BATCHES = re.compile(r"accum|micro|grad_steps|virtual")
-_DIVIDES = re.compile(r"/|mean\(|\* *\(?1")
+# a loss of a whole batch, gathered from its parts, is no mean over one part
+_DIVIDES = re.compile(r"/|mean\(|\* *\(?1|\bcat\(|concat|gather|stack\(")
 
 
 def _check_inner_loop(

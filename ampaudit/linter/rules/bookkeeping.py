@@ -156,7 +156,10 @@ def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
     texts = {_last_component(interpreter.scalers[key].text) for key in updated if key in interpreter.scalers}
     scaled = {e.data["scaler"] for e in of_kind(events, "scaler.scale")}
     elsewhere = {
-        _last_component(text) for text, used in interpreter.script.usage.methods.items() if "update" in used
+        _last_component(text)
+        for script in interpreter.linked.scripts
+        for text, used in script.usage.methods.items()
+        if "update" in used
     }
     for step in of_kind(events, "scaler.step"):
         key = step.data["scaler"]

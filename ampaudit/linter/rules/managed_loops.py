@@ -22,12 +22,10 @@ __all__ = ["check_lightning_module", "check_managed_loops", "check_training_step
 
 def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
-    used = of_kind(events, "managed.step", "managed.forward")
-    used = [e for e in used if e.data["managed"].framework is not None and e.data["managed"].scales]
-    for event in of_kind(events, "backward", "backward.unknown"):
-        beside = [e for e in used if file_number(e.node) == file_number(event.node)]
-        if beside:
-            managed: Managed = beside[0].data["managed"]
+    for index, event in enumerate(events):
+        own = event.kind in ("backward", "backward.unknown")
+        managed = _steps_next(events[index:]) if own else None
+        if managed is not None and managed.scales:
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
     _check_clipped(interpreter, events)
     _check_scaled_twice(interpreter, events)
@@ -38,6 +36,13 @@ def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
         _check_updated(interpreter, event, event.data["managed"])
     for event in of_kind(events, "managed.clip"):
         _check_accumulated(interpreter, event, event.data["managed"])
+
+
+def _steps_next(events: list[Event]) -> Managed | None:
+    """Return what steps first in the file of the first of these events, if a framework manages that."""
+    steps = of_kind(events, "managed.step", "optimizer.step", "scaler.step")
+    step = next((e for e in steps if file_number(e.node) == file_number(events[0].node)), None)
+    return step.data["managed"] if step is not None and step.kind == "managed.step" else None
 
 
 def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
