@@ -117,6 +117,16 @@ def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
     assert lint(handed_on, fix=True, unsafe=True).after == handed_on
 
 
+@pytest.mark.parametrize(
+    "names", ["autocast", "autocast as autocast", "GradScaler, autocast", "autocast as cast, GradScaler"]
+)
+def test_an_old_name_that_other_files_may_import_is_left(names: str) -> None:
+    used = "scaler = GradScaler(enabled=False)\n" if "GradScaler" in names else ""
+    text = f"from torch.cuda.amp import {names}\n{used}"
+    assert codes(text) == ["AMP864"]
+    assert lint(text, fix=True, unsafe=True).after == text
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
 def test_encodings_and_line_ends_survive_a_repair(

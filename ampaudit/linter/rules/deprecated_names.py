@@ -106,7 +106,8 @@ def _check_import(
     if old:
         path = canonical_name(f"{module}.{old[0].name}")
         local = [alias.asname or alias.name for alias in old]
-        plain = len(old) == len(node.names) and _only_called(nodes, called, local)
+        exported = any(alias.asname == alias.name for alias in old)
+        plain = len(old) == len(node.names) and not exported and _only_called(nodes, called, local)
         details = (DEPRECATED[path], *(f"{a.name}={a.asname or a.name}" for a in old))
         fix = Fix.at(node, "rename import", *details) if plain else None
         yield _deprecated(node, path, fix, ", ".join(alias.name for alias in old))
@@ -122,13 +123,18 @@ def _called(nodes: list[ast.AST]) -> set[int]:
 
 
 def _only_called(nodes: list[ast.AST], called: set[int], names: list[str]) -> bool:
-    """Return whether names are only called or used as decorators, and never bound again."""
+    """Return whether names are only called or used as decorators, and never bound again.
+
+    A name without any use may be there for other files, which call it as it was.
+    """
     bound = [alias for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names]
     if sum((alias.asname or alias.name) in names for alias in bound) > len(names):
         return False
     uses = [n for n in nodes if isinstance(n, ast.Name) and n.id in names]
     exported = any(isinstance(n, ast.Constant) and n.value in names for n in nodes)
-    return not exported and all(isinstance(use.ctx, ast.Load) and id(use) in called for use in uses)
+    if exported or {use.id for use in uses} != set(names):
+        return False
+    return all(isinstance(use.ctx, ast.Load) and id(use) in called for use in uses)
 
 
 def _deprecated(node: ast.AST, path: str, fix: Fix | None, names: str = "") -> Diagnostic:
