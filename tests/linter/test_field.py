@@ -3,7 +3,8 @@
 Each file names its source, and marks the lines where a linter should speak. The folders with ``aside`` in
 their names were not looked at until the rules were written. The second corpus is of other sources. The
 third, which names none, was written without sight of the rules: at the first look 10 of its 14 mistakes were
-found, with one alarm on its 8 correct loops. ``correct/repositories`` has code of public
+found, with one alarm on its 8 correct loops. So was the fourth, which leans to frameworks and numerics: 6 of
+14, and one alarm on its 10 correct loops. ``correct/repositories`` has code of public
 repositories on which rules were wrong.
 """
 
@@ -57,7 +58,14 @@ MISSED_SECOND_ASIDE = {
     "23_ema_kept_in_half": "the dtype reaches the copies through a constructor",
     "27_validator_halves_live_ema": "no rule",
 }
-MISSED_ANYWHERE = MISSED | MISSED_ASIDE | MISSED_SECOND | MISSED_SECOND_ASIDE
+# of the fourth corpus, of which 6 of 14 were found at first
+MISSED_FOURTH = {
+    "03_segmentation_dice": "no rule: how many numbers of what size a float16 sum has is not known",
+    "09_novel_view_guarded_step": "found, but at the unscale_() that raises next",
+    "11_sft_bf16_adamw": "no rule: many train bfloat16 weights on purpose",
+    "12_grpo_token_logprobs": "the dtype of the model's output is not known",
+}
+MISSED_ANYWHERE = MISSED | MISSED_ASIDE | MISSED_SECOND | MISSED_SECOND_ASIDE | MISSED_FOURTH
 
 
 def alarms(path: Path) -> list[LintFinding]:
@@ -86,6 +94,6 @@ def test_a_correct_loop_of_the_field_raises_no_alarm(path: Path) -> None:
 
 
 def test_the_corpus_is_whole() -> None:
-    assert (len(MISTAKES), len(CORRECT)) == (118, 117)
-    assert len({path.stem for path in MISTAKES}) == 118
+    assert (len(MISTAKES), len(CORRECT)) == (132, 128)
+    assert len({path.stem for path in MISTAKES}) == 132
     assert MISSED_ANYWHERE.keys() <= {path.stem for path in MISTAKES}

@@ -94,6 +94,148 @@ def test_weights_that_the_trainers_scaler_cannot_unscale(name: str) -> None:
     assert alarms(TRAINER.format(loaded=loaded, precision=precision, more=more)) == expected
 
 
+PREPARED = """
+import torch
+from accelerate import Accelerator
+from diffusers import UNet2DConditionModel
+
+accelerator = Accelerator(mixed_precision={precision})
+unet = UNet2DConditionModel.from_pretrained("tiny")
+dtype = torch.float32
+{chosen}
+unet.to(accelerator.device, dtype=dtype)
+{more}
+optimizer = torch.optim.SGD({trained}, lr=1e-4)
+unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+"""
+BY_SETTING = {
+    "branch": 'if args.precision == "fp16":\n    dtype = torch.float16',
+    "expression": 'dtype = torch.float16 if args.precision == "fp16" else torch.float32',
+    "default": 'dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision, torch.float32)',
+    "item": 'dtype = {"fp16": torch.float16, "no": torch.float32}[args.precision]',
+}
+ALL = "unet.parameters()"
+
+
+@pytest.mark.parametrize("name", BY_SETTING)
+def test_weights_that_a_setting_makes_float16_for_accelerate(name: str) -> None:
+    text = PREPARED.format(precision="args.precision", chosen=BY_SETTING[name], more="", trained=ALL)
+    assert [(code, how) for code, how, _ in alarms(text)] == [("AMP801", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("precision", "chosen", "more", "trained", "found"),
+    [
+        ('"fp16"', "dtype = torch.float16", "", ALL, [("AMP801", "error")]),
+        ('"fp16"', BY_SETTING["branch"], "", ALL, [("AMP801", "warning")]),
+        ('"bf16"', BY_SETTING["branch"], "", ALL, []),
+        ("args.precision", "pass", "", ALL, []),
+        ("args.precision", BY_SETTING["branch"], "unet.float()", ALL, []),
+        ("args.precision", BY_SETTING["branch"], "", "head.parameters()", []),
+        ("args.precision", BY_SETTING["branch"], "unet.add_adapter(LoraConfig())", ALL, []),
+        ("args.precision", "dtype = torch.bfloat16 if args.short else torch.float32", "", ALL, []),
+    ],
+)
+def test_when_accelerate_cannot_unscale(
+    precision: str, chosen: str, more: str, trained: str, found: list[tuple[str, str]]
+) -> None:
+    text = PREPARED.format(precision=precision, chosen=chosen, more=more, trained=trained)
+    assert [(code, how) for code, how, _ in alarms(text)] == found
+
+
+MODULE = """
+import lightning as L
+import torch
+
+
+class Pair(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        {before}
+        optimizer.step()
+
+    def {hook}(self, optimizer):
+        {inside}
+
+    def limit(self, optimizer):
+        {helper}
+
+
+trainer = L.Trainer(precision="{precision}")
+"""
+OURS = "torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)"
+THEIRS = "self.clip_gradients(optimizer, gradient_clip_val=0.5)"
+
+
+@pytest.mark.parametrize(
+    ("parts", "lines"),
+    [
+        ({"before": OURS}, [15]),
+        ({"before": THEIRS}, [15]),
+        ({"before": "self.limit(optimizer)", "helper": THEIRS}, [22]),
+        ({"before": "self.limit(optimizer)", "helper": OURS}, [22]),
+        ({"before": THEIRS, "precision": "bf16-mixed"}, []),
+        ({"inside": OURS}, []),
+        ({"inside": THEIRS}, []),
+        ({"inside": "self.limit(optimizer)", "helper": THEIRS}, []),
+        ({"inside": "self.limit(optimizer)", "helper": OURS}, []),
+        ({"inside": OURS, "hook": "configure_gradient_clipping"}, []),
+        ({"inside": OURS, "hook": "anything_else"}, [19]),
+    ],
+)
+def test_clipping_in_a_lightning_module_that_optimizes_manually(
+    parts: dict[str, str], lines: list[int]
+) -> None:
+    defaults = {"before": "pass", "inside": "pass", "helper": "pass", "hook": "on_before_optimizer_step"}
+    text = MODULE.format(**{**defaults, "precision": "16-mixed", **parts})
+    assert [(code, line) for code, _, line in alarms(text)] == [("AMP807", line) for line in lines]
+
+
+RESUMED = """
+import torch
+{imported}
+
+
+def train(model, loader, args):
+    optimizer = {made}
+    scaler = torch.amp.GradScaler("cuda")
+    for batch in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(batch)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    write(model, optimizer)
+
+
+def write(model, held):
+    torch.save({{"model": model.state_dict(), "optimizer": held.state_dict()}}, "last.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "made"),
+    [
+        ("from timm.optim import create_optimizer_v2", "create_optimizer_v2(model, opt='adamw')"),
+        ("import bitsandbytes", "bitsandbytes.optim.AdamW8bit(model.parameters())"),
+        ("import bitsandbytes", "bitsandbytes.optim.PagedAdamW32bit(model.parameters())"),
+        ("from apex.optimizers import FusedLAMB", "FusedLAMB(model.parameters())"),
+        ("from lion_pytorch import Lion", "Lion(model.parameters())"),
+        ("from transformers import Adafactor", "Adafactor(model.parameters())"),
+        ("from schedulefree import AdamWScheduleFree", "AdamWScheduleFree(model.parameters())"),
+    ],
+)
+def test_optimizers_of_other_packages(imported: str, made: str) -> None:
+    assert [code for code, _, _ in alarms(RESUMED.format(imported=imported, made=made))] == ["AMP820"]
+
+
 STEP = """
 from transformers import Trainer, TrainingArguments
 

@@ -316,15 +316,19 @@ def test_data_parallel_hands_on_the_switch_and_not_the_dtype() -> None:
     assert "autocast(device_type, enabled=autocast_enabled)" in written or "dtype" not in written
 
 
-def test_an_average_in_float16_stands_still() -> None:
-    """What AMP867 says: changes of less than 1/2048 of a weight are rounded away."""
+def test_an_average_in_16_bits_stands_still() -> None:
+    """What AMP867 says: changes of less than 1/2048, or in bfloat16 1/256, of a weight are rounded away."""
+    for dtype, smallest in ((torch.float16, 1 / 2048), (torch.bfloat16, 1 / 256)):
+        one = torch.ones(1, dtype=dtype)
+        assert [bool(one + change * smallest != one) for change in (0.99, 1.01)] == [False, True]
     weight = torch.full((4,), 1.25)
-    averages = {dtype: torch.ones(4, dtype=dtype) for dtype in (torch.float16, torch.float32)}
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    averages = {dtype: torch.ones(4, dtype=dtype) for dtype in dtypes}
     for average in averages.values():
         for _ in range(20_000):
             average.mul_(0.999).add_(weight.to(average.dtype), alpha=0.001)
     assert averages[torch.float32].equal(averages[torch.float32].clamp(1.2499, 1.2501))
-    assert averages[torch.float16].equal(torch.ones(4, dtype=torch.float16))
+    assert all(averages[dtype].equal(torch.ones(4, dtype=dtype)) for dtype in dtypes[:2])
 
 
 def test_exp_of_more_than_11_overflows_in_float16() -> None:

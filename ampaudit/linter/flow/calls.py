@@ -13,6 +13,7 @@ from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
+from ampaudit.linter.flow.joining import choice_of_dtypes
 from ampaudit.linter.flow.managed import call_managed, check_trainer_model, managed_method
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
@@ -127,6 +128,8 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return managed_method(interpreter, node, base, name, arguments)
     if isinstance(base, DictLiteral) and name == "values":
         return KnownItems(base.items)
+    if isinstance(base, DictLiteral) and name == "get":
+        return choice_of_dtypes(*base.items, *arguments.positional[1:])
     if isinstance(base, DictLiteral) and name == "items":
         return KnownItems(
             tuple(KnownItems((LiteralValue(k), v)) for k, v in zip(base.names, base.items, strict=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance
-from ampaudit.linter.flow.joining import item_of, join_values
+from ampaudit.linter.flow.joining import choice_of_dtypes, item_of, join_values
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
 from ampaudit.linter.flow.values import (
@@ -17,6 +17,7 @@ from ampaudit.linter.flow.values import (
     UNSCALED_TENSOR,
     DeviceValue,
     DictLiteral,
+    DtypeChoice,
     GradAttribute,
     ImportedName,
     KnownItems,
@@ -200,6 +201,8 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     item = None
     if isinstance(base, DictLiteral) and isinstance(key, LiteralValue):
         item = base.item(key.value)
+    elif isinstance(base, DictLiteral) and isinstance(chosen := choice_of_dtypes(*base.items), DtypeChoice):
+        return chosen
     if item is not None:
         return interpreter.infer_from_usage(item, text)
     return interpreter.lookup(text, text) if text else UNKNOWN

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     Autocast,
     DictLiteral,
+    DtypeChoice,
+    ImportedName,
     KnownItems,
     LiteralValue,
     LossGradients,
@@ -22,7 +25,7 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 
-__all__ = ["item_of", "join_values"]
+__all__ = ["choice_of_dtypes", "item_of", "join_values"]
 
 
 def join_values(one: Value, other: Value) -> Value:
@@ -48,7 +51,19 @@ def join_values(one: Value, other: Value) -> Value:
         return _join_tensors(one, other)
     if isinstance(one, DictLiteral) and isinstance(other, DictLiteral) and one.node is other.node:
         return _join_dicts(one, other)
-    return UNKNOWN
+    return choice_of_dtypes(one, other)
+
+
+def choice_of_dtypes(*values: Value) -> Value:
+    """Return which dtypes some values name, if all of them name one."""
+    names: set[str] = set()
+    for value in values:
+        named = DTYPES.get(value.path) if isinstance(value, ImportedName) else None
+        chosen = value.names if isinstance(value, DtypeChoice) else {named} if named else None
+        if not chosen:
+            return UNKNOWN
+        names |= chosen
+    return DtypeChoice(frozenset(names)) if len(names) > 1 else values[0] if values else UNKNOWN
 
 
 def _join_dicts(one: DictLiteral, other: DictLiteral) -> DictLiteral:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.frameworks import Framework
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
-from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Value
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, PerhapsHalf
+from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
@@ -60,8 +60,18 @@ def managed_method(
     elif name == "update" and framework is not None and _is_scaler(node):
         interpreter.record_event("managed.update", node, managed=base)
     elif name == "fit":
-        _check_fitted(interpreter, base, arguments)
+        _check_fitted(interpreter, base, arguments.get(0, "model"))
+    elif name == "prepare" and not interpreter.linked.mentions(_TRAINS_COPIES):
+        optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
+        for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):
+            _check_dtype(interpreter, base, key)
     return base
+
+
+# adapters have parameters of their own, and some code casts what it trains by itself
+_TRAINS_COPIES: Final = (
+    r"add_adapter|get_peft_model|LoraConfig|lora_|LoRA\w+\(|cast_training_params|\.data = "
+)
 
 
 def _is_scaler(node: ast.Call) -> bool:
@@ -79,7 +89,7 @@ def check_trainer_model(interpreter: Interpreter, node: ast.Call, arguments: Arg
     given = arguments.get(1, "args")
     is_trainer = dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords
     if is_trainer and isinstance(given, Managed):
-        _check_fitted(interpreter, given, arguments)
+        _check_fitted(interpreter, given, arguments.get(0, "model"))
 
 
 def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
@@ -103,15 +113,21 @@ def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arg
 _IGNITE_SCALER: Final = 8  # positional arguments, among which it may be
 
 
-def _check_fitted(interpreter: Interpreter, trainer: Managed, arguments: Arguments) -> None:
-    model = arguments.get(0, "model")
-    halved = interpreter.state.get("half", model.key) if isinstance(model, Model) else None
-    if isinstance(halved, ast.AST) and trainer.scales and trainer.framework is not None:
+def _check_fitted(interpreter: Interpreter, trainer: Managed, model: Value | None) -> None:
+    if isinstance(model, Model):
+        _check_dtype(interpreter, trainer, model.key)
+
+
+def _check_dtype(interpreter: Interpreter, managed: Managed, key: str) -> None:
+    """Check that the parameters of a model, whose gradients a framework unscales, are not float16."""
+    fact = interpreter.state.get("half", key)
+    halved = fact.node if isinstance(fact, PerhapsHalf) else fact
+    if isinstance(halved, ast.AST) and managed.scales and managed.framework is not None:
         interpreter.report(
             "AMP801",
             halved,
-            f"these parameters are float16, and the scaler of {trainer.framework.name} cannot unscale float16"
-            " gradients",
-            "keep the parameters in float32 and let the trainer's precision choose the dtype of each op",
-            certainty=trainer.scales,
+            f"these parameters are float16{', if a setting says so' if halved is not fact else ''}, and the "
+            f"scaler of {managed.framework.name} cannot unscale float16 gradients",
+            "keep the parameters in float32 and let the framework's precision choose the dtype of each op",
+            certainty=min(managed.scales, Certainty.KNOWN if halved is fact else Certainty.LIKELY),
         )

@@ -11,6 +11,7 @@ from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.state import PerhapsHalf
 from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
@@ -18,6 +19,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     ContextManager,
     DeviceValue,
+    DtypeChoice,
     KnownItems,
     LiteralValue,
     Model,
@@ -137,8 +139,10 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
         interpreter.record_event("half", node)
     if wanted:
         interpreter.state.set_fact(node if wanted == "float16" else None, "half", model.key)
+    elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
+        interpreter.state.set_fact(PerhapsHalf(node), "half", model.key)
     elif (
-        any(value is UNKNOWN for value in arguments.all())
+        any(value is UNKNOWN or isinstance(value, DtypeChoice) for value in arguments.all())
         and interpreter.state.get("half", model.key) is not None
     ):
         interpreter.state.set_fact(MAYBE, "half", model.key)

@@ -22,6 +22,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     KnownItems,
     LiteralValue,
+    Model,
     Optimizer,
     Parameters,
     StateDict,
@@ -150,10 +151,12 @@ def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> 
 
 
 def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
-    """Interpret ``torch.optim.X(...)``."""
+    """Interpret the construction of an optimizer; the name is empty for classes of other packages."""
     given = arguments.get(0, "params")
     given = item_of(given) if isinstance(given, KnownItems) else given
     models = given.models if isinstance(given, Parameters) else None
+    if isinstance(given, Model):  # of which timm takes the parameters
+        models = frozenset({given.key})
     key = key_of(node) + interpreter.call_path
     interpreter.record_event("optimizer.made", node)
     if models:

@@ -83,6 +83,13 @@ _MODEL_FACTS: Final = ("half", "device")
 NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class PerhapsHalf:
+    """The fact that a model is cast to a dtype that a setting chooses, and that may be float16."""
+
+    node: ast.AST
+
+
 class State:
     """Facts by key, and names by scope. A fact that differs between two joined paths becomes ``MAYBE``.
 

@@ -9,6 +9,7 @@ from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.script import Script, dotted_name, nested_blocks
 
 __all__ = [
+    "assigned_texts",
     "call_beside_scaler",
     "enclosing_function",
     "following_step",
@@ -70,12 +71,26 @@ def said_where(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
 
 
 def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
-    """Return the conditions of the ``if`` statements around a node in its function, as text."""
+    """Return the conditions of the ``if`` statements around a node in its function, as text.
+
+    A condition with names in it is followed by what the function assigns to these.
+    """
     line = getattr(node, "lineno", 0)
     return [
-        ast.unparse(n.test)
+        text
         for n in nodes_around(linked, node)
         if isinstance(n, ast.If) and n.lineno <= line <= (n.end_lineno or 0)
+        for text in (ast.unparse(n.test), *assigned_texts(linked, node, n.test))
+    ]
+
+
+def assigned_texts(linked: LinkedScript, node: ast.AST, condition: ast.expr) -> list[str]:
+    """Return what the function around a node assigns to the names in a condition, as text."""
+    names = {n.id for n in ast.walk(condition) if isinstance(n, ast.Name)}
+    return [
+        ast.unparse(n.value)
+        for n in nodes_around(linked, node)
+        if isinstance(n, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in n.targets)
     ]
 
 

@@ -22,6 +22,7 @@ from ampaudit.linter.flow.torch_names import (
     SCALERS,
     WITHOUT_HALF_KERNEL,
     makes_model,
+    makes_optimizer,
 )
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -76,6 +77,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         objects.check_apex_models(interpreter, node, arguments)
     if path in _AUTOCAST_STEPS:
         check_autocast_step(interpreter, node, arguments)
+    if makes_optimizer(path):
+        return optimizers.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):
         return objects.make_model(interpreter, node, path, arguments)
     if path == "copy.deepcopy" and isinstance(given := arguments.get(0, "x"), Model):

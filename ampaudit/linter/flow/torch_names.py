@@ -22,6 +22,7 @@ __all__ = [
     "WITHOUT_HALF_KERNEL",
     "canonical_name",
     "makes_model",
+    "makes_optimizer",
 ]
 
 FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
@@ -157,12 +158,25 @@ _ALIASES: Final = (
 )
 _MODELS: Final = (
     "torchvision.models.",
-    "timm.",
+    "timm.create_model",
+    "timm.models.",
     "segmentation_models_pytorch.",
     "monai.networks.",
 )
 _PRETRAINED: Final = ("transformers.", "diffusers.")
 _NO_MODELS: Final = re.compile(r"Tokenizer|Processor|Config|Extractor|Scheduler|Pipeline")
+
+
+_OPTIMIZERS: Final = re.compile(
+    r"(?:Fused|Paged|CPU|DeepSpeedCPU)?(?:Ada(?:m|factor|grad|belief|Bound|n)|SGD|Lion|L[Aa][Mm][Bb]|LARS|NAdam"
+    r"|RAdam|RMS[Pp]rop|Prodigy|NovoGrad|Shampoo|SOAP|Muon|Ranger|Sophia)(?:W|\d+bit|[A-Z]\w*)*"
+)
+
+
+def makes_optimizer(path: str) -> bool:
+    """Return whether a call of a dotted name outside torch makes an optimizer, by its class's name."""
+    name = path.rpartition(".")[2]
+    return _OPTIMIZERS.fullmatch(name) is not None or path.startswith("timm.optim.create_optimizer")
 
 
 def makes_model(path: str) -> bool:

@@ -19,6 +19,7 @@ __all__ = [
     "ContextManager",
     "DeviceValue",
     "DictLiteral",
+    "DtypeChoice",
     "GradAttribute",
     "ImportedName",
     "KnownItems",
@@ -35,7 +36,6 @@ __all__ = [
     "StateDict",
     "Tensor",
     "Truth",
-    "Unknown",
     "Value",
     "key_of",
 ]
@@ -118,8 +118,8 @@ class DictLiteral:
             return DictLiteral(tuple(items), self.node, self.names)
         if (value in self.items and not isinstance(name, str)) or len(self.items) >= _MAX_ITEMS:
             return self  # which key it has is not known: a join of two paths would double such items
-        names = (*self.names, name if isinstance(name, str) else None)
-        return DictLiteral((*self.items, value), self.node, names)
+        key = name if isinstance(name, str) else None
+        return DictLiteral((*self.items, value), self.node, (*self.names, key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +274,13 @@ class DeviceValue:
 
 
 @dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """One of several dtypes, as in ``torch.float16 if args.fp16 else torch.float32``, by their names."""
+
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class ContextManager:
     """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
 
@@ -296,9 +303,8 @@ class Managed:
 
 
 Value: TypeAlias = (
-    "Unknown | ImportedName | LiteralValue | Truth | KnownItems | StateDict | DictLiteral | Scaler"
-    " | Optimizer"
-    " | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler | LossFunction | "
-    "Tensor | LossGradients | Autocast"
-    " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
+    "Unknown | ImportedName | LiteralValue | Truth | KnownItems | StateDict | DictLiteral | Optimizer"
+    " | Scaler | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler | Tensor"
+    " | LossFunction | LossGradients | Autocast | ContextManager | DtypeChoice | Managed | Function | Class"
+    " | BoundMethod | Instance"
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.events import Event, Guard, of_kind
-from ampaudit.linter.flow.statement_context import nodes_around
+from ampaudit.linter.flow.statement_context import assigned_texts
 from ampaudit.linter.rules.accumulation import Branch, branch_of
 
 if TYPE_CHECKING:
@@ -145,13 +145,7 @@ def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> 
     """Return whether a condition depends on the gradients or the loss rather than on a setting."""
     if not isinstance(condition, ast.If) or any(isinstance(n, ast.Mod) for n in ast.walk(condition.test)):
         return False
-    names = {n.id for n in ast.walk(condition.test) if isinstance(n, ast.Name)}
-    values = [
-        ast.unparse(node.value)
-        for node in nodes_around(interpreter.linked, event.node)
-        if isinstance(node, ast.Assign)
-        and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
-    ]
+    values = assigned_texts(interpreter.linked, event.node, condition.test)
     if _SETTING.search(ast.unparse(condition.test)):
         return False
     other_side = "\n".join(map(ast.unparse, (*condition.body, *condition.orelse)))

@@ -1,4 +1,4 @@
-"""Rule on running averages of weights that are kept in float16."""
+"""Rule on running averages of weights that are kept in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from ampaudit.linter.flow.script import Script, dotted_name
 __all__ = ["check_half_averages"]
 
 _OF_WEIGHTS: Final = re.compile(r"state_dict\(|parameters\(|deepcopy\(")
-_HALVED: Final = re.compile(r"\.half\(\)|(?:\.to\(|dtype=)[^()]*torch\.(?:half|float16)\b")
+_HALVED: Final = re.compile(r"\.half\(\)|(?:\.to\(|dtype=)[^()]*torch\.(?P<dtype>half|float16|bfloat16)\b")
+_SMALLEST_CHANGE: Final = {"float16": "1/2048", "bfloat16": "1/256"}  # half a unit in the last place
 
 
 def check_half_averages(script: Script) -> Iterator[Diagnostic]:
-    """Report copies of the weights in float16 that a later line averages with new ones in place."""
+    """Report copies of the weights in 16 bits that a later line averages with new ones in place."""
     if "half" not in script.text and "float16" not in script.text:
         return
-    made: dict[str, ast.Assign] = {}
+    made: dict[str, tuple[ast.Assign, str]] = {}
     for node in script.nodes():
         if isinstance(node, ast.Assign):
             text = ast.unparse(node.value)
-            if _OF_WEIGHTS.search(text) and _HALVED.search(text):
-                made |= {dotted_name(target): node for target in node.targets if dotted_name(target)}
+            halved = _HALVED.search(text) if _OF_WEIGHTS.search(text) else None
+            if halved is not None:
+                dtype = "bfloat16" if halved["dtype"] == "bfloat16" else "float16"
+                made |= {dotted_name(t): (node, dtype) for t in node.targets if dotted_name(t)}
     averaged = _averaged(script) if made else {}
-    for name, node in made.items():
+    for name, (node, dtype) in made.items():
         if name in averaged:
             yield Diagnostic(
                 "AMP867",
                 node,
-                f"these copies of the weights are float16, and line {averaged[name]} averages them: changes "
-                "of less than 1/2048 of a weight are rounded away, and the average stands still",
+                f"these copies of the weights are {dtype}, and line {averaged[name]} averages them: changes "
+                f"of less than {_SMALLEST_CHANGE[dtype]} of a weight are rounded away, and the average "
+                "stands still",
                 "keep the average in float32, and cast a copy of it where it is used",
                 certainty=Certainty.LIKELY,
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
@@ -178,16 +179,33 @@ def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: li
     certainty = max((managed.scales for managed in trainers), default=Certainty.LIKELY)
     _check_after_backward(interpreter, info, trainers, events)
     if certainty and "automatic_optimization = False" in ast.unparse(info.node):
-        for event in of_kind(events, "clip") if trainers else ():
+        for node in _clips_before_step(info, events) if trainers else ():
             interpreter.report(
                 "AMP807",
-                event.node,
+                node,
                 "the gradients are clipped while they are still scaled: Lightning unscales them in the step",
                 "clip in on_before_optimizer_step, or train in bf16-mixed",
                 certainty=certainty,
             )
         for event in of_kind(events, "backward", "backward.unknown"):
             _report_own_backward(interpreter, event, framework, certainty)
+
+
+_AFTER_UNSCALING: Final = ("on_before_optimizer_step", "configure_gradient_clipping")
+
+
+def _clips_before_step(info: ClassInfo, events: list[Event]) -> Iterator[ast.AST]:
+    """Yield what clips in a Lightning module other than in, or called from, the hooks after unscaling."""
+    hooks = [info.methods[name] for name in _AFTER_UNSCALING if name in info.methods]
+    for event in of_kind(events, "clip"):
+        calls = [guard.node for guard in event.guards if guard.kind == "call"]
+        if not any(_is_in(node, hook) for node in (event.node, *calls) for hook in hooks):
+            yield event.node
+    called = "".join(ast.unparse(hook.node) for hook in hooks)
+    for name, method in info.methods.items():
+        for node in ast.walk(method.node) if f"self.{name}(" not in called and method not in hooks else ():
+            if isinstance(node, ast.Call) and dotted_name(node.func) == "self.clip_gradients":
+                yield node
 
 
 def check_training_step(interpreter: Interpreter, info: ClassInfo, events: list[Event]) -> None:
