@@ -189,3 +189,26 @@ def test_a_scaler_that_is_made_in_each_epoch_is_found_across_calls(
 ) -> None:
     text = EPOCHS.replace("INSIDE", 'scaler = torch.amp.GradScaler("cuda")')
     assert codes(text.replace("BEFORE", before).replace("AGAIN", again)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("test", "wanted"),
+    [
+        ("False", []),
+        ("0", []),
+        ("False and args.clip", []),
+        ("args.clip and False", []),
+        ("False or 0", []),
+        ("True", ["AMP807"]),
+        ("args.clip", ["AMP807"]),
+        ("False or args.clip", ["AMP807"]),
+        ("args.clip or True", ["AMP807"]),
+        ("scaler is None and args.clip", []),
+    ],
+)
+def test_what_never_runs_is_not_judged(test: str, wanted: list[str]) -> None:
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    text = training_loop(
+        f"scaler.scale(loss).backward()\nif {test}:\n    {clip}\nscaler.step(optimizer)\nscaler.update()"
+    )
+    assert codes(text) == wanted

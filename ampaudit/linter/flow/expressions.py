@@ -36,7 +36,7 @@ from ampaudit.linter.flow.values import (
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Handlers, Interpreter
 
-__all__ = ["EXPRESSIONS"]
+__all__ = ["EXPRESSIONS", "truth_of"]
 
 
 def _name(interpreter: Interpreter, node: ast.Name) -> Value:
@@ -115,6 +115,18 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
 def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
     value = interpreter.evaluate(node.operand)
     return value if isinstance(value, Tensor) and isinstance(node.op, ast.USub) else UNKNOWN
+
+
+def truth_of(interpreter: Interpreter, node: ast.expr) -> bool | None:
+    """Evaluate a condition and return what it is if the script itself decides that, as ``False and x``."""
+    if isinstance(node, ast.BoolOp):
+        truths = [truth_of(interpreter, value) for value in node.values]
+        decisive = isinstance(node.op, ast.Or)  # the truth of one operand that decides the whole
+        return decisive if decisive in truths else None if None in truths else not decisive
+    value = interpreter.evaluate(node)
+    if isinstance(value, LiteralValue) and not (value.is_given or isinstance(node, ast.Constant)):
+        return None
+    return bool(value.value) if isinstance(value, Truth | LiteralValue) else None
 
 
 def _alternatives(interpreter: Interpreter, node: ast.BoolOp) -> Value:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
 from ampaudit.linter.flow.events import Guard
+from ampaudit.linter.flow.expressions import truth_of
 from ampaudit.linter.flow.gradient_facts import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.linter.flow.joining import item_of
@@ -21,7 +22,6 @@ from ampaudit.linter.flow.values import (
     ImportedName,
     LiteralValue,
     Managed,
-    Truth,
     Value,
 )
 
@@ -62,9 +62,8 @@ def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
 def _if(interpreter: Interpreter, node: ast.If) -> None:
     is_relevant = interpreter.script.is_relevant(node) or bool(interpreter.assumptions)
     truth = interpreter.assumed_truth(node.test) if is_relevant else None
-    tested = interpreter.evaluate(node.test)
-    if isinstance(tested, Truth) or (isinstance(tested, LiteralValue) and tested.is_given):
-        truth = bool(tested.value)
+    decided = truth_of(interpreter, node.test)
+    truth = truth if decided is None else decided
     if truth is not None:
         interpreter.execute(node.body if truth else node.orelse)
         return
