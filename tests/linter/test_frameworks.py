@@ -197,6 +197,30 @@ def test_clipping_in_a_lightning_module_that_optimizes_manually(
     assert [(code, line) for code, _, line in alarms(text)] == [("AMP807", line) for line in lines]
 
 
+def test_fabric_computes_in_float32_unless_it_is_told() -> None:
+    text = (
+        "from lightning import Fabric\n\n"
+        "fabric = Fabric(devices=2{})\nmodel, optimizer = fabric.setup(*make())\n"
+        "for x in loader:\n    fabric.backward(model(x).sum())\n    print(model.weight.grad.norm())\n"
+        "    optimizer.step()\n"
+    )
+    assert alarms(text.format("")) == []
+    assert alarms(text.format(', precision="16-mixed"')) == [("AMP808", "warning", 7)]
+
+
+@pytest.mark.parametrize(("steps", "found"), [("1", []), ("4", ["AMP859"]), ("args.accumulate", ["AMP859"])])
+def test_dividing_a_loss_that_accelerate_divides(steps: str, found: list[str]) -> None:
+    text = (
+        "from accelerate import Accelerator\n\n"
+        f"accelerator = Accelerator(gradient_accumulation_steps={steps})\n"
+        "model, optimizer = accelerator.prepare(*make())\n"
+        "for x in loader:\n    with accelerator.accumulate(model):\n        loss = model(x).mean()\n"
+        "        loss = loss / accelerator.gradient_accumulation_steps\n"
+        "        accelerator.backward(loss)\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    )
+    assert [code for code, _, _ in alarms(text)] == found
+
+
 RESUMED = """
 import torch
 {imported}

@@ -70,6 +70,7 @@ FRAMEWORKS: Final = (
         *_BY_LIGHTNING,
         "fabric.backward(loss)",
         "fabric.clip_gradients(...)",
+        is_float32=True,
     ),
     Framework(
         "Lightning",

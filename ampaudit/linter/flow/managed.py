@@ -32,9 +32,8 @@ def make_managed(
     elif given is None and framework.is_float32:
         certainty = Certainty.UNKNOWN
     # DeepSpeed has the number in its configuration, 1 if it is not given
-    divides = framework.divisor != "" and (
-        framework.precision == "" or framework.divisor in arguments.keywords
-    )
+    divisor = arguments.keywords.get(framework.divisor, LiteralValue(1))
+    divides = framework.divisor != "" and (framework.precision == "" or divisor != LiteralValue(1))
     managed = Managed(framework, certainty, divides)
     interpreter.record_event("managed.made", node, managed=managed)
     return KnownItems((managed,) * 4) if framework.name == "DeepSpeed" else managed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -54,6 +55,9 @@ _WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
     " gradient_checkpointing_enable enable_input_require_grads save_pretrained push_to_hub"
     " print_trainable_parameters set_epoch init_weights freeze unfreeze add_module load_adapter".split()
 )
+
+
+_TRAINS: Final = re.compile(r"backward|train_|_step$|optimi[sz]e_|learn")
 
 
 def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
@@ -124,6 +128,11 @@ def model_method(
         return ContextManager("no_sync")
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
+    if _TRAINS.search(name) and _method_of(model, name) is None:
+        from ampaudit.linter.flow.gradients import unknown_backward
+
+        unknown_backward(interpreter)
+        return UNKNOWN
     if name in _WITHOUT_FORWARD or "optim" in name:
         return UNKNOWN
     method = "forward" if name in ("forward", "__call__") else name
