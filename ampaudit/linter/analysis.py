@@ -16,7 +16,16 @@ from functools import cached_property
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.fix_safety import with_safety
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
-from ampaudit.linter.flow.events import Event
+from ampaudit.linter.flow.events import (
+    Backward,
+    Clip,
+    Event,
+    ModelCall,
+    PrecisionChosen,
+    ScalerScale,
+    ScalerStep,
+    ScalerUnscale,
+)
 from ampaudit.linter.flow.expressions import EXPRESSIONS
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import (
@@ -144,7 +153,7 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
     """Interpret an entry point; then again with each of its most frequent conditions true and false."""
     interpreter.condition_counts.clear()
     end = _follow_once(interpreter, entry, events_by_entry)
-    if not any(event.kind in _TRAINING_EVENTS for event in events_by_entry[-1]):
+    if not any(isinstance(event, _TRAINING_EVENTS) for event in events_by_entry[-1]):
         return end
     for condition, _ in interpreter.condition_counts.most_common(_MAX_CONDITIONS):
         runs: list[list[Event]] = []
@@ -232,19 +241,7 @@ def _context_of_trainer(interpreter: Interpreter) -> Autocast | None:
     return Autocast(True, "cuda", "float16", explicit=False) if scales else None
 
 
-_TRAINING_EVENTS = frozenset(
-    {
-        "backward",
-        "forward",
-        "function.chosen",
-        "apex.initialized",
-        "half",
-        "scaler.scale",
-        "scaler.step",
-        "scaler.unscale",
-        "clip",
-    }
-)
+_TRAINING_EVENTS = (Backward, ModelCall, PrecisionChosen, ScalerScale, ScalerStep, ScalerUnscale, Clip)
 
 
 def _finish(

@@ -14,6 +14,7 @@ __all__ = [
     "Diagnostic",
     "Fix",
     "file_number",
+    "key_of",
     "position_of",
     "remove_statement",
 ]
@@ -29,6 +30,12 @@ def file_number(node: ast.AST) -> int:
 def position_of(node: ast.AST) -> tuple[int, int]:
     """Return a node's line, from 1, and column in UTF-8 bytes, from 0; zeros for a node without position."""
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def key_of(node: ast.AST) -> str:
+    """Return the key of the object that an expression creates."""
+    line, column = position_of(node)
+    return f"L{line}:{column}"
 
 
 class Certainty(IntEnum):

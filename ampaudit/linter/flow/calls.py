@@ -12,9 +12,25 @@ from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
+from ampaudit.linter.flow.events import ThreadStarted, UnknownEffect
+from ampaudit.linter.flow.facts import (
+    FRESH,
+    HALF,
+    IDLE,
+    LEFTOVER,
+    PERHAPS,
+    STEPPED,
+    STEPPED_LAST,
+    TOUCHED,
+    UNSCALED_AT,
+    UNUSED,
+    UPDATED,
+    UPDATED_EARLY,
+    ZEROED,
+)
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
 from ampaudit.linter.flow.joining import choice_of_dtypes
-from ampaudit.linter.flow.managed import call_managed, check_trainer_model, managed_method
+from ampaudit.linter.flow.managed import check_trainer_model, managed_method
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
@@ -106,7 +122,7 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     arguments = _arguments(interpreter, node)
     if name == "submit":
         target = next((value for value in arguments.all() if isinstance(value, Function | BoundMethod)), None)
-        interpreter.record_event("thread", node, target=target, autocast=interpreter.autocast)
+        interpreter.record(ThreadStarted(interpreter.at(node), target, interpreter.autocast))
     if isinstance(base, Scaler):
         return scaling.scaler_method(interpreter, node, base, name, arguments)
     if isinstance(base, Optimizer):
@@ -175,8 +191,6 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
         return objects.call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
         return torchcalls.call_loss_function(interpreter, node, function, arguments)
-    if isinstance(function, Managed):
-        call_managed(interpreter, node, function)
     if isinstance(function, Instance):
         return _called_instance(interpreter, node, function)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
@@ -238,26 +252,24 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
     for owner in held:
         flat += state.scopes.get(owner.key, {}).values()
     for value in flat if _CASTS_PARAMETERS.search(last) else ():
-        if isinstance(value, Model):
-            state.invalidate("half", value.key)
+        if isinstance(value, Model) and state.get(HALF, value.key) is not None:
+            state.set_fact(HALF, PERHAPS, value.key)
     interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
-    for fact in ("updated", "idle", "fresh"):
-        state.invalidate(fact)
+    state.invalidate(UPDATED, IDLE, FRESH)
     reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(given))
     handles = any(isinstance(value, Scaler) for value in given) or _HANDLES_GRADIENTS.search(last)
     if trains or (reaches and handles):
         state.gradients = UNKNOWN_GRADIENTS
-        state.invalidate("unscaled")
+        state.invalidate(UNSCALED_AT)
     elif reaches:
         state.gradients = state.gradients.weakened()
-        for place, unscaled in state.matching("unscaled"):
-            state.facts[place] = MAYBE if unscaled is not None else None
+        for key, unscaled in state.matching(UNSCALED_AT):
+            state.set_fact(UNSCALED_AT, PERHAPS if unscaled is not None else None, *key)
     if reaches or trains:
-        interpreter.record_event("unknown.effect", interpreter.statement or interpreter.script.tree)
-        for fact in ("stepped", "early", "zeroed", "last", "unused", "leftover"):
-            state.invalidate(fact)
-        state.set_fact(MAYBE, "touched")
+        interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
+        state.invalidate(STEPPED, UPDATED_EARLY, ZEROED, STEPPED_LAST, UNUSED, LEFTOVER)
+        state.set_fact(TOUCHED, PERHAPS)
 
 
 def _cannot_unscale(interpreter: Interpreter, given: list[Value]) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow import objects, tensors
-from ampaudit.linter.flow.gradient_facts import YES
+from ampaudit.linter.flow.events import ScalerMade
+from ampaudit.linter.flow.facts import UNUSED
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.values import Autocast, DeviceValue, LiteralValue, Scaler, Value, key_of
+from ampaudit.linter.flow.values import Autocast, DeviceValue, LiteralValue, Scaler, Value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
@@ -86,6 +88,6 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
     device = default if given is None else objects.device_of(given)
     scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
-    interpreter.record_event("scaler.made", node, scaler=key)
-    interpreter.state.set_fact(YES, "unused", key)
+    interpreter.record(ScalerMade(interpreter.at(node), key))
+    interpreter.state.set_fact(UNUSED, True, key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler

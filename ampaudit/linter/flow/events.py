@@ -4,37 +4,72 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["Event", "Guard", "of_kind"]
+from ampaudit.linter.flow.event_place import EventPlace, Guard
+from ampaudit.linter.flow.values import Autocast, DictLiteral, Model, Tensor, Value
 
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """A node that decides whether, or how often, a statement runs: ``loop``, ``if``, ``call``."""
-
-    kind: str
-    node: ast.AST
+__all__ = [
+    "AutocastDropped",
+    "AutocastEntered",
+    "AutogradGrad",
+    "Backward",
+    "CheckpointSaved",
+    "Clip",
+    "Event",
+    "GradientRead",
+    "HalfLayer",
+    "HalfUnderAutocast",
+    "LossInside",
+    "ModelCall",
+    "NumberRead",
+    "OptimizerMade",
+    "OptimizerRestored",
+    "OptimizerStep",
+    "PrecisionChosen",
+    "ScaleCompared",
+    "ScaleRead",
+    "ScaleSet",
+    "ScalerEvent",
+    "ScalerMade",
+    "ScalerReplaced",
+    "ScalerRestored",
+    "ScalerSaved",
+    "ScalerScale",
+    "ScalerStep",
+    "ScalerUnscale",
+    "ScalerUpdate",
+    "SchedulerStep",
+    "StepEvent",
+    "ThreadStarted",
+    "UnknownBackward",
+    "UnknownEffect",
+    "ZeroGrad",
+    "of_type",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happens to a scaler, an optimizer, a model or gradients.
+    """Something that happens to a scaler, an optimizer, a model or gradients."""
 
-    Attributes:
-        kind: such as ``backward`` or ``scaler.step``.
-        node: the expression.
-        guards: the guards around it, outermost first.
-        statement: the statement that contains it.
-        data: further facts by name.
-    """
+    place: EventPlace
 
-    kind: str
-    node: ast.AST
-    guards: tuple[Guard, ...]
-    statement: ast.stmt | None
-    data: dict[str, Any] = field(default_factory=dict)
+    @property
+    def node(self) -> ast.AST:
+        """The expression."""
+        return self.place.node
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The guards around it, outermost first."""
+        return self.place.guards
+
+    @property
+    def statement(self) -> ast.stmt | None:
+        """The statement that contains it."""
+        return self.place.statement
 
     @property
     def loop(self) -> ast.AST | None:
@@ -49,6 +84,212 @@ class Event:
         return self.guards
 
 
-def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
-    """Return the events of some kinds, in order."""
-    return [event for event in events if event.kind in kinds]
+E = TypeVar("E", bound=Event)
+
+
+def of_type(events: Iterable[Event], *types: type[E]) -> list[E]:
+    """Return the events of some types, in order."""
+    return [event for event in events if isinstance(event, types)]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(Event):
+    """A backward pass; ``synchronizes`` unless it is under ``no_sync``."""
+
+    loss: Tensor
+    retains_graph: bool
+    synchronizes: bool
+    autocast: Autocast
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownBackward(Event):
+    """A backward pass of unknown code."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownEffect(Event):
+    """A call of unknown code that may step, zero or replace gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutogradGrad(Event):
+    """A call of ``torch.autograd.grad``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(Event):
+    """Clipping of gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRead(Event):
+    """A use of ``p.grad``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent(Event):
+    """A step; the key of the optimizer is empty if it is not known which."""
+
+    optimizer: str
+    autocast: Autocast
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep(StepEvent):
+    """``optimizer.step()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerStep(StepEvent):
+    """``scaler.step(optimizer)``."""
+
+    scaler: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerEvent(Event):
+    """Another call of a scaler with a key."""
+
+    scaler: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerMade(ScalerEvent):
+    """``GradScaler(...)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerScale(ScalerEvent):
+    """``scaler.scale(loss)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerUnscale(ScalerEvent):
+    """``scaler.unscale_(optimizer)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerUpdate(ScalerEvent):
+    """``scaler.update()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSet(ScalerEvent):
+    """``scaler.update(new_scale)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRead(ScalerEvent):
+    """``scaler.get_scale()`` or ``scaler.is_enabled()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerSaved(ScalerEvent):
+    """``scaler.state_dict()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerRestored(ScalerEvent):
+    """``scaler.load_state_dict(state)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerReplaced(Event):
+    """An object gets another scaler than the one it has; ``function`` is the name of the one that does it."""
+
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleCompared(Event):
+    """Two readings of the scale are tested for equality."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMade(Event):
+    """The construction of an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRestored(Event):
+    """``optimizer.load_state_dict(state)`` of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroGrad(Event):
+    """``zero_grad()``; the key of the optimizer is empty if a model does it."""
+
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStep(Event):
+    """The step of a learning-rate scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall(Event):
+    """A call of a model; ``is_called`` if it is ``model(...)`` and not another method."""
+
+    model: Model
+    autocast: Autocast
+    grad_modes: tuple[str, ...]
+    is_called: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionChosen(Event):
+    """A choice that a condition may decide: a cast to float16, one of two functions, an apex model."""
+
+
+@dataclass(frozen=True, slots=True)
+class HalfUnderAutocast(Event):
+    """A model that is called under autocast was cast to float16 here."""
+
+
+@dataclass(frozen=True, slots=True)
+class HalfLayer(Event):
+    """A layer is made with ``dtype=torch.float16``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInside(Event):
+    """A loss under autocast; ``outputs`` identify the calls outside of it that returned its inputs."""
+
+    outputs: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastEntered(Event):
+    """A ``with`` statement enters autocast."""
+
+    context: Autocast
+    block: ast.AST
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastDropped(Event):
+    """An autocast context is made and not entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRead(Event):
+    """``loss.item()`` and the like."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    """``torch.save`` of a dict."""
+
+    entries: DictLiteral
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStarted(Event):
+    """A thread is started with a function, if it is known."""
+
+    target: Value | None
+    autocast: Autocast

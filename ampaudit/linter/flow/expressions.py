@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance
+from ampaudit.linter.flow.events import PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.joining import choice_of_dtypes, item_of, join_values
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
@@ -143,7 +144,7 @@ def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
     if is_none_test and isinstance(left, Scaler) and left.node is not None and not left.optional:
         return Truth(isinstance(node.ops[0], ast.IsNot))
     if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
-        interpreter.record_event("scales.compared", node)
+        interpreter.record(ScaleCompared(interpreter.at(node)))
     return UNKNOWN
 
 
@@ -155,7 +156,7 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
     with interpreter.guarded("if", node):
         one, other = interpreter.evaluate(node.body), interpreter.evaluate(node.orelse)
     if isinstance(one, Function | BoundMethod) and isinstance(other, Function | BoundMethod):
-        interpreter.record_event("function.chosen", node)
+        interpreter.record(PrecisionChosen(interpreter.at(node)))
     return join_values(one, other)
 
 

@@ -1,16 +1,4 @@
-"""Queries on the facts about gradients in a state.
-
-- ``unscaled``, ``stepped``, per scaler and optimizer: what was done since the last update
-- ``updated``, per scaler: the last update, if no backward followed
-- ``early``, per scaler: an update before the step
-- ``unused``, per scaler: nothing was scaled so far
-- ``fresh``: a backward followed the last step
-- ``idle``: there are no gradients
-- ``leftover``: unscaled gradients remain after an update
-- ``last``: the optimizer that a scaler stepped last
-- ``zeroed``: the zeroing that discarded gradients
-- ``touched``: unknown code had access to a scaler or an optimizer
-"""
+"""Queries on the facts about gradients in a state, and their changes."""
 
 from __future__ import annotations
 
@@ -18,6 +6,8 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.events import UnknownEffect
+from ampaudit.linter.flow.facts import FRESH, IDLE, LEFTOVER, UNSCALED_AT, UNUSED, UPDATED, ZEROED
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 
@@ -25,9 +15,6 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = [
-    "BYPASSED",
-    "BY_STEP",
-    "YES",
     "advice_for",
     "are_distinct",
     "clear_gradients",
@@ -37,15 +24,6 @@ __all__ = [
     "replace_gradients",
     "still_scaled",
 ]
-
-
-YES = "yes"
-
-
-BYPASSED = "past the scaler"
-
-
-BY_STEP = "by step"
 
 
 def gradient_contributions(interpreter: Interpreter) -> frozenset[Contribution] | None:
@@ -58,7 +36,7 @@ def still_scaled(interpreter: Interpreter) -> Certainty:
     """Return how certain it is that all gradients are scaled."""
     found = interpreter.state.gradients
     scaled = found.contributions and all(item.scaler for item in found.contributions)
-    return found.certainty if scaled and not interpreter.state.may_hold("unscaled") else Certainty.UNKNOWN
+    return found.certainty if scaled and not interpreter.state.may_hold(UNSCALED_AT) else Certainty.UNKNOWN
 
 
 def advice_for(interpreter: Interpreter, use: str) -> str:
@@ -83,20 +61,19 @@ def has_single_optimizer(interpreter: Interpreter) -> bool:
 
 def is_unscaled(interpreter: Interpreter) -> bool:
     """Return whether unscale_() was called for every optimizer with a fact about it."""
-    facts = [fact for _, fact in interpreter.state.matching("unscaled")]
+    facts = [fact for _, fact in interpreter.state.matching(UNSCALED_AT)]
     return bool(facts) and all(isinstance(fact, ast.AST) for fact in facts)
 
 
 def replace_gradients(interpreter: Interpreter, node: ast.AST) -> None:
     """Set the facts after ``p.grad = ...``, which may be of any scale."""
-    interpreter.record_event("unknown.effect", node)
+    interpreter.record(UnknownEffect(interpreter.at(node)))
     interpreter.state.gradients = UNKNOWN_GRADIENTS
-    for fact in ("idle", "fresh", "unused", "updated", "leftover", "zeroed"):
-        interpreter.state.invalidate(fact)
+    interpreter.state.invalidate(IDLE, FRESH, UNUSED, UPDATED, LEFTOVER, ZEROED)
 
 
 def clear_gradients(interpreter: Interpreter) -> None:
     """Set the facts after all gradients were zeroed."""
     interpreter.state.gradients = AccumulatedGradients()
-    interpreter.state.set_fact(YES, "idle")
-    interpreter.state.set_fact(None, "leftover")
+    interpreter.state.set_fact(IDLE, True)
+    interpreter.state.set_fact(LEFTOVER, None)

@@ -6,9 +6,22 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, Fix
+from ampaudit.linter.flow.events import AutogradGrad, Backward, Clip, UnknownBackward
+from ampaudit.linter.flow.facts import (
+    FREED,
+    FRESH,
+    IDLE,
+    LEFTOVER,
+    PERHAPS,
+    STEPPED,
+    STEPPED_LAST,
+    UNSCALED_AT,
+    UPDATED,
+    UPDATED_EARLY,
+    ZEROED,
+    Stepped,
+)
 from ampaudit.linter.flow.gradient_facts import (
-    BY_STEP,
-    YES,
     advice_for,
     are_distinct,
     gradient_contributions,
@@ -44,12 +57,12 @@ def unknown_backward(interpreter: Interpreter) -> None:
     """Interpret a backward pass of unknown code, which may scale the loss."""
     state = interpreter.state
     state.gradients = UNKNOWN_GRADIENTS
-    state.clear("updated")
-    state.clear("zeroed")
-    state.set_fact(None, "last")
-    state.set_fact(MAYBE, "idle")
-    state.set_fact(MAYBE, "fresh")
-    interpreter.record_event("backward.unknown", interpreter.statement or interpreter.script.tree)
+    state.clear(UPDATED)
+    state.clear(ZEROED)
+    state.set_fact(STEPPED_LAST, None)
+    state.set_fact(IDLE, PERHAPS)
+    state.set_fact(FRESH, PERHAPS)
+    interpreter.record(UnknownBackward(interpreter.at(interpreter.statement or interpreter.script.tree)))
 
 
 def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: Arguments) -> Value:
@@ -57,11 +70,8 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
     state = interpreter.state
     retain = arguments.get(1, "retain_graph")
     retained = isinstance(retain, LiteralValue) and retain.value is True
-    interpreter.record_event(
-        "backward", node, loss=loss, retain=retained, no_sync="no_sync" in interpreter.grad_modes
-    )
-    if interpreter.autocast.enabled is True and interpreter.autocast.explicit:
-        interpreter.record_event("backward.inside", node, context=interpreter.autocast)
+    synchronizes = "no_sync" not in interpreter.grad_modes
+    interpreter.record(Backward(interpreter.at(node), loss, retained, synchronizes, interpreter.autocast))
     _check_accumulated(interpreter, node, loss)
     if "create_graph" not in arguments.keywords:
         _check_graph(
@@ -78,14 +88,15 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
         check_early(
             interpreter, f"the backward at line {node.lineno}, whose loss has another scale", stepped=False
         )
-    for name in ("updated", "zeroed", "early"):
-        state.clear(name)
-    state.set_fact(None, "idle")
-    state.set_fact(YES, "fresh")
-    for key, fact in state.matching("unscaled"):
-        if fact == BY_STEP or (fact == MAYBE and loss.scaler_key != UNSCALED):
-            state.facts[key] = None  # these gradients are new
-    state.set_fact(None, "last")
+    state.clear(UPDATED)
+    state.clear(ZEROED)
+    state.clear(UPDATED_EARLY)
+    state.set_fact(IDLE, None)
+    state.set_fact(FRESH, True)
+    for key, fact in state.matching(UNSCALED_AT):
+        if fact is Stepped.BY_SCALER or (fact is PERHAPS and loss.scaler_key != UNSCALED):
+            state.set_fact(UNSCALED_AT, None, *key)  # these gradients are new
+    state.set_fact(STEPPED_LAST, None)
     return UNKNOWN
 
 
@@ -97,9 +108,9 @@ def _check_accumulated(interpreter: Interpreter, node: ast.Call, loss: Tensor) -
     ):
         return
     state = interpreter.state
-    unscaled = [fact for _, fact in state.matching("unscaled", loss.scaler_key)]
-    stepped = state.may_hold("stepped", loss.scaler_key)
-    if state.get("leftover") == YES:
+    unscaled = [fact for _, fact in state.matching(UNSCALED_AT, loss.scaler_key)]
+    stepped = state.may_hold(STEPPED, loss.scaler_key)
+    if state.get(LEFTOVER) is True:
         unscaled, stepped = [node], False
     if unscaled and all(isinstance(fact, ast.AST) for fact in unscaled) and not stepped:
         interpreter.report(
@@ -112,7 +123,7 @@ def _check_accumulated(interpreter: Interpreter, node: ast.Call, loss: Tensor) -
 
 def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retained: bool) -> None:
     for root in loss.model_calls or ():
-        freed = interpreter.state.get("freed", root)
+        freed = interpreter.state.get(FREED, root)
         if isinstance(freed, ast.AST) and freed is not node:
             interpreter.report(
                 "AMP835",
@@ -121,7 +132,7 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
                 "add the losses and call backward once, or pass retain_graph=True to the first call",
             )
         if not retained:
-            interpreter.state.set_fact(node, "freed", root)
+            interpreter.state.set_fact(FREED, node, root)
 
 
 def clip(
@@ -131,7 +142,7 @@ def clip(
     certainty: Certainty = Certainty.KNOWN,
 ) -> Value:
     """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like, or what likely is one of them."""
-    interpreter.record_event("clip", node)
+    interpreter.record(Clip(interpreter.at(node)))
     if isinstance(arguments.get(1, "max_norm"), ScaleReading):
         return UNKNOWN  # the limit has the scale as well
     still = max(still_scaled(interpreter), _others_unscaled(interpreter, arguments))
@@ -166,8 +177,8 @@ def _others_unscaled(interpreter: Interpreter, arguments: Arguments) -> Certaint
     given, found = arguments.get(0, "parameters"), interpreter.state.gradients
     models = given.models if isinstance(given, Parameters) else None
     unscaled = [
-        interpreter.models_by_optimizer.get(key[2])
-        for key, fact in interpreter.state.matching("unscaled")
+        interpreter.models_by_optimizer.get(key[1])
+        for key, fact in interpreter.state.matching(UNSCALED_AT)
         if fact is not None
     ]
     scaled = found.contributions and all(item.scaler for item in found.contributions)
@@ -194,7 +205,7 @@ def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments
     """Interpret ``torch.autograd.grad``; with ``create_graph`` its result becomes part of a loss."""
     outputs = arguments.get(0, "outputs")
     create = arguments.get(4, "create_graph")
-    interpreter.record_event("autograd.grad", node)
+    interpreter.record(AutogradGrad(interpreter.at(node)))
     if not isinstance(create, LiteralValue) or create.value is not True:
         return UNKNOWN
     first = item_of(outputs) if isinstance(outputs, KnownItems) else outputs

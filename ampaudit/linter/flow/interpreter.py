@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
+from ampaudit.linter.flow.events import ScalerReplaced
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.module_names import join_names
@@ -268,7 +269,7 @@ class Interpreter(Recorder):
         """Record a scaler that training makes anew although the object has one, perhaps a restored one."""
         made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
         if made and old != new and self.stack and self.repetitions == 0:
-            self.record_event("scaler.replaced", target, function=self.stack[-1].node.name)
+            self.record(ScalerReplaced(self.at(target), self.stack[-1].node.name))
 
     def assign_item(self, target: ast.expr, value: Value) -> None:
         """Assign an item of an iterable, which is one of several."""

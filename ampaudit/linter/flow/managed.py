@@ -5,17 +5,25 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, file_number
+from ampaudit.linter.flow.facts import HALF, PerhapsHalf
 from ampaudit.linter.flow.frameworks import Framework
+from ampaudit.linter.flow.managed_events import (
+    ManagedBackward,
+    ManagedClip,
+    ManagedStep,
+    ManagedUpdate,
+    ManagedZeroGrad,
+)
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, PerhapsHalf
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["call_managed", "check_autocast_step", "check_trainer_model", "make_managed", "managed_method"]
+__all__ = ["check_autocast_step", "check_trainer_model", "make_managed", "managed_method"]
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
@@ -35,7 +43,8 @@ def make_managed(
     divisor = arguments.keywords.get(framework.divisor, LiteralValue(1))
     divides = framework.divisor != "" and (framework.precision == "" or divisor != LiteralValue(1))
     managed = Managed(framework, certainty, divides)
-    interpreter.record_event("managed.made", node, managed=managed)
+    if not file_number(node):
+        interpreter.managers.add(managed)
     return KnownItems((managed,) * 4) if framework.name == "DeepSpeed" else managed
 
 
@@ -46,18 +55,21 @@ def managed_method(
     state, framework = interpreter.state, base.framework
     if name == "backward" and framework is not None:
         loss = arguments.get(0, "loss")
-        interpreter.record_event("managed.backward", node, managed=base, loss=loss)
+        interpreter.record(ManagedBackward(interpreter.at(node), base, loss))
         scaled = framework.keeps_gradients and base.scales
         new = Contribution(f"managed by {framework.name}", node)
         state.gradients = AccumulatedGradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
     elif name in (*_CLIPS, "unscale_gradients"):
-        interpreter.record_event("managed.clip", node, managed=base)
+        interpreter.record(ManagedClip(interpreter.at(node), base))
         state.gradients = UNKNOWN_GRADIENTS
-    elif name in ("step", "zero_grad"):
-        interpreter.record_event(f"managed.{name}", node, managed=base)
-        state.gradients = AccumulatedGradients() if name == "zero_grad" else UNKNOWN_GRADIENTS
+    elif name == "step":
+        interpreter.record(ManagedStep(interpreter.at(node), base))
+        state.gradients = UNKNOWN_GRADIENTS
+    elif name == "zero_grad":
+        interpreter.record(ManagedZeroGrad(interpreter.at(node), base))
+        state.gradients = AccumulatedGradients()
     elif name == "update" and framework is not None and _is_scaler(node):
-        interpreter.record_event("managed.update", node, managed=base)
+        interpreter.record(ManagedUpdate(interpreter.at(node), base))
     elif name == "fit":
         _check_fitted(interpreter, base, arguments.get(0, "model"))
     elif name == "prepare" and not interpreter.linked.mentions(_TRAINS_COPIES):
@@ -76,11 +88,6 @@ _TRAINS_COPIES: Final = (
 def _is_scaler(node: ast.Call) -> bool:
     """Return whether a method is called on the framework's scaler, by its name."""
     return isinstance(node.func, ast.Attribute) and "scaler" in dotted_name(node.func.value)
-
-
-def call_managed(interpreter: Interpreter, node: ast.Call, base: Managed) -> None:
-    """Interpret a call of a model that a framework has prepared."""
-    interpreter.record_event("managed.forward", node, managed=base)
 
 
 def check_trainer_model(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
@@ -119,7 +126,7 @@ def _check_fitted(interpreter: Interpreter, trainer: Managed, model: Value | Non
 
 def _check_dtype(interpreter: Interpreter, managed: Managed, key: str) -> None:
     """Check that the parameters of a model, whose gradients a framework unscales, are not float16."""
-    fact = interpreter.state.get("half", key)
+    fact = interpreter.state.get(HALF, key)
     halved = fact.node if isinstance(fact, PerhapsHalf) else fact
     if isinstance(halved, ast.AST) and managed.scales and managed.framework is not None:
         interpreter.report(

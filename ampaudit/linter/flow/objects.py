@@ -7,16 +7,16 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import file_number
+from ampaudit.linter.diagnostic import file_number, key_of
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
+from ampaudit.linter.flow.events import HalfUnderAutocast, ModelCall, PrecisionChosen, SchedulerStep, ZeroGrad
+from ampaudit.linter.flow.facts import DEVICE, FREED, HALF, PERHAPS, PerhapsHalf
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.state import PerhapsHalf
 from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
-    MAYBE,
     UNKNOWN,
     ContextManager,
     DeviceValue,
@@ -28,7 +28,6 @@ from ampaudit.linter.flow.values import (
     Scheduler,
     Tensor,
     Value,
-    key_of,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments:
     is_quantized = "quantization_config" in arguments.keywords  # which is trained through adapters
     for name in () if is_quantized else ("dtype", "torch_dtype"):
         if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
-            interpreter.state.set_fact(node, "half", model.key)
+            interpreter.state.set_fact(HALF, node, model.key)
     return model
 
 
@@ -90,7 +89,7 @@ def wrap_model(model: Model, wrapper: str) -> Model:
 def check_apex_models(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Check that ``amp.initialize`` gets models that are not wrapped yet, since it refuses others."""
     models = arguments.get(0, "models")
-    interpreter.record_event("apex.initialized", node)
+    interpreter.record(PrecisionChosen(interpreter.at(node)))
     for model in models.items if isinstance(models, KnownItems) else (models,):
         if isinstance(model, Model) and model.wrapper:
             interpreter.report(
@@ -112,13 +111,13 @@ def model_method(
         _move(interpreter, model, arguments)
         return model
     if name in ("cuda", "cpu"):
-        state.set_fact(name, "device", model.key)
+        state.set_fact(DEVICE, name, model.key)
         return model
     if name in ("parameters", "named_parameters"):
         return Parameters(frozenset({model.key}))
     if name == "zero_grad":
         clear_gradients(interpreter)
-        interpreter.record_event("zero_grad", node, optimizer="")
+        interpreter.record(ZeroGrad(interpreter.at(node), ""))
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
         from ampaudit.linter.flow.gradients import clip
@@ -145,25 +144,25 @@ def model_method(
 def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
     wanted = requested_dtype(name, arguments)
     if wanted == "float16":
-        interpreter.record_event("half", node)
+        interpreter.record(PrecisionChosen(interpreter.at(node)))
     if wanted:
-        interpreter.state.set_fact(node if wanted == "float16" else None, "half", model.key)
+        interpreter.state.set_fact(HALF, node if wanted == "float16" else None, model.key)
     elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
-        interpreter.state.set_fact(PerhapsHalf(node), "half", model.key)
+        interpreter.state.set_fact(HALF, PerhapsHalf(node), model.key)
     elif (
         any(value is UNKNOWN or isinstance(value, DtypeChoice) for value in arguments.all())
-        and interpreter.state.get("half", model.key) is not None
+        and interpreter.state.get(HALF, model.key) is not None
     ):
-        interpreter.state.set_fact(MAYBE, "half", model.key)
+        interpreter.state.set_fact(HALF, PERHAPS, model.key)
 
 
 def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
     for value in arguments.all():
         device = device_of(value)
         if device:
-            interpreter.state.set_fact(device, "device", model.key)
+            interpreter.state.set_fact(DEVICE, device, model.key)
         elif value is UNKNOWN or isinstance(value, DeviceValue):
-            interpreter.state.set_fact(MAYBE, "device", model.key)
+            interpreter.state.set_fact(DEVICE, PERHAPS, model.key)
 
 
 def device_of(value: Value | None) -> str:
@@ -195,14 +194,14 @@ def call_model(
                 if value.model_calls is None and value.node is not None
                 else given | (value.model_calls or frozenset())
             )
-    interpreter.state.set_fact(None, "freed", root)
+    interpreter.state.set_fact(FREED, None, root)
     called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
     called = called or interpreter.script.usage.is_model(dotted_name(node.func))
-    about = {"autocast": interpreter.autocast, "grad": tuple(interpreter.grad_modes), "called": called}
-    interpreter.record_event("forward", node, model=model, **about)
-    halved = interpreter.state.get("half", model.key)
+    modes = tuple(interpreter.grad_modes)
+    interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
+    halved = interpreter.state.get(HALF, model.key)
     if cast and isinstance(halved, ast.AST) and not _has_own_switch(interpreter):
-        interpreter.record_event("half.autocast", halved)
+        interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
     info = _method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
         returned = inline_call(interpreter, info, node, arguments.named(), model.instance)
@@ -247,13 +246,13 @@ def _ends_in_product(model: Model, arguments: Arguments) -> bool:
 
 def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> bool:
     """Return whether autocast applies to the model's device, as far as is known."""
-    autocast, device = interpreter.autocast, interpreter.state.get("device", model.key)
+    autocast, device = interpreter.autocast, interpreter.state.get(DEVICE, model.key)
     if (
         interpreter.assumptions  # as of cuda's absence, where autocast may be off for the same reason
         or autocast.enabled is not True
         or not autocast.device
         or not isinstance(device, str)
-        or device in (MAYBE, autocast.device)
+        or device == autocast.device
     ):
         return True
     place = autocast.node if autocast.node is not None else node
@@ -272,7 +271,7 @@ def scheduler_method(
 ) -> Value:
     """Interpret a method of a scheduler; a step with arguments is not one of torch's schedulers."""
     if name == "step" and not arguments.all():
-        interpreter.record_event("scheduler.step", node)
+        interpreter.record(SchedulerStep(interpreter.at(node)))
     return UNKNOWN
 
 

@@ -5,16 +5,33 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Fix, remove_statement
+from ampaudit.linter.diagnostic import Fix, key_of, remove_statement
+from ampaudit.linter.flow.events import (
+    OptimizerMade,
+    OptimizerRestored,
+    OptimizerStep,
+    ScalerUnscale,
+    ZeroGrad,
+    of_type,
+)
+from ampaudit.linter.flow.facts import (
+    FRESH,
+    HALF,
+    STEPPED,
+    STEPPED_LAST,
+    UNSCALED_AT,
+    ZEROED,
+    Stepped,
+    Zeroed,
+)
 from ampaudit.linter.flow.gradient_facts import (
-    BYPASSED,
     clear_gradients,
     gradient_contributions,
     has_single_optimizer,
     is_unscaled,
 )
 from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.scaler_checks import check_zeroed, record_step_inside_autocast
+from ampaudit.linter.flow.scaler_checks import check_zeroed
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
@@ -27,7 +44,6 @@ from ampaudit.linter.flow.values import (
     Parameters,
     StateDict,
     Value,
-    key_of,
 )
 
 if TYPE_CHECKING:
@@ -49,31 +65,30 @@ def optimizer_method(
     if name == "step":
         _step(interpreter, node, optimizer, arguments)
     elif name == "zero_grad":
-        interpreter.record_event("zero_grad", node, optimizer=optimizer.key)
+        interpreter.record(ZeroGrad(interpreter.at(node), optimizer.key))
         if (
             gradient_contributions(interpreter)
             and has_single_optimizer(interpreter)
-            and not state.may_hold("stepped")
+            and not state.may_hold(STEPPED)
         ):
-            state.set_fact((optimizer.key, node), "zeroed")
+            state.set_fact(ZEROED, Zeroed(optimizer.key, node))
         clear_gradients(interpreter)
-    elif name in ("state_dict", "load_state_dict"):
-        if not isinstance(arguments.get(0, "state_dict"), StateDict):  # that of this run
-            interpreter.record_event(f"optimizer.{name}", node)
-        return StateDict("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN
+    elif name == "state_dict":
+        return StateDict("optimizer", optimizer.key)
+    elif name == "load_state_dict" and not isinstance(arguments.get(0, "state_dict"), StateDict):
+        interpreter.record(OptimizerRestored(interpreter.at(node)))  # from another run
     return UNKNOWN
 
 
 def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
     state = interpreter.state
-    interpreter.record_event("optimizer.step", node, optimizer=optimizer.key)
+    interpreter.record(OptimizerStep(interpreter.at(node), optimizer.key, interpreter.autocast))
     if arguments.all():  # a closure runs backward
         state.gradients = UNKNOWN_GRADIENTS
         return
-    record_step_inside_autocast(interpreter, node)
     check_zeroed(interpreter, optimizer)
     found = gradient_contributions(interpreter)
-    if state.get("last") == optimizer.key and not optimizer.one_of_several:
+    if state.get(STEPPED_LAST) == optimizer.key and not optimizer.one_of_several:
         interpreter.report(
             "AMP817",
             node,
@@ -101,11 +116,11 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         )
     for key in interpreter.scalers:
         # the script tests for overflow itself, or the mistake was just reported
-        if any(isinstance(fact, ast.AST) for _, fact in state.matching("unscaled", key)) or _is_scaled_by(
+        if any(isinstance(fact, ast.AST) for _, fact in state.matching(UNSCALED_AT, key)) or _is_scaled_by(
             found, key
         ):
-            state.set_fact(BYPASSED, "stepped", key, optimizer.key)
-    state.set_fact(None, "fresh")
+            state.set_fact(STEPPED, Stepped.PAST_SCALER, key, optimizer.key)
+    state.set_fact(FRESH, None)
 
 
 def _report_bypassed_scaler(interpreter: Interpreter, node: ast.Call, cause: str) -> None:
@@ -121,7 +136,7 @@ def _is_scaled_by(found: frozenset[Contribution] | None, key: str) -> bool:
 
 def _contains_scale(interpreter: Interpreter, found: frozenset[Contribution]) -> bool:
     """Return whether at least a part of the gradients is scaled, and none was unscaled."""
-    untouched = not interpreter.state.may_hold("unscaled")
+    untouched = not interpreter.state.may_hold(UNSCALED_AT)
     return untouched and any(item.scaler for item in found)
 
 
@@ -129,7 +144,7 @@ def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
     """Return whether gradients were unscaled, and the script does not test for overflow itself."""
     if not is_unscaled(interpreter):
         return False
-    unscaled = [e for e in interpreter.events.values() if e.kind == "scaler.unscale"]
+    unscaled = of_type(interpreter.events.values(), ScalerUnscale)
     inner = len(interpreter.guards) > min((len(e.guards) for e in unscaled), default=0)
     return bool(unscaled) and not inner and not interpreter.linked.mentions(_FINITE_TEST)
 
@@ -158,7 +173,7 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
     if isinstance(given, Model):  # of which timm takes the parameters
         models = frozenset({given.key})
     key = key_of(node) + interpreter.call_path
-    interpreter.record_event("optimizer.made", node)
+    interpreter.record(OptimizerMade(interpreter.at(node)))
     if models:
         interpreter.models_by_optimizer[key] = models
     if name in ADAM_LIKE and models:
@@ -171,7 +186,7 @@ def _check_eps(
 ) -> None:
     given = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
     eps = given.value if isinstance(given, LiteralValue) else None
-    halved = any(isinstance(interpreter.state.get("half", model), ast.AST) for model in models)
+    halved = any(interpreter.state.known_at(HALF, model) for model in models)
     if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
         interpreter.report(
             "AMP862",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, file_number, position_of
-from ampaudit.linter.flow.events import Event, Guard
-from ampaudit.linter.flow.values import Managed, key_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, key_of, position_of
+from ampaudit.linter.flow.event_place import EventPlace, Guard
+from ampaudit.linter.flow.events import Event
+from ampaudit.linter.flow.values import Managed
 
 __all__ = ["Recorder"]
 
@@ -19,7 +19,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
-        self.events: dict[tuple[str, ast.AST, tuple[Guard, ...]], Event] = {}
+        self.events: dict[tuple[type[Event], ast.AST, tuple[Guard, ...]], Event] = {}
         self.managers: set[Managed] = set()
         self.guards: tuple[Guard, ...] = ()
         self.statement: ast.stmt | None = None
@@ -43,14 +43,13 @@ class Recorder:
         if known is None or known.certainty < certainty:
             self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
 
-    def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
-        """Record an event, once per kind, node and guards."""
-        node = self.placed(node)
-        if kind == "managed.made" and not file_number(node):
-            self.managers.add(data["managed"])
-        key = (kind, node, self.guards)
-        if key not in self.events:
-            self.events[key] = Event(kind, node, self.guards, self.statement, data)
+    def at(self, node: ast.AST) -> EventPlace:
+        """Return the place of a node in the flow."""
+        return EventPlace(self.placed(node), self.guards, self.statement)
+
+    def record(self, event: Event) -> None:
+        """Record an event, once per type, node and guards."""
+        self.events.setdefault((type(event), event.node, event.guards), event)
 
     def placed(self, node: ast.AST) -> ast.AST:
         """Return where to report a node."""

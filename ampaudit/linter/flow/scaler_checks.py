@@ -6,8 +6,20 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, Fix, position_of
+from ampaudit.linter.flow.events import ScalerUpdate, of_type
+from ampaudit.linter.flow.facts import (
+    HALF,
+    STEPPED,
+    UNSCALED_AT,
+    UNUSED,
+    UPDATED,
+    UPDATED_EARLY,
+    ZEROED,
+    EarlyUpdate,
+    Stepped,
+    Zeroed,
+)
 from ampaudit.linter.flow.gradient_facts import (
-    YES,
     are_distinct,
     gradient_contributions,
     has_single_optimizer,
@@ -32,7 +44,6 @@ __all__ = [
     "check_update",
     "check_zeroed",
     "has_update",
-    "record_step_inside_autocast",
 ]
 
 
@@ -63,7 +74,7 @@ def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimi
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
         )
     for model in optimizer.models or ():
-        halved = interpreter.state.get("half", model)
+        halved = interpreter.state.get(HALF, model)
         if isinstance(halved, ast.AST):
             interpreter.report(
                 "AMP801",
@@ -105,7 +116,7 @@ def _check_unused(
     found: frozenset[Contribution],
 ) -> None:
     """Report a step by a scaler that has scaled no loss, although others have."""
-    if interpreter.state.get("unused", scaler.key) != YES or not all(item.scaler for item in found):
+    if interpreter.state.get(UNUSED, scaler.key) is not True or not all(item.scaler for item in found):
         return
     own = [i for i in found if not i.models or not optimizer.models or i.models & optimizer.models]
     last = max(own or found, key=lambda item: position_of(item.node))
@@ -122,9 +133,9 @@ def check_unscaled_by_another(
     interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, step: ast.Call
 ) -> None:
     """Report an optimizer that one scaler unscales and another steps."""
-    for key, place in interpreter.state.matching("unscaled"):
-        other = interpreter.scalers.get(key[1])
-        if key[2:] != (optimizer.key,) or key[1] == scaler.key or other is None:
+    for key, place in interpreter.state.matching(UNSCALED_AT):
+        other = interpreter.scalers.get(key[0])
+        if key[1:] != (optimizer.key,) or key[0] == scaler.key or other is None:
             continue
         if isinstance(place, ast.AST):
             are_made_here = scaler.node is not None and other.node is not None
@@ -178,7 +189,7 @@ def check_order(interpreter: Interpreter, scaler: Scaler, node: ast.Call) -> Non
     check_early(
         interpreter, f"the step at line {node.lineno}, which then divides by another scale", stepped=True
     )
-    updated = state.get("updated", scaler.key)
+    updated = state.get(UPDATED, scaler.key)
     if isinstance(updated, ast.AST):
         interpreter.report(
             "AMP806",
@@ -193,11 +204,11 @@ def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
 
     After unscale_(), which checks for overflow, a script may skip the step and call update() at once.
     """
-    for _, early in interpreter.state.matching("early"):
-        if isinstance(early, tuple) and (stepped or not early[1]):
+    for _, early in interpreter.state.matching(UPDATED_EARLY):
+        if isinstance(early, EarlyUpdate) and (stepped or not early.looked):
             interpreter.report(
                 "AMP805",
-                early[0],
+                early.node,
                 f"update() runs before {what}",
                 "call update() once per iteration, after every step",
             )
@@ -206,7 +217,7 @@ def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
 def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
     """Report a second step of an optimizer, or a step before any loss was scaled."""
     if (
-        interpreter.state.get("unused", scaler.key) == YES
+        interpreter.state.get(UNUSED, scaler.key) is True
         and gradient_contributions(interpreter) == NO_CONTRIBUTIONS
     ):
         interpreter.report(
@@ -215,7 +226,7 @@ def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimize
             "step() runs before any loss was scaled",
             "call it after backward on a scaled loss",
         )
-    stepped = interpreter.state.get("stepped", scaler.key, optimizer.key) == YES
+    stepped = interpreter.state.get(STEPPED, scaler.key, optimizer.key) is Stepped.BY_SCALER
     if (
         stepped
         and not optimizer.one_of_several
@@ -231,18 +242,17 @@ def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimize
 
 def has_update(interpreter: Interpreter, scaler: Scaler) -> bool:
     """Return whether the scaler is updated at all; if not, that is the mistake to report."""
-    return any(
-        e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in interpreter.events.values()
-    )
+    updates = of_type(interpreter.events.values(), ScalerUpdate)
+    return any(update.scaler == scaler.key for update in updates)
 
 
 def check_update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
     """Report an update that follows no step."""
     state = interpreter.state
-    stepped = state.may_hold("stepped", scaler.key)
-    looked = state.may_hold("unscaled", scaler.key)
-    again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped and not looked
-    if again or (state.get("unused", scaler.key) == YES and not stepped):
+    stepped = state.may_hold(STEPPED, scaler.key)
+    looked = state.may_hold(UNSCALED_AT, scaler.key)
+    again = state.known_at(UPDATED, scaler.key) is not None and not stepped and not looked
+    if again or (state.get(UNUSED, scaler.key) is True and not stepped):
         interpreter.report(
             "AMP825",
             node,
@@ -253,20 +263,13 @@ def check_update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> No
         )
 
 
-def record_step_inside_autocast(interpreter: Interpreter, node: ast.Call) -> None:
-    """Record a step inside an autocast block."""
-    autocast = interpreter.autocast
-    if autocast.enabled is True and autocast.explicit:
-        interpreter.record_event("step.inside", node, context=autocast)
-
-
 def check_zeroed(interpreter: Interpreter, optimizer: Optimizer) -> None:
     """Report gradients that were zeroed right before the step."""
-    fact = interpreter.state.get("zeroed")
-    if isinstance(fact, tuple) and fact[0] == optimizer.key and not optimizer.one_of_several:
+    fact = interpreter.state.get(ZEROED)
+    if isinstance(fact, Zeroed) and fact.optimizer == optimizer.key and not optimizer.one_of_several:
         interpreter.report(
             "AMP832",
-            fact[1],
+            fact.node,
             "the gradients are zeroed between backward and the step that should use them",
             "call zero_grad() before backward or after the step",
         )

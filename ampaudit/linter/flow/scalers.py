@@ -8,10 +8,32 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import remove_statement
 from ampaudit.linter.flow.definitions import BoundMethod, Function
+from ampaudit.linter.flow.events import (
+    ScaleRead,
+    ScalerRestored,
+    ScalerSaved,
+    ScalerScale,
+    ScalerStep,
+    ScalerUnscale,
+    ScalerUpdate,
+    ScaleSet,
+)
+from ampaudit.linter.flow.facts import (
+    FRESH,
+    IDLE,
+    LEFTOVER,
+    PERHAPS,
+    STEPPED,
+    STEPPED_LAST,
+    TOUCHED,
+    UNSCALED_AT,
+    UNUSED,
+    UPDATED,
+    UPDATED_EARLY,
+    EarlyUpdate,
+    Stepped,
+)
 from ampaudit.linter.flow.gradient_facts import (
-    BY_STEP,
-    BYPASSED,
-    YES,
     gradient_contributions,
     has_single_optimizer,
 )
@@ -27,7 +49,6 @@ from ampaudit.linter.flow.scaler_checks import (
     check_update,
     check_zeroed,
     has_update,
-    record_step_inside_autocast,
 )
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients
 from ampaudit.linter.flow.values import (
@@ -64,26 +85,32 @@ def scaler_method(
     elif name == "unscale_" and isinstance(target, Optimizer):
         _unscale(interpreter, node, scaler, target)
     elif name in ("step", "unscale_"):
-        interpreter.record_event(f"scaler.{name.rstrip('_')}", node, scaler=scaler.key, optimizer="")
+        place = interpreter.at(node)
+        interpreter.record(
+            ScalerStep(place, "", interpreter.autocast, scaler.key)
+            if name == "step"
+            else ScalerUnscale(place, scaler.key)
+        )
         interpreter.state.gradients = UNKNOWN_GRADIENTS
-        for fact in ("unscaled", "stepped", "early"):
-            interpreter.state.invalidate(fact)
-        interpreter.state.set_fact(MAYBE, "touched")
+        interpreter.state.invalidate(UNSCALED_AT, STEPPED, UPDATED_EARLY)
+        interpreter.state.set_fact(TOUCHED, PERHAPS)
     elif name == "update":
         _update(interpreter, node, scaler)
-    elif name in ("state_dict", "load_state_dict"):
-        interpreter.record_event(f"scaler.{name}", node, scaler=scaler.key)
-        return StateDict("scaler", scaler.key) if name == "state_dict" else UNKNOWN
+    elif name == "state_dict":
+        interpreter.record(ScalerSaved(interpreter.at(node), scaler.key))
+        return StateDict("scaler", scaler.key)
+    elif name == "load_state_dict":
+        interpreter.record(ScalerRestored(interpreter.at(node), scaler.key))
     elif name in ("get_scale", "_get_scale_async", "is_enabled"):
-        interpreter.record_event("scaler.get_scale", node, scaler=scaler.key)
+        interpreter.record(ScaleRead(interpreter.at(node), scaler.key))
         return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
     return UNKNOWN
 
 
 def _scale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: Arguments) -> Value:
     value = arguments.get(0, "outputs")
-    interpreter.record_event("scaler.scale", node, scaler=scaler.key)
-    interpreter.state.set_fact(None, "unused", scaler.key)
+    interpreter.record(ScalerScale(interpreter.at(node), scaler.key))
+    interpreter.state.set_fact(UNUSED, None, scaler.key)
     if scaler.enabled is False:
         return value if value is not None else UNKNOWN
     if isinstance(value, Tensor) and value.computed_under == "bfloat16" and scaler.enabled is True:
@@ -103,7 +130,7 @@ def _step(
 ) -> None:
     state = interpreter.state
     known = optimizer.key if not optimizer.one_of_several else ""
-    interpreter.record_event("scaler.step", node, scaler=scaler.key, optimizer=known)
+    interpreter.record(ScalerStep(interpreter.at(node), known, interpreter.autocast, scaler.key))
     if scaler.enabled is False:
         state.gradients = AccumulatedGradients()
         return
@@ -117,9 +144,9 @@ def _step(
             "use an optimizer without a closure, or train in bfloat16 or float32 without a scaler",
         )
         state.gradients = UNKNOWN_GRADIENTS
-        state.set_fact(None, "unused", scaler.key)
-        state.set_fact(YES, "stepped", scaler.key, optimizer.key)
-        state.set_fact(MAYBE, "updated", scaler.key)
+        state.set_fact(UNUSED, None, scaler.key)
+        state.set_fact(STEPPED, Stepped.BY_SCALER, scaler.key, optimizer.key)
+        state.set_fact(UPDATED, PERHAPS, scaler.key)
         return
     if scaler.enabled is True:
         check_parameters(interpreter, scaler, optimizer, node)
@@ -128,41 +155,37 @@ def _step(
     check_unscaled_by_another(interpreter, scaler, optimizer, node)
     check_order(interpreter, scaler, node)
     check_repeated(interpreter, scaler, optimizer, node)
-    record_step_inside_autocast(interpreter, node)
     check_zeroed(interpreter, optimizer)
-    state.set_fact(YES, "stepped", scaler.key, optimizer.key)
-    state.set_fact(BY_STEP, "unscaled", scaler.key, optimizer.key)
-    state.set_fact(optimizer.key, "last")
+    state.set_fact(STEPPED, Stepped.BY_SCALER, scaler.key, optimizer.key)
+    state.set_fact(UNSCALED_AT, Stepped.BY_SCALER, scaler.key, optimizer.key)
+    state.set_fact(STEPPED_LAST, optimizer.key)
     if (
         has_single_optimizer(interpreter)
         and not optimizer.one_of_several
         and gradient_contributions(interpreter) is not None
     ):
         state.gradients = AccumulatedGradients()  # the step has unscaled the gradients
-    state.set_fact(None, "early", scaler.key)
-    state.set_fact(None, "fresh")
+    state.set_fact(UPDATED_EARLY, None, scaler.key)
+    state.set_fact(FRESH, None)
 
 
 def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer: Optimizer) -> None:
     state = interpreter.state
-    interpreter.record_event("scaler.unscale", node, scaler=scaler.key)
+    interpreter.record(ScalerUnscale(interpreter.at(node), scaler.key))
     if scaler.enabled is False:
         return
     first = interpreter.is_first_iteration or has_update(interpreter, scaler)
     if scaler.enabled is True:
         check_parameters(interpreter, scaler, optimizer, node)
-    if first and not optimizer.one_of_several and state.get("stepped", scaler.key, optimizer.key) == YES:
+    own = (scaler.key, optimizer.key)
+    if first and not optimizer.one_of_several and state.get(STEPPED, *own) is Stepped.BY_SCALER:
         interpreter.report(
             "AMP811",
             node,
             "unscale_() runs after the step of this optimizer, which has already unscaled the gradients",
             "call unscale_() between backward and step",
         )
-    elif (
-        first
-        and not optimizer.one_of_several
-        and isinstance(state.get("unscaled", scaler.key, optimizer.key), ast.AST)
-    ):
+    elif first and not optimizer.one_of_several and state.known_at(UNSCALED_AT, *own):
         interpreter.report(
             "AMP809",
             node,
@@ -170,7 +193,7 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
             "call it once per step",
             remove_statement(interpreter.statement, node),
         )
-    elif not optimizer.one_of_several and YES in (state.get("idle"), state.get("unused", scaler.key)):
+    elif not optimizer.one_of_several and True in (state.get(IDLE), state.get(UNUSED, scaler.key)):
         interpreter.report(
             "AMP826",
             node,
@@ -180,33 +203,34 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
     check_early(
         interpreter, f"unscale_() at line {node.lineno}, which then divides by another scale", stepped=False
     )
-    state.set_fact(node, "unscaled", scaler.key, optimizer.key)
+    state.set_fact(UNSCALED_AT, node, scaler.key, optimizer.key)
 
 
 def _update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
     state = interpreter.state
     sets_scale = bool(node.args or node.keywords)  # which needs no step before it
-    interpreter.record_event("scaler.set" if sets_scale else "scaler.update", node, scaler=scaler.key)
+    place = interpreter.at(node)
+    interpreter.record(ScaleSet(place, scaler.key) if sets_scale else ScalerUpdate(place, scaler.key))
     if scaler.enabled is False or sets_scale:
         return
     check_update(interpreter, node, scaler)
-    stepped = [fact for _, fact in state.matching("stepped", scaler.key) if fact is not None]
+    stepped = [fact for _, fact in state.matching(STEPPED, scaler.key) if fact is not None]
     found = gradient_contributions(interpreter)
     own = bool(found) and all(item.scaler == scaler.key for item in found or ())
-    fresh = state.get("fresh") == YES and state.get("touched") is None
+    fresh = state.get(FRESH) is True and state.get(TOUCHED) is None
     if own and fresh:
-        looked = state.may_hold("unscaled", scaler.key)
-        state.set_fact((node, looked), "early", scaler.key)
-        state.set_fact(YES if looked else None, "leftover")
-    elif YES in stepped or BYPASSED in stepped:
-        known = state.get("updated", scaler.key) != MAYBE
-        state.set_fact(node if known else MAYBE, "updated", scaler.key)
-        if state.get("fresh") is None:
+        looked = state.may_hold(UNSCALED_AT, scaler.key)
+        state.set_fact(UPDATED_EARLY, EarlyUpdate(node, looked), scaler.key)
+        state.set_fact(LEFTOVER, True if looked else None)
+    elif any(isinstance(fact, Stepped) for fact in stepped):
+        known = state.get(UPDATED, scaler.key) is not PERHAPS
+        state.set_fact(UPDATED, node if known else PERHAPS, scaler.key)
+        if state.get(FRESH) is None:
             state.gradients = AccumulatedGradients()
-        state.set_fact(YES if known else MAYBE, "idle")
+        state.set_fact(IDLE, True if known else PERHAPS)
     elif stepped:
-        state.set_fact(MAYBE, "updated", scaler.key)
+        state.set_fact(UPDATED, PERHAPS, scaler.key)
         state.gradients = UNKNOWN_GRADIENTS
-        state.set_fact(MAYBE, "idle")
-    state.clear("stepped", scaler.key)
-    state.clear("unscaled", scaler.key)
+        state.set_fact(IDLE, PERHAPS)
+    state.clear(STEPPED, scaler.key)
+    state.clear(UNSCALED_AT, scaler.key)

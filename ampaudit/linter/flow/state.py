@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.facts import DEVICE, HALF, PERHAPS, FactKind, Perhaps
 from ampaudit.linter.flow.joining import join_values
-from ampaudit.linter.flow.values import MAYBE, Value
+from ampaudit.linter.flow.values import Value
 
 __all__ = [
     "NO_CONTRIBUTIONS",
     "UNKNOWN_GRADIENTS",
     "AccumulatedGradients",
     "Contribution",
-    "Fact",
-    "FactKey",
     "State",
     "join",
 ]
@@ -76,22 +75,15 @@ class AccumulatedGradients:
 
 
 UNKNOWN_GRADIENTS: Final = AccumulatedGradients(certainty=Certainty.UNKNOWN)
-FactKey: TypeAlias = tuple[str, ...]
-Fact: TypeAlias = object
+FactKey: TypeAlias = tuple[FactKind[Any], *tuple[str, ...]]
+T = TypeVar("T")
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
-_MODEL_FACTS: Final = ("half", "device")
+_OF_MODELS: Final = (HALF, DEVICE)
 NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class PerhapsHalf:
-    """The fact that a model is cast to a dtype that a setting chooses, and that may be float16."""
-
-    node: ast.AST
-
-
 class State:
-    """Facts by key, and names by scope. A fact that differs between two joined paths becomes ``MAYBE``.
+    """Facts by key, and names by scope. A fact that differs between two joined paths becomes ``PERHAPS``.
 
     A copy shares its scopes until one side writes to them, so that branches cost what they change.
     """
@@ -100,12 +92,12 @@ class State:
 
     def __init__(
         self,
-        facts: dict[FactKey, Fact] | None = None,
+        facts: dict[FactKey, Any] | None = None,
         scopes: dict[Scope, dict[str, Value]] | None = None,
         gradients: AccumulatedGradients | None = None,
     ) -> None:
         self.gradients = AccumulatedGradients() if gradients is None else gradients
-        self.facts: dict[FactKey, Fact] = {} if facts is None else facts
+        self.facts: dict[FactKey, Any] = {} if facts is None else facts
         self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
         self._owned: set[Scope] = set()
 
@@ -121,23 +113,28 @@ class State:
     def fork(self) -> State:
         """Return a state with the same names and models but no facts about gradients."""
         self.share()
-        return State({k: v for k, v in self.facts.items() if k[0] in _MODEL_FACTS}, self.scopes.copy())
+        return State({k: v for k, v in self.facts.items() if k[0] in _OF_MODELS}, self.scopes.copy())
 
-    def may_hold(self, *start: str) -> bool:
+    def may_hold(self, kind: FactKind[Any], *start: str) -> bool:
         """Return whether any fact with this prefix is, or may be, true."""
-        return any(fact is not None for _, fact in self.matching(*start))
+        return any(fact is not None for _, fact in self.matching(kind, *start))
 
     def equals(self, other: State) -> bool:
         """Return whether facts and names are equal."""
         return self.gradients == other.gradients and self.facts == other.facts and self.scopes == other.scopes
 
-    def get(self, *key: str) -> Fact:
+    def get(self, kind: FactKind[T], *key: str) -> T | Perhaps | None:
         """Return a fact; ``None`` if it was never set."""
-        return self.facts.get(key)
+        return self.facts.get((kind, *key))
 
-    def set_fact(self, value: Fact, *key: str) -> None:
+    def known_at(self, kind: FactKind[Any], *key: str) -> ast.AST | None:
+        """Return the node of a fact that is certain, else ``None``."""
+        fact = self.facts.get((kind, *key))
+        return fact if isinstance(fact, ast.AST) else None
+
+    def set_fact(self, kind: FactKind[T], value: T | Perhaps | None, *key: str) -> None:
         """Set a fact."""
-        self.facts[key] = value
+        self.facts[(kind, *key)] = value
 
     def value(self, scope: Scope, name: str) -> Value | None:
         """Return the value of a name in a scope, or of an attribute of an object."""
@@ -158,25 +155,24 @@ class State:
 
     def forget(self, name: str) -> None:
         """Remove what is known of the model that a name meant, which now means another."""
-        for kind in _MODEL_FACTS:
+        for kind in _OF_MODELS:
             self.facts.pop((kind, f"name {name}"), None)
 
-    def invalidate(self, *start: str) -> None:
-        """Set all facts with this prefix to ``MAYBE``."""
-        count = len(start)
+    def invalidate(self, *kinds: FactKind[Any]) -> None:
+        """Set all facts of some kinds to ``PERHAPS``."""
         for key in self.facts:
-            if key[:count] == start:
-                self.facts[key] = MAYBE
+            if key[0] in kinds:
+                self.facts[key] = PERHAPS
 
-    def clear(self, *start: str) -> None:
+    def clear(self, kind: FactKind[Any], *start: str) -> None:
         """Remove all facts with this prefix."""
-        for key in [key for key, _ in self.matching(*start)]:
-            del self.facts[key]
+        for key, _ in self.matching(kind, *start):
+            del self.facts[(kind, *key)]
 
-    def matching(self, *start: str) -> list[tuple[FactKey, Fact]]:
-        """Return the facts with this prefix."""
-        count = len(start)
-        return [(key, fact) for key, fact in self.facts.items() if key[:count] == start]
+    def matching(self, kind: FactKind[T], *start: str) -> list[tuple[tuple[str, ...], T | Perhaps | None]]:
+        """Return the facts with this prefix, and the rest of the key of each."""
+        prefix, count = (kind, *start), len(start) + 1
+        return [(key[1:], fact) for key, fact in self.facts.items() if key[:count] == prefix]
 
 
 def join(one: State | None, other: State | None) -> State | None:
@@ -184,13 +180,13 @@ def join(one: State | None, other: State | None) -> State | None:
     if one is None or other is None:
         return one if other is None else other
     left, right = one.facts, other.facts
-    facts: dict[FactKey, Fact] = {}
+    facts: dict[FactKey, Any] = {}
     for key, fact in left.items():
         second = right.get(key)
-        facts[key] = fact if second is fact or second == fact else MAYBE
+        facts[key] = fact if second is fact or second == fact else PERHAPS
     for key, fact in right.items():
         if key not in left:
-            facts[key] = fact if fact is None else MAYBE
+            facts[key] = fact if fact is None else PERHAPS
     scopes: dict[Scope, dict[str, Value]] = {}
     for scope, names in one.scopes.items():
         others = other.scopes.get(scope, names)

@@ -6,7 +6,8 @@ import ast
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
-from ampaudit.linter.flow.events import Guard
+from ampaudit.linter.flow.event_place import Guard
+from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered
 from ampaudit.linter.flow.expressions import truth_of
 from ampaudit.linter.flow.gradient_facts import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
@@ -34,7 +35,7 @@ __all__ = ["STATEMENTS"]
 def _expression(interpreter: Interpreter, node: ast.Expr) -> None:
     value = interpreter.evaluate(node.value)
     if isinstance(value, Autocast) and value.explicit and isinstance(node.value, ast.Call):
-        interpreter.record_event("autocast.dropped", node.value)
+        interpreter.record(AutocastDropped(interpreter.at(node.value)))
 
 
 def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
@@ -146,7 +147,7 @@ _RAISES = ("raises", "assertRaises")
 def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:
     if isinstance(value, Autocast):
         interpreter.autocasts.append(value)
-        interpreter.record_event("autocast.entered", expression, value=value, block=node)
+        interpreter.record(AutocastEntered(interpreter.at(expression), value, node))
     elif isinstance(value, ContextManager):
         interpreter.grad_modes.append(value.kind)
     elif isinstance(value, ImportedName) and value.path.split(".")[0] in _HARMLESS:

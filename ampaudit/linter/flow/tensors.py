@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.linter.flow.events import GradientRead, LossInside, NumberRead
 from ampaudit.linter.flow.gradient_facts import advice_for, still_scaled
 from ampaudit.linter.flow.half_ops import check_half_exp
 from ampaudit.linter.flow.statement_context import call_beside_scaler, said_where
@@ -116,9 +117,9 @@ def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
 def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]) -> None:
     """Record a loss that is computed under autocast from what a model has returned outside."""
     autocast = interpreter.autocast
-    outside = {id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under}
+    outside = frozenset(id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under)
     if outside and autocast.enabled is True and autocast.explicit:
-        interpreter.record_event("loss.inside", node, outputs=outside)
+        interpreter.record(LossInside(interpreter.at(node), outside))
 
 
 def _scale_of_product(values: list[Value]) -> str:
@@ -210,7 +211,7 @@ def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradie
 
 def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
     """Record that ``p.grad`` is read, and report it if it is still scaled."""
-    interpreter.record_event("gradient.read", node)
+    interpreter.record(GradientRead(interpreter.at(node)))
     certainty = still_scaled(interpreter)
     place = call_beside_scaler(interpreter.linked, node, interpreter.calls)
     line = getattr(place, "lineno", 0)
@@ -228,7 +229,7 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
 def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Value:
     """Interpret a method of ``p.grad``."""
     if name in _KEEPS_GRADIENT:
-        interpreter.record_event("gradient.read", node)
+        interpreter.record(GradientRead(interpreter.at(node)))
         return GradAttribute()
     if name in _HARMLESS_ON_GRADIENTS:
         return UNSCALED_TENSOR
@@ -249,7 +250,7 @@ def tensor_method(
 
         return backward(interpreter, node, base, arguments)
     if name in ("item", "tolist"):
-        interpreter.record_event("item", node, value=base)
+        interpreter.record(NumberRead(interpreter.at(node), base))
         return UNSCALED_TENSOR
     if name in ("detach", "detach_"):
         return replace(base, model_calls=frozenset(), node=node)

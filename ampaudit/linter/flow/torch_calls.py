@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix
+from ampaudit.linter.diagnostic import Certainty, Fix, key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
+from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, NumberRead, ThreadStarted
 from ampaudit.linter.flow.frameworks import framework_of
 from ampaudit.linter.flow.half_ops import check_half_exp, check_half_kernel
 from ampaudit.linter.flow.joining import item_of
@@ -41,7 +42,6 @@ from ampaudit.linter.flow.values import (
     Scheduler,
     Tensor,
     Value,
-    key_of,
 )
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _call_torch(
 ) -> Value:
     made_in = arguments.keywords.get("dtype", UNKNOWN)
     if path.startswith("torch.nn.") and name[:1].isupper() and tensors.dtype_named(made_in) == "float16":
-        interpreter.record_event("layer.half", node)
+        interpreter.record(HalfLayer(interpreter.at(node)))
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, node, arguments.all())
     if path in WITHOUT_HALF_KERNEL:
@@ -223,7 +223,7 @@ def _check_binary_cross_entropy(
 def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
-        interpreter.record_event("item", node, value=first)
+        interpreter.record(NumberRead(interpreter.at(node), first))
         return UNSCALED_TENSOR
     if name == "dict" and not arguments.positional:
         return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
@@ -257,12 +257,13 @@ def _context(kind: str) -> Handler:
 def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     what = arguments.get(0, "obj")
     if isinstance(what, DictLiteral):
-        interpreter.record_event("save", node, entries=what)
+        interpreter.record(CheckpointSaved(interpreter.at(node), what))
     return UNKNOWN
 
 
 def _start_thread(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    interpreter.record_event("thread", node, target=arguments.get(1, "target"), autocast=interpreter.autocast)
+    target = arguments.get(1, "target")
+    interpreter.record(ThreadStarted(interpreter.at(node), target, interpreter.autocast))
     return UNKNOWN
 
 

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ampaudit.linter.diagnostic import Certainty, position_of
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, Instance
 from ampaudit.linter.flow.frameworks import Framework
 
@@ -37,17 +37,10 @@ __all__ = [
     "Tensor",
     "Truth",
     "Value",
-    "key_of",
 ]
 
 UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
 MAYBE: Final = "?"  # differs between the paths that lead here
-
-
-def key_of(node: ast.AST) -> str:
-    """Return the key of the object that an expression creates."""
-    line, column = position_of(node)
-    return f"L{line}:{column}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +244,11 @@ class Autocast:
     explicit: bool = True  # a torch.autocast(...) of this script, not of unknown code
     conditional: bool = False  # enabled by a setting that is assumed to be on
     caches: bool = True  # keeps the casts of weights
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is on, and a block of this script."""
+        return self.enabled is True and self.explicit
 
     @property
     def computes_float16(self) -> bool:

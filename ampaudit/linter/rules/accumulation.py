@@ -7,26 +7,37 @@ import re
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.events import Event, Guard, of_kind
+from ampaudit.linter.flow.event_place import Guard
+from ampaudit.linter.flow.events import (
+    Backward,
+    Event,
+    GradientRead,
+    ModelCall,
+    ScalerStep,
+    ScalerUnscale,
+    ScalerUpdate,
+    StepEvent,
+    UnknownBackward,
+    UnknownEffect,
+    ZeroGrad,
+    of_type,
+)
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["Branch", "branch_of", "check_accumulation"]
 
-_STEPS = ("scaler.step", "optimizer.step")
-
-
 Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
 
 def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
     """Check unscaling, updating, zeroing, division and synchronization in accumulation loops."""
-    for loop in dict.fromkeys(e.loop for e in events if e.kind == "backward" and e.loop is not None):
+    for loop in dict.fromkeys(e.loop for e in of_type(events, Backward) if e.loop is not None):
         inside = [e for e in events if any(g.node is loop for g in e.guards)]
-        backwards = [e for e in inside if e.kind == "backward" and e.loop is loop]
-        steps = of_kind(inside, *_STEPS)
-        if steps and all(e.data["no_sync"] for e in backwards):
+        backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
+        steps = of_type(inside, StepEvent)
+        if steps and not any(e.synchronizes for e in backwards):
             _report_never_synchronized(interpreter, steps[0])
         _check_inner_loop(interpreter, loop, backwards, events)
         _check_rarely_zeroed(interpreter, loop, backwards, inside)
@@ -37,8 +48,8 @@ def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
 def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, inside: list[Event]) -> None:
     """Check what happens in a loop where its conditions have these sides."""
     there = [e for e in inside if branch_of(loop, e)[: len(branch)] == branch]
-    backwards = [e for e in there if e.kind == "backward" and e.loop is loop and branch_of(loop, e) == branch]
-    steps = of_kind(there, *_STEPS)
+    backwards = [e for e in of_type(there, Backward) if e.loop is loop and branch_of(loop, e) == branch]
+    steps = of_type(there, StepEvent)
     gates = _gates(loop, backwards, steps)
     if not gates:
         return
@@ -47,7 +58,7 @@ def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, insid
     _check_unscale(interpreter, always)
     _check_update(interpreter, always, steps)
     _check_zero_grad(interpreter, always)
-    if not any(e.kind in ("gradient.read", "backward.unknown") for e in there):
+    if not any(isinstance(e, GradientRead | UnknownBackward) for e in there):
         _check_division(interpreter, backwards)
     _check_synchronization(interpreter, there, backwards)
 
@@ -74,7 +85,7 @@ def _side(condition: ast.AST, node: ast.AST) -> str:
     return ""
 
 
-def _gates(loop: ast.AST, backwards: list[Event], steps: list[Event]) -> set[ast.AST]:
+def _gates(loop: ast.AST, backwards: list[Backward], steps: list[StepEvent]) -> set[ast.AST]:
     """Return the conditions on a count that guard all steps and no backward."""
     if not steps or any(_is_conditional(loop, e) for e in backwards):
         return set()
@@ -100,7 +111,7 @@ def _tests_remainder(guard: Guard) -> bool:
 
 
 def _check_unscale(interpreter: Interpreter, always: list[Event]) -> None:
-    for event in of_kind(always, "scaler.unscale"):
+    for event in of_type(always, ScalerUnscale):
         interpreter.report(
             "AMP810",
             event.node,
@@ -110,12 +121,12 @@ def _check_unscale(interpreter: Interpreter, always: list[Event]) -> None:
         )
 
 
-def _check_update(interpreter: Interpreter, always: list[Event], steps: list[Event]) -> None:
+def _check_update(interpreter: Interpreter, always: list[Event], steps: list[StepEvent]) -> None:
     """Report an update that raises after a batch without a step, as nothing has looked for infinities."""
-    looked = {event.data["scaler"] for event in of_kind(always, "scaler.unscale")}
-    stepped = {event.data["scaler"] for event in of_kind(steps, "scaler.step")} - looked
-    for event in of_kind(always, "scaler.update"):
-        if event.data["scaler"] in stepped:
+    looked = {event.scaler for event in of_type(always, ScalerUnscale)}
+    stepped = {event.scaler for event in of_type(steps, ScalerStep)} - looked
+    for event in of_type(always, ScalerUpdate):
+        if event.scaler in stepped:
             interpreter.report(
                 "AMP825",
                 event.node,
@@ -125,7 +136,7 @@ def _check_update(interpreter: Interpreter, always: list[Event], steps: list[Eve
 
 
 def _check_zero_grad(interpreter: Interpreter, always: list[Event]) -> None:
-    for event in of_kind(always, "zero_grad"):
+    for event in of_type(always, ZeroGrad):
         interpreter.report(
             "AMP831",
             event.node,
@@ -135,14 +146,14 @@ def _check_zero_grad(interpreter: Interpreter, always: list[Event]) -> None:
         )
 
 
-def _check_division(interpreter: Interpreter, backwards: list[Event]) -> None:
+def _check_division(interpreter: Interpreter, backwards: list[Backward]) -> None:
     for event in backwards:
-        loss = event.data["loss"]
+        loss = event.loss
         if loss.loss and loss.divided is False:
             _report_undivided(interpreter, event, Certainty.KNOWN)
 
 
-def _report_undivided(interpreter: Interpreter, event: Event, certainty: Certainty) -> None:
+def _report_undivided(interpreter: Interpreter, event: Backward, certainty: Certainty) -> None:
     interpreter.report(
         "AMP830",
         event.node,
@@ -159,29 +170,29 @@ _DIVIDES = re.compile(r"/|mean\(|\* *\(?1|\bcat\(|concat|gather|stack\(")
 
 
 def _check_inner_loop(
-    interpreter: Interpreter, loop: ast.AST, backwards: list[Event], events: list[Event]
+    interpreter: Interpreter, loop: ast.AST, backwards: list[Backward], events: list[Event]
 ) -> None:
     """Check a loop over the batches of one step, which is behind it."""
     if not isinstance(loop, ast.For) or not _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower()):
         return
-    steps = [e for e in of_kind(events, *_STEPS) if not any(g.node is loop for g in e.guards)]
+    steps = [e for e in of_type(events, StepEvent) if not any(g.node is loop for g in e.guards)]
     if not steps or _DIVIDES.search("\n".join(map(ast.unparse, loop.body))):
         return
     for event in backwards:
-        if event.data["loss"].loss == "" and event.data["loss"].divided is None:
+        if event.loss.loss == "" and event.loss.divided is None:
             _report_undivided(interpreter, event, Certainty.LIKELY)
 
 
 def _check_rarely_zeroed(
-    interpreter: Interpreter, loop: ast.AST, backwards: list[Event], inside: list[Event]
+    interpreter: Interpreter, loop: ast.AST, backwards: list[Backward], inside: list[Event]
 ) -> None:
     """Report a step for every batch, whose gradients are zeroed only for some."""
     by_hand = interpreter.linked.mentions(r"\.grad = None")
-    if by_hand or not backwards or of_kind(inside, "unknown.effect", "backward.unknown"):
+    if by_hand or not backwards or any(isinstance(e, UnknownEffect | UnknownBackward) for e in inside):
         return
-    for event in of_kind(inside, *_STEPS):
-        own = ("", event.data["optimizer"])  # a model's zero_grad names none
-        zeroed = [e for e in of_kind(inside, "zero_grad") if e.data["optimizer"] in own]
+    for event in of_type(inside, StepEvent):
+        own = ("", event.optimizer)  # a model's zero_grad names none
+        zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in own]
         is_gated = bool(zeroed) and all(_is_conditional(loop, e) for e in zeroed)
         calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
         if not is_gated or len(calls) != len(event.guards_inside(loop)):
@@ -195,8 +206,8 @@ def _check_rarely_zeroed(
         )
 
 
-def _check_synchronization(interpreter: Interpreter, inside: list[Event], backwards: list[Event]) -> None:
-    models = [e.data["model"] for e in inside if e.kind == "forward"]
+def _check_synchronization(interpreter: Interpreter, inside: list[Event], backwards: list[Backward]) -> None:
+    models = [e.model for e in of_type(inside, ModelCall)]
     if not any(model.wrapper == "DistributedDataParallel" for model in models):
         return
     if interpreter.linked.mentions("no_sync|require_backward_grad_sync"):

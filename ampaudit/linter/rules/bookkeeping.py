@@ -7,9 +7,30 @@ import re
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, Fix, file_number
-from ampaudit.linter.flow.events import Event, Guard, of_kind
+from ampaudit.linter.flow.event_place import Guard
+from ampaudit.linter.flow.events import (
+    AutocastEntered,
+    Backward,
+    CheckpointSaved,
+    Event,
+    NumberRead,
+    OptimizerMade,
+    OptimizerRestored,
+    ScaleCompared,
+    ScaleRead,
+    ScalerEvent,
+    ScalerMade,
+    ScalerReplaced,
+    ScalerRestored,
+    ScalerSaved,
+    ScalerScale,
+    ScalerStep,
+    ScalerUpdate,
+    SchedulerStep,
+    of_type,
+)
 from ampaudit.linter.flow.script import dotted_name
-from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict, Tensor
+from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -21,18 +42,17 @@ def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
     _check_created_in_loop(interpreter, events)
     _check_scheduler(interpreter, events)
-    for event in of_kind(events, "scaler.replaced"):
-        _check_replaced(interpreter, event)
-    for event in events:
-        if event.kind == "item":
-            _check_item(interpreter, events, event)
-        elif event.kind == "scales.compared":
-            _check_compared(interpreter, event)
+    for replaced in of_type(events, ScalerReplaced):
+        _check_replaced(interpreter, replaced)
+    for read in of_type(events, NumberRead):
+        _check_item(interpreter, events, read)
+    for compared in of_type(events, ScaleCompared):
+        _check_compared(interpreter, compared)
 
 
-def _check_replaced(interpreter: Interpreter, event: Event) -> None:
+def _check_replaced(interpreter: Interpreter, event: ScalerReplaced) -> None:
     restores = all(interpreter.linked.mentions(word) for word in ("scaler", r"\.load_state_dict\("))
-    if restores and re.search(r"fit|train|run|epoch", event.data["function"]):
+    if restores and re.search(r"fit|train|run|epoch", event.function):
         interpreter.report(
             "AMP814",
             event.node,
@@ -60,15 +80,16 @@ def _check_compared(interpreter: Interpreter, event: Event) -> None:
 
 
 def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> None:
-    for made in (event for event in events if event.kind == "scaler.made"):
+    for made in of_type(events, ScalerMade):
         own = [i for i, guard in enumerate(made.guards) if isinstance(guard.node, ast.Call)]
         for index, guard in enumerate(made.guards):
             if guard.kind != "loop":
                 continue
-            inside = {event.kind for event in events if any(g.node is guard.node for g in event.guards)}
+            inside = [event for event in events if any(g.node is guard.node for g in event.guards)]
             # a loop around the call of the function that creates it may train one model per call
             kept = index > (own[-1] if own else -1) or _optimizer_before(events, guard.node)
-            if inside & {"backward", "scaler.scale"} and "optimizer.made" not in inside and kept:
+            trains = any(isinstance(event, Backward | ScalerScale) for event in inside)
+            if trains and not of_type(inside, OptimizerMade) and kept:
                 interpreter.report(
                     "AMP814",
                     made.node,
@@ -83,7 +104,7 @@ def _optimizer_before(events: list[Event], loop: ast.AST) -> bool:
     around = next(e.guards for e in events if any(g.node is loop for g in e.guards))
     place = next(i for i, guard in enumerate(around) if guard.node is loop)
     outside = around[:place]
-    made = of_kind(events, "optimizer.made")
+    made = of_type(events, OptimizerMade)
     return any(e.guards == outside[: len(e.guards)] and _calls(e.guards) == _calls(outside) for e in made)
 
 
@@ -92,11 +113,11 @@ def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
 
 
 def _check_scheduler(interpreter: Interpreter, events: list[Event]) -> None:
-    steps = of_kind(events, "scaler.step")
-    for event in of_kind(events, "scheduler.step"):
+    steps = of_type(events, ScalerStep)
+    for event in of_type(events, SchedulerStep):
         loop = event.loop
         beside = [step for step in steps if loop is not None and step.loop is loop]
-        checked = any(e.kind == "scaler.get_scale" and e.loop is loop for e in events)
+        checked = any(e.loop is loop for e in of_type(events, ScaleRead))
         if not beside or checked or loop is None:
             continue
         if _as_often(event, beside[0], loop):
@@ -109,8 +130,8 @@ def _check_scheduler(interpreter: Interpreter, events: list[Event]) -> None:
             )
 
 
-def _check_item(interpreter: Interpreter, events: list[Event], event: Event) -> None:
-    value: Tensor = event.data["value"]
+def _check_item(interpreter: Interpreter, events: list[Event], event: NumberRead) -> None:
+    value = event.value
     if value.scaler_key not in (UNSCALED, MAYBE):
         interpreter.report(
             "AMP823",
@@ -120,8 +141,8 @@ def _check_item(interpreter: Interpreter, events: list[Event], event: Event) -> 
         )
         return
     loop = event.loop
-    mixed = bool(interpreter.scalers) or bool(of_kind(events, "autocast.entered"))
-    beside = [e for e in events if e.kind == "backward" and loop is not None and e.loop is loop]
+    mixed = bool(interpreter.scalers) or bool(of_type(events, AutocastEntered))
+    beside = [e for e in of_type(events, Backward) if loop is not None and e.loop is loop]
     if not mixed or not beside or loop is None or not (value.loss or value.model_calls):
         return
     if _as_often(event, beside[0], loop):
@@ -143,26 +164,26 @@ def check_updates_and_checkpoints(interpreter: Interpreter, events_by_entry: lis
     """Check a whole file."""
     events = [event for events in events_by_entry for event in events]
     _check_updated(interpreter, events)
-    stepped = {e.data["scaler"] for e in events if e.kind == "scaler.step"}
+    stepped = {e.scaler for e in of_type(events, ScalerStep)}
     # code that only uses a scaler leaves saving to its owner
-    made = bool(of_kind(events, "scaler.made"))
+    made = bool(of_type(events, ScalerMade))
     if stepped and made and not stepped & interpreter.escaped:
         _check_saved(interpreter, events_by_entry)
         _check_restored(interpreter, events)
 
 
 def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
-    updated = {e.data["scaler"] for e in events if e.kind == "scaler.update"}
+    updated = {e.scaler for e in of_type(events, ScalerUpdate)}
     texts = {_last_component(interpreter.scalers[key].text) for key in updated if key in interpreter.scalers}
-    scaled = {e.data["scaler"] for e in of_kind(events, "scaler.scale")}
+    scaled = {e.scaler for e in of_type(events, ScalerScale)}
     elsewhere = {
         _last_component(text)
         for script in interpreter.linked.scripts
         for text, used in script.usage.methods.items()
         if "update" in used
     }
-    for step in of_kind(events, "scaler.step"):
-        key = step.data["scaler"]
+    for step in of_type(events, ScalerStep):
+        key = step.scaler
         scaler = interpreter.scalers.get(key)
         if (
             scaler is None
@@ -187,12 +208,12 @@ def _last_component(text: str) -> str:
     return text.rpartition(".")[2]
 
 
-def _update_after_fix(step: Event) -> Fix | None:
+def _update_after_fix(step: ScalerStep) -> Fix | None:
     statement, node = step.statement, step.node
     called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     text = dotted_name(node.func.value) if called and isinstance(node.func, ast.Attribute) else ""  # type: ignore[attr-defined]
     alone = isinstance(statement, ast.Expr) and statement.value is step.node
-    if not alone or not text or not step.data["optimizer"] or statement is None:
+    if not alone or not text or not step.optimizer or statement is None:
         return None
     return Fix.at(statement, "insert after", f"{text}.update()")
 
@@ -208,9 +229,9 @@ def _saved_states(entries: DictLiteral) -> set[str]:
 
 def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
     every = [e for events in events_by_entry for e in events]
-    saved = {e.data["scaler"] for e in every if e.kind == "scaler.state_dict"}
+    saved = {e.scaler for e in of_type(every, ScalerSaved)}
     made = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
-    stepped = {e.data["scaler"] for e in every if e.kind == "scaler.step"}
+    stepped = {e.scaler for e in of_type(every, ScalerStep)}
     lost = (stepped & made) - saved
     if saved and not (saved <= made and lost):  # the name of an unknown scaler may be another one's
         return
@@ -218,8 +239,8 @@ def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -
         sorted(interpreter.scalers[key].text for key in lost if interpreter.scalers[key].text)
     )
     whose = f"that of {names}" if saved and names else "the scaler's"
-    for event, events in ((e, entry) for entry in events_by_entry for e in entry if e.kind == "save"):
-        entries: DictLiteral = event.data["entries"]
+    for event, events in ((e, entry) for entry in events_by_entry for e in of_type(entry, CheckpointSaved)):
+        entries = event.entries
         if "optimizer" in _saved_states(entries):
             interpreter.report(
                 "AMP820",
@@ -245,7 +266,7 @@ def _save_scaler_fix(
     if len(texts) != 1 or not isinstance(node, ast.Dict):
         return None
     text = next(iter(texts))
-    used_here = any(e.kind.startswith("scaler.") and not _in_call(e) for e in events)
+    used_here = any(isinstance(e, ScalerEvent | ScalerStep) and not _in_call(e) for e in events)
     visible = not _in_call(event) and (used_here or text.startswith("self."))
     if not visible or not node.keys or not all(isinstance(key, ast.Constant) for key in node.keys):
         return None
@@ -253,10 +274,9 @@ def _save_scaler_fix(
 
 
 def _check_restored(interpreter: Interpreter, events: list[Event]) -> None:
-    kinds = {e.kind for e in events}
-    if "scaler.load_state_dict" in kinds:
+    if of_type(events, ScalerRestored):
         return
-    for event in of_kind(events, "optimizer.load_state_dict"):
+    for event in of_type(events, OptimizerRestored):
         interpreter.report(
             "AMP821",
             _place_here(event, event.node),

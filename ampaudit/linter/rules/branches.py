@@ -7,7 +7,19 @@ import re
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.events import Event, Guard, of_kind
+from ampaudit.linter.flow.event_place import Guard
+from ampaudit.linter.flow.events import (
+    Backward,
+    Event,
+    ScalerUnscale,
+    ScalerUpdate,
+    StepEvent,
+    UnknownBackward,
+    UnknownEffect,
+    ZeroGrad,
+    of_type,
+)
+from ampaudit.linter.flow.managed_events import ManagedZeroGrad
 from ampaudit.linter.flow.statement_context import assigned_texts
 from ampaudit.linter.rules.accumulation import Branch, branch_of
 
@@ -19,7 +31,7 @@ __all__ = ["check_branches", "check_zeroed_either_way"]
 
 def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
     """Check loops for gradients that one branch never zeroes, and for an update that one leaves out."""
-    for loop in dict.fromkeys(e.loop for e in events if e.kind == "backward" and e.loop is not None):
+    for loop in dict.fromkeys(e.loop for e in of_type(events, Backward) if e.loop is not None):
         inside = [e for e in events if any(g.node is loop for g in e.guards)]
         _check_zeroed(interpreter, loop, inside)
         _check_exchanged(interpreter, loop, inside, events)
@@ -27,12 +39,12 @@ def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
 
 
 def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) -> None:
-    zeroed = [branch_of(loop, e) for e in of_kind(inside, "zero_grad")]
+    zeroed = [branch_of(loop, e) for e in of_type(inside, ZeroGrad)]
     if not zeroed or not all(zeroed) or ".grad = None" in ast.unparse(loop):
         return
-    stepped = [branch_of(loop, e) for e in of_kind(inside, "optimizer.step", "scaler.step")]
-    unknown = [branch_of(loop, e) for e in of_kind(inside, "unknown.effect", "backward.unknown")]
-    for event in of_kind(inside, "backward"):
+    stepped = [branch_of(loop, e) for e in of_type(inside, StepEvent)]
+    unknown = [branch_of(loop, e) for e in inside if isinstance(e, UnknownEffect | UnknownBackward)]
+    for event in of_type(inside, Backward):
         branch = branch_of(loop, event)
         alone = all(_excludes(branch, other) for other in (*zeroed, *unknown))
         if event.loop is loop and branch and alone and any(_agrees(branch, other) for other in stepped):
@@ -42,11 +54,11 @@ def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) 
 def check_zeroed_either_way(interpreter: Interpreter, one: list[Event], other: list[Event]) -> None:
     """Check a loop that zeroes the gradients if a condition holds, and steps without if it does not."""
     for run, counterpart in ((one, other), (other, one)):
-        zeroed = {guard.node for e in of_kind(counterpart, "zero_grad") for guard in e.guards}
-        if of_kind(run, "zero_grad", "unknown.effect", "backward.unknown", "managed.zero_grad"):
+        zeroed = {guard.node for e in of_type(counterpart, ZeroGrad) for guard in e.guards}
+        if any(isinstance(e, ZeroGrad | UnknownEffect | UnknownBackward | ManagedZeroGrad) for e in run):
             continue
-        stepped = {e.loop for e in of_kind(run, "optimizer.step", "scaler.step")}
-        for event in of_kind(run, "backward"):
+        stepped = {e.loop for e in of_type(run, StepEvent)}
+        for event in of_type(run, Backward):
             if event.loop is not None and event.loop in stepped & zeroed:
                 _report_unzeroed(interpreter, event)
 
@@ -65,20 +77,14 @@ def _check_exchanged(
     interpreter: Interpreter, loop: ast.AST, inside: list[Event], events: list[Event]
 ) -> None:
     """Report a second step of one optimizer in an iteration where another is zeroed but never stepped."""
-    steps = [
-        e for e in of_kind(inside, "scaler.step", "optimizer.step") if e.loop is loop and e.data["optimizer"]
-    ]
-    zeroed = {e.data["optimizer"] for e in of_kind(inside, "zero_grad")} - {""}
-    idle = zeroed - {e.data["optimizer"] for e in of_kind(events, "scaler.step", "optimizer.step")}
-    unsure = any(not e.data["optimizer"] for e in of_kind(events, "scaler.step", "optimizer.step"))
-    if not idle or unsure or idle & interpreter.escaped or of_kind(events, "unknown.effect"):
+    steps = [e for e in of_type(inside, StepEvent) if e.loop is loop and e.optimizer]
+    zeroed = {e.optimizer for e in of_type(inside, ZeroGrad)} - {""}
+    idle = zeroed - {e.optimizer for e in of_type(events, StepEvent)}
+    unsure = any(not e.optimizer for e in of_type(events, StepEvent))
+    if not idle or unsure or idle & interpreter.escaped or of_type(events, UnknownEffect):
         return
     for index, step in enumerate(steps):
-        again = [
-            e
-            for e in steps[:index]
-            if e.data["optimizer"] == step.data["optimizer"] and e.node is not step.node
-        ]
+        again = [e for e in steps[:index] if e.optimizer == step.optimizer and e.node is not step.node]
         if again and branch_of(loop, again[0]) == branch_of(loop, step):
             interpreter.report(
                 "AMP829",
@@ -103,9 +109,9 @@ def _agrees(one: Branch, other: Branch) -> bool:
 
 def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None:
     """Check for ``unscale_`` that runs always where ``update`` runs only if a computed condition allows."""
-    updates = of_kind(events, "scaler.update")
-    for event in of_kind(events, "scaler.unscale"):
-        later = [e for e in updates if e.data["scaler"] == event.data["scaler"]]
+    updates = of_type(events, ScalerUpdate)
+    for event in of_type(events, ScalerUnscale):
+        later = [e for e in updates if e.scaler == event.scaler]
         extra = [_guards_beyond(event, e) for e in later]
         if not later or any(guards is None or not guards for guards in extra):
             continue

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
-from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.events import (
+    Backward,
+    Clip,
+    Event,
+    GradientRead,
+    ScalerScale,
+    StepEvent,
+    UnknownBackward,
+    of_type,
+)
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
+from ampaudit.linter.flow.managed_events import ManagedBackward, ManagedClip, ManagedStep, ManagedUpdate
 from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.statement_context import nodes_around, tests_around
 from ampaudit.linter.flow.values import Managed, Tensor
@@ -24,33 +34,36 @@ __all__ = ["check_lightning_module", "check_managed_loops", "check_training_step
 def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
     for index, event in enumerate(events):
-        own = event.kind in ("backward", "backward.unknown")
+        own = isinstance(event, Backward | UnknownBackward)
         managed = _steps_next(events[index:]) if own else None
         if managed is not None and managed.scales:
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
     _check_clipped(interpreter, events)
     _check_scaled_twice(interpreter, events)
-    for event in of_kind(events, "managed.backward"):
-        _check_divided_twice(interpreter, event, event.data["managed"])
-    stepped = of_kind(events, "managed.step")
-    for event in of_kind(events, "managed.update") if stepped else ():
-        _check_updated(interpreter, event, event.data["managed"])
-    for event in of_kind(events, "managed.clip"):
-        _check_accumulated(interpreter, event, event.data["managed"])
+    for backward in of_type(events, ManagedBackward):
+        _check_divided_twice(interpreter, backward)
+    for update in of_type(events, ManagedUpdate) if of_type(events, ManagedStep) else ():
+        _check_updated(interpreter, update)
+    for clip in of_type(events, ManagedClip):
+        _check_accumulated(interpreter, clip)
+
+
+def _backwards(events: list[Event]) -> list[Event]:
+    return [event for event in events if isinstance(event, Backward | UnknownBackward)]
 
 
 def _steps_next(events: list[Event]) -> Managed | None:
     """Return what steps first in the file of the first of these events, if a framework manages that."""
-    steps = of_kind(events, "managed.step", "optimizer.step", "scaler.step")
+    steps = (event for event in events if isinstance(event, ManagedStep | StepEvent))
     step = next((e for e in steps if file_number(e.node) == file_number(events[0].node)), None)
-    return step.data["managed"] if step is not None and step.kind == "managed.step" else None
+    return step.managed if isinstance(step, ManagedStep) else None
 
 
 def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
     """Check that DeepSpeed, which keeps the gradients elsewhere, is left to clip."""
-    frameworks = [e.data["managed"].framework for e in of_kind(events, "managed.backward")]
+    frameworks = [e.managed.framework for e in of_type(events, ManagedBackward)]
     if any(framework is not None and not framework.keeps_gradients for framework in frameworks):
-        for event in of_kind(events, "clip"):
+        for event in of_type(events, Clip):
             interpreter.report(
                 "AMP807",
                 event.node,
@@ -64,9 +77,9 @@ def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
     """Check that no own scaler scales the loss once more."""
-    managed = [e.data["managed"] for e in of_kind(events, "managed.backward")]
+    managed = [e.managed for e in of_type(events, ManagedBackward)]
     certainty = max((one.scales for one in managed), default=Certainty.UNKNOWN)
-    for event in of_kind(events, "scaler.scale") if certainty else ():
+    for event in of_type(events, ScalerScale) if certainty else ():
         interpreter.report(
             "AMP815",
             event.node,
@@ -76,8 +89,9 @@ def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
         )
 
 
-def _check_updated(interpreter: Interpreter, event: Event, managed: Managed) -> None:
+def _check_updated(interpreter: Interpreter, event: ManagedUpdate) -> None:
     """Check that the scaler of a framework, whose step updates it, is not updated once more."""
+    managed = event.managed
     if managed.framework is not None and managed.scales:
         interpreter.report(
             "AMP825",
@@ -89,9 +103,9 @@ def _check_updated(interpreter: Interpreter, event: Event, managed: Managed) -> 
         )
 
 
-def _check_divided_twice(interpreter: Interpreter, event: Event, managed: Managed) -> None:
+def _check_divided_twice(interpreter: Interpreter, event: ManagedBackward) -> None:
     """Check that a loss is not divided by the accumulated batches before a backward that does it."""
-    loss, framework = event.data["loss"], managed.framework
+    loss, managed, framework = event.loss, event.managed, event.managed.framework
     if not managed.divides or framework is None or not isinstance(loss, Tensor) or not loss.divided:
         return
     for node in nodes_around(interpreter.linked, event.node):
@@ -132,8 +146,8 @@ def _report_own_backward(
 
 def _backward_call(event: Event) -> ast.Call | None:
     """Return the call of ``backward`` on a loss itself; what is scaled before is left alone."""
-    if event.kind == "backward":
-        found = event.node if not event.data["loss"].scaler_key else None
+    if isinstance(event, Backward):
+        found = event.node if not event.loss.scaler_key else None
     else:
         calls = (n for n in ast.walk(event.node) if isinstance(n, ast.Call))
         found = next(
@@ -141,11 +155,12 @@ def _backward_call(event: Event) -> ast.Call | None:
         )
     if not isinstance(found, ast.Call) or not isinstance(found.func, ast.Attribute):
         return None
-    return found if "loss" in dotted_name(found.func.value).lower() or event.kind == "backward" else None
+    return found if "loss" in dotted_name(found.func.value).lower() or isinstance(event, Backward) else None
 
 
-def _check_accumulated(interpreter: Interpreter, event: Event, managed: Managed) -> None:
+def _check_accumulated(interpreter: Interpreter, event: ManagedClip) -> None:
     """Check that Accelerate clips only where it steps, as each call unscales."""
+    managed = event.managed
     blocks = [
         ast.unparse(item.context_expr)
         for g in event.guards
@@ -187,7 +202,7 @@ def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: li
                 "clip in on_before_optimizer_step, or train in bf16-mixed",
                 certainty=certainty,
             )
-        for event in of_kind(events, "backward", "backward.unknown"):
+        for event in _backwards(events):
             _report_own_backward(interpreter, event, framework, certainty)
 
 
@@ -197,7 +212,7 @@ _AFTER_UNSCALING: Final = ("on_before_optimizer_step", "configure_gradient_clipp
 def _clips_before_step(info: ClassInfo, events: list[Event]) -> Iterator[ast.AST]:
     """Yield what clips in a Lightning module other than in, or called from, the hooks after unscaling."""
     hooks = [info.methods[name] for name in _AFTER_UNSCALING if name in info.methods]
-    for event in of_kind(events, "clip"):
+    for event in of_type(events, Clip):
         calls = [guard.node for guard in event.guards if guard.kind == "call"]
         if not any(_is_in(node, hook) for node in (event.node, *calls) for hook in hooks):
             yield event.node
@@ -215,7 +230,7 @@ def check_training_step(interpreter: Interpreter, info: ClassInfo, events: list[
         step = info.methods.get(framework.step) if framework is not None else None
         if framework is None or step is None or not managed.scales or not info.derives(*framework.bases):
             continue
-        for event in of_kind(events, "backward", "backward.unknown"):
+        for event in _backwards(events):
             if _is_in(event.node, step):
                 _report_own_backward(interpreter, event, framework, managed.scales)
 
@@ -232,10 +247,10 @@ def _check_after_backward(
     certainty = max((managed.scales for managed in trainers), default=Certainty.UNKNOWN)
     if hook is None or not certainty:
         return
-    for event in of_kind(events, "clip", "gradient.read"):
-        if _is_in(event.node, hook):
+    for event in events:
+        if isinstance(event, Clip | GradientRead) and _is_in(event.node, hook):
             interpreter.report(
-                "AMP807" if event.kind == "clip" else "AMP808",
+                "AMP807" if isinstance(event, Clip) else "AMP808",
                 event.node,
                 "on_after_backward runs before Lightning unscales the gradients: they still have the "
                 "loss scale",

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Fix, position_of
 from ampaudit.linter.flow.definitions import BoundMethod, Function
-from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.events import (
+    AutocastDropped,
+    AutocastEntered,
+    Backward,
+    Event,
+    HalfUnderAutocast,
+    LossInside,
+    ModelCall,
+    ScalerScale,
+    StepEvent,
+    ThreadStarted,
+    UnknownBackward,
+    of_type,
+)
 from ampaudit.linter.flow.values import Autocast
 
 if TYPE_CHECKING:
@@ -26,8 +39,10 @@ _NEEDS_NO_AUTOCAST: Final = frozenset(
 def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the autocast blocks of one entry point."""
     late: set[ast.AST | None] = set()
-    for event in of_kind(events, "backward.inside"):
-        context: Autocast = event.data["context"]
+    for event in of_type(events, Backward):
+        context = event.autocast
+        if not context.is_certain:
+            continue
         late.add(context.node)
         interpreter.report(
             "AMP840",
@@ -36,15 +51,15 @@ def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
             "end the autocast block after the loss",
             _end_block_fix(events, event, context),
         )
-    for event in of_kind(events, "step.inside"):
-        context = event.data["context"]
-        if context.node not in late:
+    for step in of_type(events, StepEvent):
+        context = step.autocast
+        if context.is_certain and context.node not in late:
             interpreter.report(
                 "AMP841",
-                event.node,
+                step.node,
                 "the optimizer steps inside autocast, which is for the forward pass and the loss",
                 "end the autocast block after the loss",
-                _end_block_fix(events, event, context),
+                _end_block_fix(events, step, context),
             )
             late.add(context.node)
     _check_never_entered(interpreter, events)
@@ -56,8 +71,8 @@ def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix | None:
     """Return the fix that ends the block before a statement, if what follows needs no autocast."""
-    entered = next((e for e in events if e.kind == "autocast.entered" and e.data["value"] is context), None)
-    block = entered.data["block"] if entered is not None else None
+    entered = next((e for e in of_type(events, AutocastEntered) if e.context is context), None)
+    block = entered.block if entered is not None else None
     if not isinstance(block, ast.With) or len(block.items) != 1 or event.statement not in block.body:
         return None
     index = block.body.index(event.statement)
@@ -70,7 +85,7 @@ def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix 
 
 
 def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
-    for event in of_kind(events, "autocast.dropped"):
+    for event in of_type(events, AutocastDropped):
         interpreter.report(
             "AMP848",
             event.node,
@@ -81,14 +96,14 @@ def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
     """Report models that are called outside autocast although the loss of their output is inside."""
-    forwards = of_kind(events, "forward")
-    if any(e.data["autocast"].enabled is not False for e in forwards):
+    forwards = of_type(events, ModelCall)
+    if any(e.autocast.enabled is not False for e in forwards):
         return
-    for loss in of_kind(events, "loss.inside"):
+    for loss in of_type(events, LossInside):
         for event in forwards:
-            info = interpreter.script.classes.get(event.data["model"].origin)
+            info = interpreter.script.classes.get(event.model.origin)
             own = info is not None and "autocast" in ast.unparse(info.node)
-            if not own and id(event.node) in loss.data["outputs"]:
+            if not own and id(event.node) in loss.outputs:
                 interpreter.report(
                     "AMP854",
                     event.node,
@@ -100,10 +115,10 @@ def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_scaler_device(interpreter: Interpreter, events: list[Event]) -> None:
     """Report a scaler for another device than the one that all autocast blocks are for."""
-    entered = [e.data["value"] for e in of_kind(events, "autocast.entered")]
+    entered = [e.context for e in of_type(events, AutocastEntered)]
     devices = {context.device for context in entered if context.enabled is not False}
-    for event in of_kind(events, "scaler.scale") if not interpreter.assumptions else ():
-        scaler = interpreter.scalers.get(event.data["scaler"])
+    for event in of_type(events, ScalerScale) if not interpreter.assumptions else ():
+        scaler = interpreter.scalers.get(event.scaler)
         if scaler is None or scaler.node is None or not scaler.device or len(devices) != 1:
             continue
         (device,) = devices
@@ -119,7 +134,7 @@ def _check_scaler_device(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_half(interpreter: Interpreter, events: list[Event]) -> None:
     refused = {place[1:] for place in interpreter.diagnostics if place[0] == "AMP801"}
-    for event in of_kind(events, "half.autocast"):
+    for event in of_type(events, HalfUnderAutocast):
         node = event.node
         if position_of(node) not in refused:
             interpreter.report(
@@ -133,8 +148,8 @@ def _check_half(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
     for event in events:
-        if event.kind == "thread" and event.data["autocast"].enabled is True:
-            target = event.data["target"]
+        if isinstance(event, ThreadStarted) and event.autocast.enabled is True:
+            target = event.target
             text = ast.unparse(target.info.node) if isinstance(target, Function | BoundMethod) else "autocast"
             if "autocast" not in text and _CALLS_A_MODEL.search(text):
                 _report_thread(
@@ -142,11 +157,11 @@ def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
                     event,
                     "autocast applies to the current thread; the new thread starts without it",
                 )
-        elif event.kind == "forward" and event.data["model"].wrapper == "DataParallel":
-            autocast: Autocast = event.data["autocast"]
-            info = interpreter.script.classes.get(event.data["model"].origin)
+        elif isinstance(event, ModelCall) and event.model.wrapper == "DataParallel":
+            autocast = event.autocast
+            info = interpreter.script.classes.get(event.model.origin)
             # a class of another file may enter autocast itself
-            unknown = info is None and not event.data["model"].origin.startswith(("torch.", "torchvision."))
+            unknown = info is None and not event.model.origin.startswith(("torch.", "torchvision."))
             own = unknown or (info is not None and "autocast" in ast.unparse(info.node))
             if autocast.enabled is True and autocast.dtype == "bfloat16" and not own:
                 cause = (
@@ -168,31 +183,35 @@ def _report_thread(interpreter: Interpreter, event: Event, cause: str) -> None:
     )
 
 
-def _is_also_evaluated_in_16_bits(other: Event, event: Event) -> bool:
+def _is_also_evaluated_in_16_bits(other: ModelCall, event: ModelCall) -> bool:
     """Return whether the model is also evaluated under autocast, by a setting for instance."""
-    if other.kind != "forward" or other.data["model"].key != event.data["model"].key:
-        return False
-    return "no_grad" in other.data["grad"] and other.data["autocast"].enabled is not False
+    evaluates = other.model.key == event.model.key and "no_grad" in other.grad_modes
+    return evaluates and other.autocast.enabled is not False
 
 
 def check_validation(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
     """Check that validation runs in the same precision as training."""
     trained = {
-        event.data["model"].key
+        event.model.key
         for events in events_by_entry
-        if any(e.kind in ("backward", "backward.unknown") for e in events)
-        for event in events
-        if event.kind == "forward" and event.data["autocast"].enabled is True and not event.data["grad"]
+        if any(isinstance(e, Backward | UnknownBackward) for e in events)
+        for event in of_type(events, ModelCall)
+        if event.autocast.enabled is True and not event.grad_modes
     }
-    for event, events in ((e, entry) for entry in events_by_entry for e in entry if e.kind == "forward"):
-        off = event.data["autocast"].enabled is False and event.data["autocast"].node is None
+    for events in events_by_entry:
+        _check_evaluated(interpreter, of_type(events, ModelCall), trained)
+
+
+def _check_evaluated(interpreter: Interpreter, forwards: list[ModelCall], trained: set[str]) -> None:
+    for event in forwards:
+        off = event.autocast.enabled is False and event.autocast.node is None
         if (
             off
-            and event.data["called"]
-            and event.data["grad"] == ("no_grad",)
+            and event.is_called
+            and event.grad_modes == ("no_grad",)
             and event.loop is not None
-            and event.data["model"].key in trained
-            and not any(_is_also_evaluated_in_16_bits(other, event) for other in events)
+            and event.model.key in trained
+            and not any(_is_also_evaluated_in_16_bits(other, event) for other in forwards)
         ):
             interpreter.report(
                 "AMP843",

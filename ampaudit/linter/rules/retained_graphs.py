@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Fix
-from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.events import AutogradGrad, Backward, Event, UnknownBackward, of_type
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["check_retained_graphs"]
 
-_USES_GRAPH = ("backward", "backward.unknown", "autograd.grad")
-
 
 def check_retained_graphs(interpreter: Interpreter, events: list[Event]) -> None:
     """Check ``retain_graph=True`` where no later backward uses the graph."""
-    uses = of_kind(events, *_USES_GRAPH)
+    uses: list[Event] = of_type(events, Backward, UnknownBackward, AutogradGrad)
     for index, event in enumerate(uses):
-        if event.kind != "backward" or not event.data["retain"] or not event.data["loss"].model_calls:
+        if not isinstance(event, Backward) or not event.retains_graph or not event.loss.model_calls:
             continue
         later = [other for other in uses[index + 1 :] if other.loop is event.loop]
         if later:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, ScalerScale, of_type
 from ampaudit.linter.flow.script import Script, dotted_name
 from ampaudit.linter.flow.statement_context import tests_around
 
@@ -23,9 +23,9 @@ _DTYPE_NAME = re.compile(r"dtype|precision")
 
 def check_settings(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the autocast blocks around the losses that a scaler scales."""
-    entered = [e for e in of_kind(events, "autocast.entered") if isinstance(e.data["value"].node, ast.Call)]
-    for event in of_kind(events, "scaler.scale"):
-        scaler = interpreter.scalers.get(event.data["scaler"])
+    entered = [e for e in of_type(events, AutocastEntered) if isinstance(e.context.node, ast.Call)]
+    for scale in of_type(events, ScalerScale):
+        scaler = interpreter.scalers.get(scale.scaler)
         if scaler is not None and isinstance(scaler.node, ast.Call) and len(entered) == 1:
             _check_switches(interpreter, entered[0], scaler.node)
             _check_bfloat16(interpreter, entered[0], scaler.node)
@@ -33,11 +33,12 @@ def check_settings(interpreter: Interpreter, events: list[Event]) -> None:
         _check_dtype(interpreter, event, events)
 
 
-def _check_switches(interpreter: Interpreter, entered: Event, scaler: ast.Call) -> None:
+def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: ast.Call) -> None:
     """Report a scaler that another setting switches than the one that switches autocast."""
-    autocast = entered.data["value"].node
+    autocast = entered.context.node
+    assert isinstance(autocast, ast.Call)
     own, other = _switch(interpreter, scaler), _switch(interpreter, autocast)
-    if not own or "scal" in own.lower() or not entered.data["value"].computes_float16:
+    if not own or "scal" in own.lower() or not entered.context.computes_float16:
         return
     if file_number(scaler) or file_number(autocast):
         return  # another file may name the same setting otherwise
@@ -56,9 +57,10 @@ def _check_switches(interpreter: Interpreter, entered: Event, scaler: ast.Call) 
         )
 
 
-def _check_bfloat16(interpreter: Interpreter, entered: Event, scaler: ast.Call) -> None:
+def _check_bfloat16(interpreter: Interpreter, entered: AutocastEntered, scaler: ast.Call) -> None:
     """Report a scaler that is on whichever dtype was chosen."""
-    given = next((k.value for k in entered.data["value"].node.keywords if k.arg == "dtype"), None)
+    assert isinstance(entered.context.node, ast.Call)
+    given = next((k.value for k in entered.context.node.keywords if k.arg == "dtype"), None)
     name = dotted_name(given) if given is not None else ""
     if scaler.keywords or not name:
         return
@@ -108,17 +110,18 @@ def _choices(script: Script) -> Iterator[tuple[str, ast.expr]]:
             yield from ((name, value) for value in values if isinstance(value, ast.IfExp | ast.Subscript))
 
 
-def _check_dtype(interpreter: Interpreter, entered: Event, events: list[Event]) -> None:
+def _check_dtype(interpreter: Interpreter, entered: AutocastEntered, events: list[Event]) -> None:
     """Report autocast with its default dtype where a name holds the dtype that was chosen."""
-    call = entered.data["value"].node
+    call = entered.context.node
+    assert isinstance(call, ast.Call)
     if (
         len(call.args) > 1
         or any(k.arg in ("dtype", None) for k in call.keywords)
-        or not of_kind(events, "backward")
+        or not of_type(events, Backward)
     ):
         return
-    for scale in of_kind(events, "scaler.scale"):
-        scaler = interpreter.scalers.get(scale.data["scaler"])
+    for scale in of_type(events, ScalerScale):
+        scaler = interpreter.scalers.get(scale.scaler)
         switch = _enabled(scaler.node) if scaler is not None and isinstance(scaler.node, ast.Call) else None
         if switch is not None and _TESTS_DTYPE.search(ast.unparse(switch)):
             interpreter.report(

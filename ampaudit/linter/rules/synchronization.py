@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.events import Event, StepEvent, of_type
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -33,7 +33,7 @@ class _Remainder:
 
 def check_synchronized_batch(interpreter: Interpreter, events: list[Event]) -> None:
     """Check loops in which ``no_sync()`` and the step follow one count, but not the same remainder of it."""
-    for step in of_kind(events, "scaler.step", "optimizer.step"):
+    for step in of_type(events, StepEvent):
         if step.loop is None:
             continue
         tests = [g.node.test for g in step.guards_inside(step.loop) if isinstance(g.node, ast.If)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, StepEvent, of_type
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -19,13 +19,13 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
     Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
     ``aten/src/ATen/autocast_mode.cpp``: ``cached_cast`` and ``clear_cache``).
     """
-    for event in of_kind(events, "step.inside"):
+    for event in of_type(events, StepEvent):
+        if not event.autocast.is_certain:
+            continue
         block = _block_around_loop(event, events)
         if block is None:
             continue
-        stale = {
-            id(e.node) for e in of_kind(events, "step.inside", "backward.inside") if _is_inside(e, block)
-        }
+        stale = {id(e.node) for e in events if isinstance(e, StepEvent | Backward) and _is_inside(e, block)}
         for key, found in list(interpreter.diagnostics.items()):
             if key[0] in ("AMP840", "AMP841") and id(found.node) in stale:
                 del interpreter.diagnostics[key]
@@ -41,7 +41,7 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:
     """Return the autocast block around a loop that computes a loss and steps."""
-    contexts = {id(e.data["block"]): e.data["value"] for e in of_kind(events, "autocast.entered")}
+    contexts = {id(e.block): e.context for e in of_type(events, AutocastEntered)}
     for index, guard in enumerate(step.guards):
         context = contexts.get(id(guard.node)) if guard.kind == "with" else None
         if context is None or not isinstance(guard.node, ast.With):
@@ -49,8 +49,8 @@ def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:
         loops = [g.node for g in step.guards[index + 1 :] if g.kind == "loop"]
         computes = any(
             g.node in loops
-            for e in of_kind(events, "backward")
-            if e.data["loss"].computed_under != "" or _is_inside(e, guard.node)
+            for e in of_type(events, Backward)
+            if e.loss.computed_under != "" or _is_inside(e, guard.node)
             for g in e.guards
             if g.kind == "loop"
         )

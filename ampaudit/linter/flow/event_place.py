@@ -1,0 +1,31 @@
+"""Where in the flow of a script something happens."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+__all__ = ["EventPlace", "Guard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A node that decides whether, or how often, a statement runs: ``loop``, ``if``, ``call``."""
+
+    kind: str
+    node: ast.AST
+
+
+@dataclass(frozen=True, slots=True)
+class EventPlace:
+    """Where something happens.
+
+    Attributes:
+        node: the expression.
+        guards: the guards around it, outermost first.
+        statement: the statement that contains it.
+    """
+
+    node: ast.AST
+    guards: tuple[Guard, ...]
+    statement: ast.stmt | None
