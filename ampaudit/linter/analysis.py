@@ -34,10 +34,11 @@ from ampaudit.linter.flow.interpreter import (
     Interpreter,
 )
 from ampaudit.linter.flow.linked_script import LinkedScript
-from ampaudit.linter.flow.script import Script, dotted_name, sets_own_context
+from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.statements import STATEMENTS
 from ampaudit.linter.flow.step_budget import ImportsTooLong, StepLimitReached
+from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
 from ampaudit.linter.flow.values import Autocast, ImportedName, LiteralValue, Value
 from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.apex_loops import check_apex_loops
@@ -46,7 +47,6 @@ from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_che
 from ampaudit.linter.rules.branches import check_branches, check_zeroed_either_way
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
-from ampaudit.linter.rules.half_averages import check_half_averages
 from ampaudit.linter.rules.half_layers import check_half_layers
 from ampaudit.linter.rules.managed_loops import (
     check_lightning_module,
@@ -62,7 +62,7 @@ from ampaudit.linter.rules.weight_cache import check_weight_cache
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
-_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions, check_half_averages)
+_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions)
 _ENTRY_POINT_RULES = (
     check_accumulation,
     check_branches,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from ampaudit.linter.flow.script import Script, dotted_name, nested_blocks
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 
 __all__ = ["is_bound", "names_in"]
 

@@ -55,7 +55,7 @@ _AVERAGED = script_of(
     "    @torch.no_grad()",
     "    def update(self, model, decay=0.9999):",
     "        for k, v in model.state_dict().items():",
-    "            self.shadow[k] = decay * self.shadow[k] + (1 - decay) * v",
+    "            self.shadow[k].mul_(decay).add_(v, alpha=1 - decay)",
 )
 _CONTRASTED = script_of(
     "def contrast(x, y, scale):",

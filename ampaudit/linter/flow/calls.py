@@ -11,9 +11,11 @@ from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
+from ampaudit.linter.flow.constructors import make_scaler
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.events import ThreadStarted, UnknownEffect
 from ampaudit.linter.flow.facts import (
+    BFLOAT16,
     FRESH,
     HALF,
     IDLE,
@@ -31,8 +33,8 @@ from ampaudit.linter.flow.facts import (
 from ampaudit.linter.flow.inlining import follow_callback, inline_call
 from ampaudit.linter.flow.joining import choice_of_dtypes
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
-from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -49,11 +51,13 @@ from ampaudit.linter.flow.values import (
     Model,
     Optimizer,
     Parameters,
+    Partial,
     Scaler,
     Scheduler,
     Tensor,
     Value,
 )
+from ampaudit.linter.flow.weight_copies import copies_method
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -137,6 +141,8 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return tensors.gradient_method(interpreter, node, name)
     if isinstance(base, Tensor):
         return tensors.tensor_method(interpreter, node, base, name, arguments)
+    if name in ("parameters", "named_parameters") and not isinstance(base, Managed | DictLiteral):
+        return Parameters(None)
     casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
     if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
         return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
@@ -150,7 +156,9 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return KnownItems(
             tuple(KnownItems((LiteralValue(k), v)) for k, v in zip(base.names, base.items, strict=True))
         )
-    if isinstance(base, LossFunction | Parameters | KnownItems):
+    if isinstance(base, Parameters):
+        return copies_method(interpreter, node, base, name, arguments)
+    if isinstance(base, LossFunction | KnownItems):
         return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
     return unknown_call(interpreter, node, name, arguments)
 
@@ -171,6 +179,25 @@ def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, n
 
 def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     arguments = _arguments(interpreter, node)
+    if isinstance(function, Partial):
+        return _call_partial(interpreter, node, function, arguments)
+    return _call(interpreter, node, function, arguments)
+
+
+def _call_partial(interpreter: Interpreter, node: ast.Call, partial: Partial, given: Arguments) -> Value:
+    """Interpret a call that completes the arguments of a partial."""
+    made = partial.node
+    keywords = [*(k for k in made.keywords if k.arg not in given.keywords), *node.keywords]
+    whole = ast.Call(func=made.args[0], args=[*made.args[1:], *node.args], keywords=keywords)
+    # one node for each pair, as events are told apart by their nodes
+    whole = interpreter.completed_calls.setdefault((made, node), ast.copy_location(whole, node))
+    arguments = Arguments(
+        [*partial.positional, *given.positional], {**dict(partial.keywords), **given.keywords}, whole
+    )
+    return _call(interpreter, whole, partial.function, arguments)
+
+
+def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: Arguments) -> Value:
     check_trainer_model(interpreter, node, arguments)
     if isinstance(function, Function):
         if not _is_followed(interpreter, function.info, arguments):
@@ -215,6 +242,8 @@ def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) 
 def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
     """Interpret a call of code that is not in this file."""
     last = name.rpartition(".")[2]
+    if last.endswith("GradScaler"):  # another package's, or one of two that are imported
+        return make_scaler(interpreter, node, name, arguments)
     if last == "backward":
         gradients.unknown_backward(interpreter)
         return UNKNOWN
@@ -254,6 +283,8 @@ def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) 
     for value in flat if _CASTS_PARAMETERS.search(last) else ():
         if isinstance(value, Model) and state.get(HALF, value.key) is not None:
             state.set_fact(HALF, PERHAPS, value.key)
+        if isinstance(value, Model):
+            state.set_fact(BFLOAT16, None, value.key)
     interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
     state.invalidate(UPDATED, IDLE, FRESH)
     reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)

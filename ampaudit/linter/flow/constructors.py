@@ -9,7 +9,7 @@ from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow import objects, tensors
 from ampaudit.linter.flow.events import ScalerMade
 from ampaudit.linter.flow.facts import UNUSED
-from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import Autocast, DeviceValue, LiteralValue, Scaler, Value
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-__all__ = ["BoundMethod", "Class", "ClassInfo", "Function", "FunctionInfo", "Instance"]
+__all__ = ["BoundMethod", "Class", "ClassInfo", "Function", "FunctionInfo", "Instance", "function_of_lambda"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,6 +20,13 @@ class FunctionInfo:
     def is_static(self) -> bool:
         """Whether it is a static method."""
         return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
+
+
+def function_of_lambda(node: ast.Lambda, relevant: bool) -> FunctionInfo:
+    """Return a lambda as a function."""
+    returned = ast.copy_location(ast.Return(value=node.body), node.body)
+    function = ast.FunctionDef(name="<lambda>", args=node.args, body=[returned], decorator_list=[])
+    return FunctionInfo(ast.copy_location(function, node), None, relevant)
 
 
 @dataclass(slots=True, eq=False)

@@ -76,7 +76,7 @@ class Event:
         """The innermost loop around the event."""
         return next((guard.node for guard in reversed(self.guards) if guard.kind == "loop"), None)
 
-    def guards_inside(self, loop: ast.AST) -> tuple[Guard, ...]:
+    def guards_inside(self, loop: ast.AST | None) -> tuple[Guard, ...]:
         """Return the guards between a loop and the event; all guards if the event is not in that loop."""
         for index, guard in enumerate(self.guards):
             if guard.node is loop and guard.kind == "loop":

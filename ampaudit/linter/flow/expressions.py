@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.calls import evaluate_call
-from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance
+from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance, function_of_lambda
 from ampaudit.linter.flow.events import PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.joining import choice_of_dtypes, item_of, join_values
-from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -160,6 +161,17 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
     return join_values(one, other)
 
 
+def _lambda(interpreter: Interpreter, node: ast.Lambda) -> Value:
+    info = interpreter.lambdas.get(node)
+    if info is None:
+        info = function_of_lambda(node, bool(_MATTERS_IN_LAMBDA.search(ast.unparse(node.body))))
+        interpreter.lambdas[node] = info
+    return Function(info, interpreter.frame)
+
+
+_MATTERS_IN_LAMBDA: Final = re.compile(r"autocast|scale|backward|clip|step|half|float16|\.grad\b")
+
+
 def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:
     return KnownItems(tuple(interpreter.evaluate(item) for item in node.elts))
 
@@ -185,8 +197,7 @@ def _dict_comprehension(interpreter: Interpreter, node: ast.DictComp) -> Value:
     with interpreter.guarded("comprehension", node):
         _generators(interpreter, node.generators)
         interpreter.evaluate(node.key)
-        interpreter.evaluate(node.value)
-    return UNKNOWN
+        return KnownItems((interpreter.evaluate(node.value),), repeated=True)
 
 
 def _generators(interpreter: Interpreter, generators: list[ast.comprehension]) -> None:
@@ -216,6 +227,8 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
         item = base.item(key.value)
     elif isinstance(base, DictLiteral) and isinstance(chosen := choice_of_dtypes(*base.items), DtypeChoice):
         return chosen
+    elif isinstance(base, DictLiteral) and isinstance(any_of := item_of(KnownItems(base.items)), Parameters):
+        return any_of
     if item is not None:
         return interpreter.infer_from_usage(item, text)
     return interpreter.lookup(text, text) if text else UNKNOWN
@@ -258,6 +271,7 @@ EXPRESSIONS: Handlers = {
     ast.Compare: _comparison,
     ast.BoolOp: _alternatives,
     ast.IfExp: _conditional,
+    ast.Lambda: _lambda,
     ast.Tuple: _sequence,
     ast.List: _sequence,
     ast.Dict: _dictionary,

@@ -8,9 +8,11 @@ from enum import Enum
 from typing import Final, Generic, Literal, TypeVar
 
 __all__ = [
+    "BFLOAT16",
     "DEVICE",
     "FREED",
     "FRESH",
+    "FROZEN",
     "HALF",
     "IDLE",
     "LEFTOVER",
@@ -96,6 +98,8 @@ ZEROED: Final = FactKind[Zeroed]("zeroed")
 TOUCHED: Final = FactKind[Literal[True]]("touched")  # unknown code had access to a scaler or an optimizer
 # per model
 HALF: Final = FactKind[ast.AST | PerhapsHalf]("half")  # what has cast its parameters to float16
+BFLOAT16: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16
+FROZEN: Final = FactKind[Literal[True]]("frozen")  # its parameters require no gradients
 DEVICE: Final = FactKind[str]("device")
 # per call of a model
 FREED: Final = FactKind[ast.AST]("freed")  # the backward that has freed its graph

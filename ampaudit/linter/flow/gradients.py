@@ -32,7 +32,12 @@ from ampaudit.linter.flow.gradient_facts import (
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.scaler_checks import check_early
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, Contribution
-from ampaudit.linter.flow.statement_context import call_beside_scaler, following_step, said_where
+from ampaudit.linter.flow.statement_context import (
+    call_beside_scaler,
+    following_step,
+    is_handled,
+    said_where,
+)
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -160,7 +165,8 @@ def clip(
     found = gradient_contributions(interpreter)
     raises = arguments.keywords.get("error_if_nonfinite")
     scaled = bool(found) and any(item.scaler for item in found or ())
-    if scaled and isinstance(raises, LiteralValue) and raises.value is True:
+    handled = is_handled(interpreter.linked, node)
+    if scaled and not handled and isinstance(raises, LiteralValue) and raises.value is True:
         interpreter.report(
             "AMP819",
             node,

@@ -13,8 +13,8 @@ from ampaudit.linter.flow.definitions import Function, FunctionInfo, Instance
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
 from ampaudit.linter.flow.joining import join_values
-from ampaudit.linter.flow.script import dotted_name, sets_own_context
 from ampaudit.linter.flow.state import State, join
+from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Autocast,
@@ -160,6 +160,10 @@ def _bind_parameters(
         if not isinstance(value, Model) or argument.arg not in given:
             interpreter.state.forget(argument.arg)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
+    taken = {argument.arg for argument in (*names, *arguments.kwonlyargs)}
+    others = (v for k, v in given.items() if k not in taken and not (k.isdigit() and int(k) < len(names)))
+    # what the function does with these is not followed
+    interpreter.escaped.update(v.key for v in others if isinstance(v, Scaler | Optimizer))
     for star in (arguments.vararg, arguments.kwarg):
         if star is not None:
             interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)

@@ -14,9 +14,10 @@ from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.module_names import join_names
 from ampaudit.linter.flow.recorder import Recorder
-from ampaudit.linter.flow.script import Script, condition_of, dotted_name
+from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.step_budget import StepBudget
+from ampaudit.linter.flow.syntax import condition_of, dotted_name
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -98,6 +99,8 @@ class Interpreter(Recorder):
         self.models_by_optimizer: dict[str, frozenset[str]] = {}
         self.called: set[FunctionInfo] = set()
         self.stack: list[FunctionInfo] = []
+        self.lambdas: dict[ast.Lambda, FunctionInfo] = {}
+        self.completed_calls: dict[tuple[ast.Call, ast.Call], ast.Call] = {}  # of partials
         self.half_values: set[ast.AST] = set()  # ops on values that are float16
         self.float_values: set[ast.AST] = set()  # ops on values that are float32
         self.half_lines: set[int] = set()  # of statements under float16 autocast
@@ -136,9 +139,20 @@ class Interpreter(Recorder):
         text = self._as_named_by_caller(flag[0])
         if not text:  # computed by the caller, and no setting
             return None
+        text, positive = self.script.setting(text, flag[1])
         self.condition_counts[text] += 1
-        assumed = self.assumptions.get(text)
-        return None if assumed is None else assumed == flag[1]
+        assumed = self._assumed(text)
+        return None if assumed is None else assumed == positive
+
+    def _assumed(self, text: str) -> bool | None:
+        """Return the assumed truth of a setting; what equals one value equals no other."""
+        if text in self.assumptions or " == " not in text:
+            return self.assumptions.get(text)
+        name = text.partition(" == ")[0]
+        is_other = any(
+            holds and other.partition(" == ")[0] == name for other, holds in self.assumptions.items()
+        )
+        return False if is_other else None
 
     def _as_named_by_caller(self, text: str) -> str:
         """Return the caller's name for a parameter, so that a condition on both is the same condition."""

@@ -49,6 +49,9 @@ def join_values(one: Value, other: Value) -> Value:
         return _join_contexts(one, other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _join_tensors(one, other)
+    if isinstance(one, Parameters) and isinstance(other, Parameters):
+        models = None if one.models is None or other.models is None else one.models | other.models
+        return replace(one, models=models) if one.cast is other.cast else Parameters(models)
     if isinstance(one, DictLiteral) and isinstance(other, DictLiteral) and one.node is other.node:
         return _join_dicts(one, other)
     return choice_of_dtypes(one, other)
@@ -100,7 +103,11 @@ def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
         one, other, "upcast", "model_calls", "divided", "sigmoid", "node"
     )
     (scaler_key,) = _agreement(one, other, "scaler_key", otherwise=MAYBE)
-    return Tensor(scaler_key, cast, computed_under, upcast, model_calls, loss, divided, sigmoid, node)
+    rounded = one.rounded or other.rounded
+    detached = one.is_detached and other.is_detached
+    return Tensor(
+        scaler_key, cast, computed_under, upcast, model_calls, loss, divided, sigmoid, rounded, detached, node
+    )
 
 
 def _agreement(one: Value, other: Value, *fields: str, otherwise: str | None = None) -> list[Any]:

@@ -36,6 +36,7 @@ class LinkedScript:
     path: str = ""
     tree: SourceTree = field(default_factory=SourceTree)
     imported: dict[int, Script] = field(default_factory=dict)
+    _mentioned: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._visit(self.main, self.path, {self.tree.number_of(self.path)})
@@ -78,7 +79,9 @@ class LinkedScript:
 
     def mentions(self, pattern: str) -> bool:
         """Return whether a regular expression matches in the script or in a file that it imports."""
-        return any(re.search(pattern, script.text) for script in self.scripts)
+        if pattern not in self._mentioned:
+            self._mentioned[pattern] = any(re.search(pattern, script.text) for script in self.scripts)
+        return self._mentioned[pattern]
 
     def holds(self, node: ast.AST) -> bool:
         """Return whether a node is in one of the files that are followed."""

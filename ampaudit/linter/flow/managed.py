@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow.facts import HALF, PerhapsHalf
+from ampaudit.linter.flow.facts import FROZEN, HALF, PerhapsHalf
 from ampaudit.linter.flow.frameworks import Framework
 from ampaudit.linter.flow.managed_events import (
     ManagedBackward,
@@ -15,8 +15,8 @@ from ampaudit.linter.flow.managed_events import (
     ManagedUpdate,
     ManagedZeroGrad,
 )
-from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def _check_dtype(interpreter: Interpreter, managed: Managed, key: str) -> None:
     """Check that the parameters of a model, whose gradients a framework unscales, are not float16."""
     fact = interpreter.state.get(HALF, key)
     halved = fact.node if isinstance(fact, PerhapsHalf) else fact
-    if isinstance(halved, ast.AST) and managed.scales and managed.framework is not None:
+    is_frozen = interpreter.state.get(FROZEN, key) is not None
+    if isinstance(halved, ast.AST) and not is_frozen and managed.scales and managed.framework is not None:
         interpreter.report(
             "AMP801",
             halved,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from ampaudit.linter.flow.script import nested_blocks
+from ampaudit.linter.flow.syntax import nested_blocks
 
 __all__ = ["imported_modules", "imported_names", "join_names", "module_aliases", "module_of"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import HalfUnderAutocast, ModelCall, PrecisionChosen, SchedulerStep, ZeroGrad
-from ampaudit.linter.flow.facts import DEVICE, FREED, HALF, PERHAPS, PerhapsHalf
+from ampaudit.linter.flow.facts import BFLOAT16, DEVICE, FREED, HALF, PERHAPS, FactKind, PerhapsHalf
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
@@ -29,6 +29,7 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
 )
+from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
@@ -66,9 +67,13 @@ def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments:
     )
     is_quantized = "quantization_config" in arguments.keywords  # which is trained through adapters
     for name in () if is_quantized else ("dtype", "torch_dtype"):
-        if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
-            interpreter.state.set_fact(HALF, node, model.key)
+        dtype = dtype_named(arguments.keywords.get(name, UNKNOWN))
+        if dtype in _KIND_BY_DTYPE:
+            interpreter.state.set_fact(_KIND_BY_DTYPE[dtype], node, model.key)
     return model
+
+
+_KIND_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF, "bfloat16": BFLOAT16}
 
 
 def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:
@@ -113,7 +118,7 @@ def model_method(
     if name in ("cuda", "cpu"):
         state.set_fact(DEVICE, name, model.key)
         return model
-    if name in ("parameters", "named_parameters"):
+    if name in ("parameters", "named_parameters", "state_dict"):
         return Parameters(frozenset({model.key}))
     if name == "zero_grad":
         clear_gradients(interpreter)
@@ -125,6 +130,8 @@ def model_method(
         return clip(interpreter, node, arguments)
     if name == "no_sync":
         return ContextManager("no_sync")
+    if name == "requires_grad_":
+        freeze(interpreter, model.key, arguments.get(0, "requires_grad"))
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
     if _TRAINS.search(name) and _method_of(model, name) is None:
@@ -147,6 +154,7 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
         interpreter.record(PrecisionChosen(interpreter.at(node)))
     if wanted:
         interpreter.state.set_fact(HALF, node if wanted == "float16" else None, model.key)
+        interpreter.state.set_fact(BFLOAT16, node if wanted == "bfloat16" else None, model.key)
     elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
         interpreter.state.set_fact(HALF, PerhapsHalf(node), model.key)
     elif (
@@ -154,6 +162,7 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
         and interpreter.state.get(HALF, model.key) is not None
     ):
         interpreter.state.set_fact(HALF, PERHAPS, model.key)
+        interpreter.state.set_fact(BFLOAT16, None, model.key)
 
 
 def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
@@ -199,8 +208,8 @@ def call_model(
     called = called or interpreter.script.usage.is_model(dotted_name(node.func))
     modes = tuple(interpreter.grad_modes)
     interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
-    halved = interpreter.state.get(HALF, model.key)
-    if cast and isinstance(halved, ast.AST) and not _has_own_switch(interpreter):
+    halved = interpreter.state.trained_cast(HALF, model.key)
+    if cast and halved is not None and not _has_own_switch(interpreter):
         interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
     info = _method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):

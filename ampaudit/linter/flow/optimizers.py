@@ -186,7 +186,7 @@ def _check_eps(
 ) -> None:
     given = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
     eps = given.value if isinstance(given, LiteralValue) else None
-    halved = any(interpreter.state.known_at(HALF, model) for model in models)
+    halved = any(interpreter.state.trained_cast(HALF, model) for model in models)
     if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
         interpreter.report(
             "AMP862",

@@ -13,13 +13,13 @@ __all__ = ["MATTERS", "MATTERS_TO_IMPORTERS", "is_worth_reading", "matching_line
 # lines that matter for the precision of a training loop
 MATTERS: Final = re2.compile(
     r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
-    r"|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
+    r"|precision|parameters\(|\.mul_\(|lerp_|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
     r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
 )
 # and those that matter for a loop in another file
 MATTERS_TO_IMPORTERS: Final = re2.compile(
     r"autocast|[Ss]caler|\.scale\(|backward|\bhalf\(|float16|\.step\(|zero_grad|\.grad\b|clip_grad|\bamp\b|no_sync"
-    r"|DataParallel|state_dict|optim"
+    r"|DataParallel|state_dict|optim|parameters\(|\.mul_\(|lerp_"
 )
 # files that rules may have something to report in
 _MENTIONS = re2.compile(

@@ -24,9 +24,9 @@ from ampaudit.linter.flow.gradient_facts import (
     gradient_contributions,
     has_single_optimizer,
 )
-from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
 from ampaudit.linter.flow.statement_context import in_same_function
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import Optimizer, Scaler
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimi
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
         )
     for model in optimizer.models or ():
-        halved = interpreter.state.get(HALF, model)
-        if isinstance(halved, ast.AST):
+        halved = interpreter.state.trained_cast(HALF, model)
+        if halved is not None:
             interpreter.report(
                 "AMP801",
                 halved,

@@ -11,22 +11,20 @@ from functools import cached_property
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
+from ampaudit.linter.flow.followed_settings import followed_settings
 from ampaudit.linter.flow.relevance import MATTERS, MATTERS_TO_IMPORTERS, matching_lines
+from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 from ampaudit.linter.flow.usage import NameUsage
 
 __all__ = [
     "Script",
     "ScriptTooLong",
-    "condition_of",
-    "dotted_name",
-    "enters_autocast",
-    "nested_blocks",
     "parse",
     "read_script",
-    "sets_own_context",
 ]
 
 _MAX_TOKENS = 1_000_000  # 500 MB as a syntax tree
+_MAX_SETTINGS = 3  # from name to name
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
@@ -93,6 +91,20 @@ class Script:
         return found
 
     @cached_property
+    def settings(self) -> dict[str, tuple[str, bool]]:
+        """The setting that each name follows, and whether it is true where the setting is."""
+        return followed_settings(self.tree)
+
+    def setting(self, text: str, positive: bool) -> tuple[str, bool]:
+        """Return the setting that decides whether a name is true, or false, and what that takes."""
+        for _ in range(_MAX_SETTINGS):
+            if text not in self.settings:
+                break
+            text, same = self.settings[text]
+            positive = positive == same
+        return text, positive
+
+    @cached_property
     def scales_losses(self) -> bool:
         """Whether code, and not only an import or a comment, names a scaler or a loss scale."""
         if not _SCALES.search(self.text):
@@ -110,13 +122,6 @@ class Script:
         decorators = getattr(node, "decorator_list", ())
         at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
         return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
-
-
-def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks directly inside a statement."""
-    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-    blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
-    return [block for block in blocks if isinstance(block, list) and block]
 
 
 class ScriptTooLong(Exception):
@@ -144,11 +149,6 @@ def parse(text: str) -> ast.Module:
     finally:
         if collects:
             gc.enable()
-
-
-def enters_autocast(node: ast.With) -> bool:
-    """Return whether a ``with`` statement names autocast."""
-    return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
 
 
 def read_script(text: str, number: int = 0) -> Script:
@@ -230,52 +230,3 @@ def _record_call(usage: NameUsage, node: ast.Call) -> None:
         usage.methods.setdefault(text, set()).add(node.func.attr)
         if node.func.attr in ("step", "unscale_") and node.args and (given := dotted_name(node.args[0])):
             usage.stepped.setdefault(text, set()).add(given)
-
-
-def sets_own_context(node: ast.AST) -> bool:
-    """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
-            return True
-        if isinstance(inner, ast.With) and enters_autocast(inner):
-            return True
-    return False
-
-
-def dotted_name(node: ast.AST) -> str:
-    """Return a dotted name such as ``self.optimizer``; empty for other expressions."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        base = dotted_name(node.value)
-        head = f"{base}[{node.slice.value!r}]" if base else ""
-    else:
-        head = node.id if isinstance(node, ast.Name) else ""
-    return ".".join([head, *reversed(parts)]) if head else ""
-
-
-def condition_of(test: ast.expr) -> tuple[str, bool] | None:
-    """Return a condition as a name and its truth, as in ``scaler``, False for ``scaler is None``."""
-    positive = True
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, positive = test.operand, not positive
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        other = test.comparators[0]
-        if isinstance(other, ast.Constant):
-            if other.value is None and isinstance(test.ops[0], ast.Is | ast.IsNot):
-                positive ^= isinstance(test.ops[0], ast.Is)
-                test = test.left
-            elif isinstance(other.value, bool):
-                positive ^= isinstance(test.ops[0], ast.IsNot | ast.NotEq) != (other.value is False)
-                test = test.left
-            elif isinstance(other.value, str) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-                text = dotted_name(test.left)
-                return (
-                    (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))
-                    if text
-                    else None
-                )
-    text = dotted_name(test)
-    return (text, positive) if text else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.facts import DEVICE, HALF, PERHAPS, FactKind, Perhaps
+from ampaudit.linter.flow.facts import BFLOAT16, DEVICE, FROZEN, HALF, PERHAPS, FactKind, Perhaps
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.values import Value
 
@@ -78,7 +78,7 @@ UNKNOWN_GRADIENTS: Final = AccumulatedGradients(certainty=Certainty.UNKNOWN)
 FactKey: TypeAlias = tuple[FactKind[Any], *tuple[str, ...]]
 T = TypeVar("T")
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
-_OF_MODELS: Final = (HALF, DEVICE)
+_OF_MODELS: Final = (HALF, BFLOAT16, FROZEN, DEVICE)
 NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
@@ -131,6 +131,10 @@ class State:
         """Return the node of a fact that is certain, else ``None``."""
         fact = self.facts.get((kind, *key))
         return fact if isinstance(fact, ast.AST) else None
+
+    def trained_cast(self, kind: FactKind[Any], model: str) -> ast.AST | None:
+        """Return the cast of a model to a 16-bit dtype, unless its parameters are frozen."""
+        return self.known_at(kind, model) if self.get(FROZEN, model) is None else None
 
     def set_fact(self, kind: FactKind[T], value: T | Perhaps | None, *key: str) -> None:
         """Set a fact."""

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from ampaudit.linter.flow.linked_script import LinkedScript
-from ampaudit.linter.flow.script import Script, dotted_name, nested_blocks
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 
 __all__ = [
     "assigned_texts",
@@ -14,6 +15,7 @@ __all__ = [
     "enclosing_function",
     "following_step",
     "in_same_function",
+    "is_handled",
     "nodes_around",
     "said_where",
     "scaler_in_scope",
@@ -82,6 +84,13 @@ def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
         if isinstance(n, ast.If) and n.lineno <= line <= (n.end_lineno or 0)
         for text in (ast.unparse(n.test), *assigned_texts(linked, node, n.test))
     ]
+
+
+def is_handled(linked: LinkedScript, node: ast.AST) -> bool:
+    """Return whether a node is in a block whose errors its function handles."""
+    line = getattr(node, "lineno", 0)
+    blocks = (n for n in nodes_around(linked, node) if isinstance(n, ast.Try) and n.handlers)
+    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in blocks)
 
 
 def assigned_texts(linked: LinkedScript, node: ast.AST, condition: ast.expr) -> list[str]:

@@ -13,8 +13,8 @@ from ampaudit.linter.flow.gradient_facts import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.module_names import module_of
-from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.state import State, join
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -23,8 +23,10 @@ from ampaudit.linter.flow.values import (
     ImportedName,
     LiteralValue,
     Managed,
+    Parameters,
     Value,
 )
+from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Handlers, Interpreter
@@ -42,6 +44,10 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
         interpreter.assign(target, value)
+        if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+            owner = interpreter.evaluate(target.value)
+            for model in (owner.models or ()) if isinstance(owner, Parameters) else ():
+                freeze(interpreter, model, value)
         replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
         if replaces and not (isinstance(value, LiteralValue) and value.value is None):
             replace_gradients(interpreter, target)

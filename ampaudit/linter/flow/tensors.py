@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -10,7 +11,12 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.flow.events import GradientRead, LossInside, NumberRead
 from ampaudit.linter.flow.gradient_facts import advice_for, still_scaled
 from ampaudit.linter.flow.half_ops import check_half_exp
-from ampaudit.linter.flow.statement_context import call_beside_scaler, said_where
+from ampaudit.linter.flow.statement_context import (
+    call_beside_scaler,
+    in_same_function,
+    nodes_around,
+    said_where,
+)
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -127,13 +133,24 @@ def _scale_of_product(values: list[Value]) -> str:
     return MAYBE if len(kinds) > 1 else next(iter(kinds), UNSCALED)
 
 
+def _check_summed(interpreter: Interpreter, node: ast.BinOp, values: Sequence[Value]) -> None:
+    """Record a scaled loss without a graph that is added to others, which only a report can use."""
+    for value in values if isinstance(node.op, ast.Add) else ():
+        if isinstance(value, Tensor) and value.is_detached and value.scaler_key not in (UNSCALED, MAYBE):
+            interpreter.record(NumberRead(interpreter.at(node), value))
+
+
 def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter) -> Value:
     """Interpret a sum, difference, product, quotient or power of two values."""
     gradients = [value for value in (left, right) if isinstance(value, LossGradients)]
     if gradients:
         if isinstance(node.op, ast.Pow):
             return gradient_norm(interpreter, node, gradients[0])
-        return replace(gradients[0], scaler_key=MAYBE if gradients[0].scaler_key != UNSCALED else UNSCALED)
+        # a factor that is not known may be the inverse of the scale; a tensor is none
+        known = all(isinstance(value, Tensor | LossGradients | LiteralValue) for value in (left, right))
+        scaled = gradients[0].scaler_key
+        return replace(gradients[0], scaler_key=scaled if known or scaled == UNSCALED else MAYBE)
+    _check_summed(interpreter, node, (left, right))
     tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
     if not tensors:
         return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
@@ -192,10 +209,12 @@ def common_scale(values: Sequence[Value]) -> str:
 def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradients) -> Value:
     """Interpret a norm or power of gradients, as in a gradient penalty."""
     if gradients.scaler_key not in (UNSCALED, MAYBE):
+        places = (node, *reversed(interpreter.calls))  # the norm, or the call of a helper that is given them
+        place = next((p for p in places if in_same_function(interpreter.linked, p, gradients.node)), node)
         interpreter.report(
             "AMP837",
-            node,
-            "these gradients are scaled by the loss scale, "
+            place,
+            f"these gradients{said_where(node, place)} are scaled by the loss scale, "
             "so the penalty measures the scale and not the model",
             "multiply them by 1 / scaler.get_scale() first",
         )
@@ -213,6 +232,8 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
     """Record that ``p.grad`` is read, and report it if it is still scaled."""
     interpreter.record(GradientRead(interpreter.at(node)))
     certainty = still_scaled(interpreter)
+    if _is_normalized(interpreter, node):
+        return
     place = call_beside_scaler(interpreter.linked, node, interpreter.calls)
     line = getattr(place, "lineno", 0)
     if certainty and not any(key[:2] == ("AMP808", line) for key in interpreter.diagnostics):
@@ -224,6 +245,15 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
             or "call scaler.unscale_(optimizer) once, before the gradients are first used",
             certainty=certainty,
         )
+
+
+def _is_normalized(interpreter: Interpreter, node: ast.AST) -> bool:
+    """Return whether the function around a node divides the gradients by their norm: the scale cancels."""
+    texts = (ast.unparse(n) for n in nodes_around(interpreter.linked, node) if isinstance(n, ast.BinOp))
+    return any(_BY_NORM.search(text) for text in texts)
+
+
+_BY_NORM: Final = re.compile(r"(?:grad|rho|radius|epsilon).* / \(?\w*norm")
 
 
 def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Value:
@@ -253,7 +283,7 @@ def tensor_method(
         interpreter.record(NumberRead(interpreter.at(node), base))
         return UNSCALED_TENSOR
     if name in ("detach", "detach_"):
-        return replace(base, model_calls=frozenset(), node=node)
+        return replace(base, model_calls=frozenset(), is_detached=True, node=node)
     wanted = requested_dtype(name, arguments)
     if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not wanted:
         return base  # it may be a model of another file as well

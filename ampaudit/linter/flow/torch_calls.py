@@ -15,7 +15,7 @@ from ampaudit.linter.flow.frameworks import framework_of
 from ampaudit.linter.flow.half_ops import check_half_exp, check_half_kernel
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
-from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
     LOSS_FUNCTIONS,
@@ -38,11 +38,14 @@ from ampaudit.linter.flow.values import (
     LossGradients,
     Model,
     Parameters,
+    Partial,
     Scaler,
     Scheduler,
     Tensor,
+    Unknown,
     Value,
 )
+from ampaudit.linter.flow.weight_copies import average_in_list
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
@@ -137,6 +140,8 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return tensors.gradient_norm(interpreter, node, inner) if tensors.is_norm_function(name) else inner
     if isinstance(inner, GradAttribute) and "distributed" not in path:
         return tensors.gradient_method(interpreter, node, name)
+    if name.startswith("_foreach_"):
+        average_in_list(interpreter, node, name, arguments)
     if path == "torch.exp":
         check_half_exp(interpreter, node, first)
     if name == "sigmoid":
@@ -172,7 +177,7 @@ def call_loss_function(
         loss.name in ("BCELoss", "binary_cross_entropy")
         and autocast.enabled is True
         and autocast.device != "cpu"
-        and (not autocast.conditional or _is_on_by_default(interpreter, autocast.node))
+        and not (autocast.conditional and _is_off_by_default(interpreter, autocast.node))
     ):
         _check_binary_cross_entropy(interpreter, node, loss, first)
     elif autocast.enabled is False and isinstance(first, Tensor) and first.cast:
@@ -193,13 +198,13 @@ def call_loss_function(
     )
 
 
-def _is_on_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
-    """Return whether the setting that enables autocast has a default somewhere, which is true."""
+def _is_off_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
+    """Return whether the setting that enables autocast has a default somewhere, which is false."""
     given = (
         [k.value for k in autocast.keywords if k.arg == "enabled"] if isinstance(autocast, ast.Call) else []
     )
     name = dotted_name(given[0]).rpartition(".")[2] if given else ""
-    return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*True\b")
+    return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
 
 
 def _check_binary_cross_entropy(
@@ -281,6 +286,14 @@ def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> V
     return DeviceValue(objects.device_of(value))
 
 
+def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    given = arguments.positional
+    has_all = not any(isinstance(a, ast.Starred) for a in node.args) and "**" not in arguments.keywords
+    if not given or not has_all or isinstance(given[0], Unknown):
+        return UNKNOWN
+    return Partial(given[0], tuple(given[1:]), tuple(arguments.keywords.items()), node)
+
+
 _BY_PATH: Final[dict[str, Handler]] = {
     "torch.no_grad": _context("no_grad"),
     "torch.inference_mode": _context("no_grad"),
@@ -294,6 +307,7 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "torch.device": _device,
     "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
     "threading.Thread": _start_thread,
+    "functools.partial": _partial,
     "itertools.chain": lambda interpreter, node, arguments: _chain(arguments),
 }
 

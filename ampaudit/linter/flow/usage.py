@@ -13,6 +13,10 @@ _MODEL = re.compile(
     r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone"
 )
 
+_OF_MODELS = frozenset(
+    "parameters train eval half named_parameters state_dict no_sync zero_grad (call)".split()
+)
+
 
 @dataclass(slots=True)
 class NameUsage:
@@ -74,8 +78,7 @@ class NameUsage:
         """Return whether a name is named like a model and used like one."""
         used = self.methods.get(text, set())
         name = _last(text)
-        known = {"parameters", "train", "eval", "half", "named_parameters", "no_sync", "zero_grad", "(call)"}
-        return bool(_MODEL.search(name.lower())) and bool(used & known)
+        return bool(_MODEL.search(name.lower())) and bool(used & _OF_MODELS)
 
 
 def _last(text: str) -> str:

@@ -30,12 +30,14 @@ __all__ = [
     "Model",
     "Optimizer",
     "Parameters",
+    "Partial",
     "ScaleReading",
     "Scaler",
     "Scheduler",
     "StateDict",
     "Tensor",
     "Truth",
+    "Unknown",
     "Value",
 ]
 
@@ -168,9 +170,19 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One or all parameters of models; ``None`` if the models are unknown."""
+    """One or all parameters of models, or copies of them.
+
+    Attributes:
+        models: keys of the models; ``None`` if unknown.
+        dtype: the dtype that they were cast to; empty if to none.
+        cast: the cast, if that is to 16 bits.
+        decayed: whether they were just multiplied in place.
+    """
 
     models: frozenset[str] | None
+    dtype: str = ""
+    cast: ast.AST | None = None
+    decayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +219,8 @@ class Tensor:
         loss: the loss function that returned it, else empty.
         divided: whether it was divided or multiplied; ``None`` if unknown.
         sigmoid: the call of sigmoid that returned it.
+        rounded: the cast to 16 bits of the positions or times that it is computed from.
+        is_detached: whether it is detached from its graph.
         node: the expression that created it.
     """
 
@@ -218,6 +232,8 @@ class Tensor:
     loss: str = ""
     divided: bool | None = None
     sigmoid: ast.AST | None = None
+    rounded: ast.AST | None = None
+    is_detached: bool = False
     node: ast.AST | None = None
 
 
@@ -279,6 +295,16 @@ class DtypeChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class Partial:
+    """A function with the first of its arguments, as ``functools.partial`` makes it in a call."""
+
+    function: Value
+    positional: tuple[Value, ...]
+    keywords: tuple[tuple[str, Value], ...]
+    node: ast.Call
+
+
+@dataclass(frozen=True, slots=True)
 class ContextManager:
     """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
 
@@ -304,5 +330,5 @@ Value: TypeAlias = (
     "Unknown | ImportedName | LiteralValue | Truth | KnownItems | StateDict | DictLiteral | Optimizer"
     " | Scaler | Model | Parameters | DeviceValue | GradAttribute | ScaleReading | Scheduler | Tensor"
     " | LossFunction | LossGradients | Autocast | ContextManager | DtypeChoice | Managed | Function | Class"
-    " | BoundMethod | Instance"
+    " | BoundMethod | Instance | Partial"
 )

@@ -33,6 +33,10 @@ Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
 def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
     """Check unscaling, updating, zeroing, division and synchronization in accumulation loops."""
+    if any(e.loop is None for e in of_type(events, Backward)):  # a function that is called for each batch
+        alone = [e for e in events if e.loop is None]
+        for branch in dict.fromkeys(branch_of(None, e) for e in of_type(alone, Backward)):
+            _check_branch(interpreter, None, branch, alone)
     for loop in dict.fromkeys(e.loop for e in of_type(events, Backward) if e.loop is not None):
         inside = [e for e in events if any(g.node is loop for g in e.guards)]
         backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
@@ -45,7 +49,9 @@ def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
             _check_branch(interpreter, loop, branch, inside)
 
 
-def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, inside: list[Event]) -> None:
+def _check_branch(
+    interpreter: Interpreter, loop: ast.AST | None, branch: Branch, inside: list[Event]
+) -> None:
     """Check what happens in a loop where its conditions have these sides."""
     there = [e for e in inside if branch_of(loop, e)[: len(branch)] == branch]
     backwards = [e for e in of_type(there, Backward) if e.loop is loop and branch_of(loop, e) == branch]
@@ -63,7 +69,7 @@ def _check_branch(interpreter: Interpreter, loop: ast.AST, branch: Branch, insid
     _check_synchronization(interpreter, there, backwards)
 
 
-def branch_of(loop: ast.AST, event: Event) -> Branch:
+def branch_of(loop: ast.AST | None, event: Event) -> Branch:
     """Return the conditions between a loop and an event but for those on a count, each with its side."""
     guards = event.guards_inside(loop)
     following = (*(guard.node for guard in guards[1:]), event.node)
@@ -85,7 +91,7 @@ def _side(condition: ast.AST, node: ast.AST) -> str:
     return ""
 
 
-def _gates(loop: ast.AST, backwards: list[Backward], steps: list[StepEvent]) -> set[ast.AST]:
+def _gates(loop: ast.AST | None, backwards: list[Backward], steps: list[StepEvent]) -> set[ast.AST]:
     """Return the conditions on a count that guard all steps and no backward."""
     if not steps or any(_is_conditional(loop, e) for e in backwards):
         return set()
@@ -98,7 +104,7 @@ def _gates(loop: ast.AST, backwards: list[Backward], steps: list[StepEvent]) -> 
     }
 
 
-def _is_conditional(loop: ast.AST, event: Event) -> bool:
+def _is_conditional(loop: ast.AST | None, event: Event) -> bool:
     return any(guard.kind == "if" and _tests_remainder(guard) for guard in event.guards_inside(loop))
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic
-from ampaudit.linter.flow.script import Script, dotted_name
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name
 
 __all__ = ["check_apex_loops"]
 

@@ -9,7 +9,8 @@ from typing import Final
 
 from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.flow.definitions import FunctionInfo
-from ampaudit.linter.flow.script import Script, dotted_name, enters_autocast
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name, enters_autocast
 
 __all__ = ["check_autograd_functions"]
 

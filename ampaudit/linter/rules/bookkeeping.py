@@ -29,7 +29,7 @@ from ampaudit.linter.flow.events import (
     SchedulerStep,
     of_type,
 )
-from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.managed_events import ManagedZeroGrad
 from ampaudit.linter.flow.statement_context import assigned_texts
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.rules.accumulation import Branch, branch_of
 
 if TYPE_CHECKING:
@@ -57,10 +58,18 @@ def check_zeroed_either_way(interpreter: Interpreter, one: list[Event], other: l
         zeroed = {guard.node for e in of_type(counterpart, ZeroGrad) for guard in e.guards}
         if any(isinstance(e, ZeroGrad | UnknownEffect | UnknownBackward | ManagedZeroGrad) for e in run):
             continue
-        stepped = {e.loop for e in of_type(run, StepEvent)}
+        steps = of_type(run, StepEvent)
+        stepped = {e.loop for e in steps if not _may_zero_itself(interpreter, e)}
         for event in of_type(run, Backward):
             if event.loop is not None and event.loop in stepped & zeroed:
                 _report_unzeroed(interpreter, event)
+
+
+def _may_zero_itself(interpreter: Interpreter, step: StepEvent) -> bool:
+    """Return whether an optimizer is of a class that is not known, and that may zero the gradients."""
+    values = interpreter.script.assigned.get(step.optimizer.removeprefix("name "), ())
+    classes = (dotted_name(v.func).rpartition(".")[2] for v in values if isinstance(v, ast.Call))
+    return step.optimizer.startswith("name ") and any(name[:1].isupper() for name in classes)
 
 
 def _report_unzeroed(interpreter: Interpreter, event: Event) -> None:

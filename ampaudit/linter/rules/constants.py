@@ -14,7 +14,8 @@ import re2
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
 from ampaudit.linter.flow.relevance import matching_lines
-from ampaudit.linter.flow.script import Script, dotted_name, nested_blocks
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 from ampaudit.linter.flow.torch_names import FLOAT16_ROUNDS_TO_ZERO
 
 __all__ = ["check_constants"]

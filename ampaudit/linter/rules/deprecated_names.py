@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ampaudit.linter.diagnostic import Diagnostic, Fix
-from ampaudit.linter.flow.script import Script, dotted_name
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import DEPRECATED, canonical_name
 
 __all__ = ["check_deprecated_names"]

@@ -21,8 +21,8 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.managed_events import ManagedBackward, ManagedClip, ManagedStep, ManagedUpdate
-from ampaudit.linter.flow.script import dotted_name
 from ampaudit.linter.flow.statement_context import nodes_around, tests_around
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import Managed, Tensor
 
 if TYPE_CHECKING:

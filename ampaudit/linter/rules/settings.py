@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, ScalerScale, of_type
-from ampaudit.linter.flow.script import Script, dotted_name
+from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.statement_context import tests_around
+from ampaudit.linter.flow.syntax import dotted_name
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter

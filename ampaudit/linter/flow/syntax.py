@@ -1,0 +1,68 @@
+"""Answers what an expression or a statement says, without knowing what its names stand for."""
+
+from __future__ import annotations
+
+import ast
+
+__all__ = ["condition_of", "dotted_name", "enters_autocast", "nested_blocks", "sets_own_context"]
+
+
+def condition_of(test: ast.expr) -> tuple[str, bool] | None:
+    """Return a condition as a name and its truth, as in ``scaler``, False for ``scaler is None``."""
+    positive = True
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, positive = test.operand, not positive
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        other = test.comparators[0]
+        if isinstance(other, ast.Constant):
+            if other.value is None and isinstance(test.ops[0], ast.Is | ast.IsNot):
+                positive ^= isinstance(test.ops[0], ast.Is)
+                test = test.left
+            elif isinstance(other.value, bool):
+                positive ^= isinstance(test.ops[0], ast.IsNot | ast.NotEq) != (other.value is False)
+                test = test.left
+            elif isinstance(other.value, str) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+                text = dotted_name(test.left)
+                return (
+                    (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))
+                    if text
+                    else None
+                )
+    text = dotted_name(test)
+    return (text, positive) if text else None
+
+
+def dotted_name(node: ast.AST) -> str:
+    """Return a dotted name such as ``self.optimizer``; empty for other expressions."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        base = dotted_name(node.value)
+        head = f"{base}[{node.slice.value!r}]" if base else ""
+    else:
+        head = node.id if isinstance(node, ast.Name) else ""
+    return ".".join([head, *reversed(parts)]) if head else ""
+
+
+def enters_autocast(node: ast.With) -> bool:
+    """Return whether a ``with`` statement names autocast."""
+    return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
+
+
+def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks directly inside a statement."""
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
+    return [block for block in blocks if isinstance(block, list) and block]
+
+
+def sets_own_context(node: ast.AST) -> bool:
+    """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
+            return True
+        if isinstance(inner, ast.With) and enters_autocast(inner):
+            return True
+    return False

@@ -1,0 +1,80 @@
+"""Interprets copies of the weights, and checks that no average of them is kept in 16 bits."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.facts import BFLOAT16, FROZEN, HALF
+from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.tensors import requested_dtype
+from ampaudit.linter.flow.values import UNKNOWN, LiteralValue, Parameters, Value
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["average_in_list", "copies_method", "freeze"]
+
+_SMALLEST_CHANGE: Final = {"float16": "1/2048", "bfloat16": "1/256"}  # half a unit in the last place
+_KEEPS: Final = frozenset("detach clone contiguous cpu cuda to data values items requires_grad_".split())
+
+
+def copies_method(
+    interpreter: Interpreter, node: ast.Call, copies: Parameters, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of weights or of copies of them."""
+    dtype = requested_dtype(name, arguments)
+    if dtype:
+        return replace(copies, dtype=dtype, cast=node if dtype in _SMALLEST_CHANGE else None)
+    if name == "requires_grad_":
+        for model in copies.models or ():
+            freeze(interpreter, model, arguments.get(0, "requires_grad"))
+    if name == "mul_":
+        return replace(copies, decayed=True)
+    added = name in ("add_", "addcmul_") and copies.decayed
+    if added or name == "lerp_" or (name == "copy_" and _averages_itself(node)):
+        _report_average(interpreter, node, copies)
+        return copies
+    return copies if name in _KEEPS else UNKNOWN
+
+
+def freeze(interpreter: Interpreter, model: str, value: Value | None) -> None:
+    """Record that the parameters of a model are frozen if a value is false, and trained if it is not."""
+    is_frozen = isinstance(value, LiteralValue) and value.value is False
+    interpreter.state.set_fact(FROZEN, True if is_frozen else None, model)
+
+
+def average_in_list(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> None:
+    """Check ``torch._foreach_lerp_`` and the like."""
+    averages = item_of(arguments.get(0, "self") or UNKNOWN)
+    if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
+        _report_average(interpreter, node, averages)
+
+
+def _averages_itself(node: ast.Call) -> bool:
+    """Return whether a call is ``x.copy_(decay * x + (1 - decay) * y)``."""
+    given = ast.unparse(node.args[0]) if node.args else ""
+    target = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    return target in given and " + " in given and "1 - " in given.replace("1.0 - ", "1 - ")
+
+
+def _report_average(interpreter: Interpreter, node: ast.AST, copies: Parameters) -> None:
+    cast, dtype = copies.cast, copies.dtype
+    for model in copies.models or () if cast is None and not copies.dtype else ():
+        for kind, name in ((HALF, "float16"), (BFLOAT16, "bfloat16")):
+            known = interpreter.state.known_at(kind, model)
+            cast, dtype = (known, name) if known is not None else (cast, dtype)
+    if cast is None:
+        return
+    interpreter.report(
+        "AMP867",
+        cast,
+        f"these copies of the weights are {dtype}, and line {getattr(node, 'lineno', 0)} averages them: "
+        f"changes of less than {_SMALLEST_CHANGE[dtype]} of a weight are rounded away, and the average "
+        "stands still",
+        "keep the average in float32, and cast a copy of it where it is used",
+        certainty=Certainty.LIKELY,
+    )
