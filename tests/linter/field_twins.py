@@ -57,6 +57,40 @@ _AVERAGED = script_of(
     "        for k, v in model.state_dict().items():",
     "            self.shadow[k].mul_(decay).add_(v, alpha=1 - decay)",
 )
+_ENCODED = script_of(
+    "def encoding(timesteps, width):",
+    "    rates = torch.exp(-torch.arange(width // 2) * 9.2 / (width // 2))",
+    "    angles = timesteps[:, None].float() * rates[None]",
+    "    return torch.cat([angles.sin(), angles.cos()], dim=-1)",
+    "",
+    "",
+    "def embed(mlp, t):",
+    "    return mlp(encoding(<>, 256))",
+)
+_SMALL_STEPS = script_of(
+    "def fit(net: nn.Module, loader):",
+    "    net.bfloat16().cuda()",
+    "    adam = torch.optim.Adam([{'params': [p for p in net.parameters()]}], <>)",
+    "    for x, y in loader:",
+    "        adam.zero_grad()",
+    "        F.cross_entropy(net(x), y).backward()",
+    "        adam.step()",
+)
+_CLIPPED = script_of(
+    "from torch.distributed.fsdp import FullyShardedDataParallel",
+    "",
+    "",
+    "class Trainer:",
+    "    def __init__(self, net):",
+    "        self.net = FullyShardedDataParallel(net)",
+    "        self.adam = torch.optim.Adam(self.net.parameters())",
+    "",
+    "    def step(self, x, y):",
+    "        self.adam.zero_grad()",
+    "        F.cross_entropy(self.net(x), y).backward()",
+    "        <>",
+    "        self.adam.step()",
+)
 _CONTRASTED = script_of(
     "def contrast(x, y, scale):",
     "    powers = (x @ y.T * scale).exp()",
@@ -215,5 +249,12 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
     "AMP859": (PLAIN, _ENGINE.replace("<>", "loss / args.grad_accum"), _ENGINE.replace("<>", "loss")),
     "AMP867": (PLAIN, _AVERAGED.replace("<>", ".half()"), _AVERAGED.replace("<>", ".clone()")),
     "AMP868": (PLAIN, _CONTRASTED.replace("<>", "half"), _CONTRASTED.replace("<>", "float")),
+    "AMP869": (PLAIN, _ENCODED.replace("<>", "t.to(torch.bfloat16)"), _ENCODED.replace("<>", "t")),
+    "AMP870": (PLAIN, _SMALL_STEPS.replace("<>", "2e-6"), _SMALL_STEPS.replace("<>", "2e-3")),
+    "AMP871": (
+        PLAIN,
+        _CLIPPED.replace("<>", "torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"),
+        _CLIPPED.replace("<>", "self.net.clip_grad_norm_(1.0)"),
+    ),
     "AMP866": (PLAIN, _UNSYNCHRONIZED.replace("<>", "1"), _UNSYNCHRONIZED.replace("<>", "0")),
 }

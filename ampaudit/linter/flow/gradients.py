@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["autograd_grad", "backward", "clip", "unknown_backward"]
+__all__ = ["autograd_grad", "backward", "check_sharded", "clip", "unknown_backward"]
 
 
 def unknown_backward(interpreter: Interpreter) -> None:
@@ -138,6 +138,20 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
             )
         if not retained:
             interpreter.state.set_fact(FREED, node, root)
+
+
+def check_sharded(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+    """Check that torch does not clip what FSDP shards, whose norm each process sees a part of."""
+    given = arguments.get(0, "parameters")
+    models = given.models if isinstance(given, Parameters) else None
+    if models and models & interpreter.sharded:
+        interpreter.report(
+            "AMP871",
+            node,
+            "FSDP shards the gradients: each process clips its shards by their own norm, and not by that of "
+            "the whole gradient",
+            "call model.clip_grad_norm_(max_norm), which FSDP adds up over all processes",
+        )
 
 
 def clip(

@@ -12,7 +12,13 @@ from ampaudit.linter.flow.values import Tensor, Value
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_half_exp", "check_half_kernel"]
+__all__ = [
+    "check_half_exp",
+    "check_half_fft",
+    "check_half_kernel",
+    "check_rounded_angles",
+    "rounds_positions",
+]
 
 
 def check_half_exp(interpreter: Interpreter, node: ast.Call, value: Value) -> None:
@@ -44,4 +50,41 @@ def check_half_kernel(interpreter: Interpreter, node: ast.Call, path: str, value
             node,
             f"{path} has no {value.cast} kernel, and its input is {value.cast} under autocast",
             "compute it from float32 inputs under 'with torch.autocast(device_type, enabled=False):'",
+        )
+
+
+def check_half_fft(interpreter: Interpreter, node: ast.Call, path: str, value: Value | None) -> None:
+    """Check a Fourier transform; cuFFT takes no bfloat16, and float16 only in sizes that are powers of 2."""
+    cast = value.cast if isinstance(value, Tensor) else ""
+    if cast in ("float16", "bfloat16") and interpreter.autocast.device != "cpu":
+        refused = "any bfloat16 input" if cast == "bfloat16" else "a size that is no power of two in float16"
+        interpreter.report(
+            "AMP846",
+            node,
+            f"{path} refuses {refused}, and its input is {cast} under autocast, which does not cast it",
+            "transform x.float(), under 'with torch.autocast(device_type, enabled=False):'",
+            certainty=Certainty.KNOWN if cast == "bfloat16" else Certainty.LIKELY,
+        )
+
+
+def rounds_positions(*operands: ast.AST) -> bool:
+    """Return whether values that are cast to 16 bits are, by their names, positions, times or frequencies."""
+    return any(_POSITIONS.search(ast.unparse(operand).lower()) for operand in operands)
+
+
+_POSITIONS: Final = re.compile(
+    r"freq|posit|\bpos\b|pos_|time_?step|\btimes?\b|^t$|theta|omega|angle|\bmz\b|coord"
+)
+
+
+def check_rounded_angles(interpreter: Interpreter, value: Value) -> None:
+    """Check that sines and cosines are not those of positions that were rounded to 16 bits."""
+    if isinstance(value, Tensor) and value.rounded is not None:
+        interpreter.report(
+            "AMP869",
+            value.rounded,
+            "positions or times are rounded to 16 bits here, to 8 significant bits in bfloat16 and 11 in "
+            "float16: the sines and cosines of neighbors become equal",
+            "compute them in float32 under 'with torch.autocast(device_type, enabled=False):', then cast",
+            certainty=Certainty.LIKELY,
         )

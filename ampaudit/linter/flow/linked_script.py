@@ -78,9 +78,9 @@ class LinkedScript:
         return (self.main, *self.imported.values())
 
     def mentions(self, pattern: str) -> bool:
-        """Return whether a regular expression matches in the script or in a file that it imports."""
+        """Return whether a regular expression matches in the code of the script or of a file it imports."""
         if pattern not in self._mentioned:
-            self._mentioned[pattern] = any(re.search(pattern, script.text) for script in self.scripts)
+            self._mentioned[pattern] = any(re.search(pattern, script.code) for script in self.scripts)
         return self._mentioned[pattern]
 
     def holds(self, node: ast.AST) -> bool:

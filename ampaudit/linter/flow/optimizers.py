@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Fix, key_of, remove_statement
+from ampaudit.linter.diagnostic import Certainty, Fix, key_of, remove_statement
 from ampaudit.linter.flow.events import (
     OptimizerMade,
     OptimizerRestored,
@@ -15,6 +15,7 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.facts import (
+    BFLOAT16,
     FRESH,
     HALF,
     STEPPED,
@@ -178,6 +179,8 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
         interpreter.models_by_optimizer[key] = models
     if name in ADAM_LIKE and models:
         _check_eps(interpreter, node, name, arguments, models)
+    if name in ADAM_LIKE:
+        _check_bfloat16(interpreter, arguments, models)
     return Optimizer(key, node, name, models)
 
 
@@ -194,4 +197,36 @@ def _check_eps(
             f"eps={eps:g} is zero in float16, the dtype of these parameters and of the optimizer's state:"
             " where a gradient is zero, the update is 0/0",
             "keep the parameters in float32; if they must be float16, use eps=1e-4",
+        )
+
+
+_SMALL_LEARNING_RATE: Final = (
+    1e-4  # a step of Adam is about as long; half a unit in the last place of 0.05 is longer
+)
+# what keeps or rounds the weights otherwise, or trains others than these
+_OTHERWISE: Final = (
+    r"stochastic|[Kk]ahan|master|fp32_param|LoRA|[Ll]ora_|peft|adapter|deepspeed|MixedPrecision"
+)
+
+
+def _check_bfloat16(interpreter: Interpreter, arguments: Arguments, models: frozenset[str] | None) -> None:
+    """Report bfloat16 weights that an optimizer of torch changes by less than they can represent."""
+    given = arguments.get(1, "lr")
+    rate = given.value if isinstance(given, LiteralValue) else None
+    if not isinstance(rate, float) or rate > _SMALL_LEARNING_RATE:
+        return
+    state = interpreter.state
+    if models is None:  # of the only model, if there is one
+        models = frozenset(key[0] for key, fact in state.matching(BFLOAT16) if fact is not None)
+    if len(models) != 1 or interpreter.linked.mentions(_OTHERWISE):
+        return
+    cast = state.trained_cast(BFLOAT16, next(iter(models)))
+    if cast is not None:
+        interpreter.report(
+            "AMP870",
+            cast,
+            f"these weights are bfloat16, and Adam changes each by about the learning rate, {rate:g}: less "
+            "than half a unit in the last place of weights of 0.05 and more, whose changes are rounded away",
+            "keep the weights in float32 and compute under autocast, or round stochastically",
+            certainty=Certainty.LIKELY,
         )

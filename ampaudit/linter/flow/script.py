@@ -28,6 +28,7 @@ _MAX_SETTINGS = 3  # from name to name
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
+_COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _SCALES = re.compile(r"scaler|loss_?scal|grad_?scal", re.IGNORECASE)
 
 
@@ -77,6 +78,11 @@ class Script:
     def is_called(self, name: str) -> bool:
         """Return whether a statement that matters calls a name."""
         return "(call)" in self.usage.methods.get(name, ())
+
+    @cached_property
+    def code(self) -> str:
+        """The source text without comments."""
+        return _COMMENT.sub("", self.text)
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:

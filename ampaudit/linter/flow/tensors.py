@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.events import GradientRead, LossInside, NumberRead
 from ampaudit.linter.flow.gradient_facts import advice_for, still_scaled
-from ampaudit.linter.flow.half_ops import check_half_exp
+from ampaudit.linter.flow.half_ops import check_half_exp, check_rounded_angles, rounds_positions
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     in_same_function,
@@ -43,6 +43,7 @@ __all__ = [
     "combine",
     "common_scale",
     "dtype_named",
+    "first_rounded",
     "matrix_product",
     "record_loss",
     "requested_dtype",
@@ -101,11 +102,23 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
                 "compute what needs float32 under 'with torch.autocast(device_type, enabled=False):'",
             )
     roots = all_model_calls(values)
+    operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
+    rounded = node if cast and rounds_positions(*operands) else first_rounded(values)
     if interpreter.autocast.enabled is False and len(values) > 1:
         cast = _cast_of_pair(*values[:2])
     return Tensor(
-        cast=cast, computed_under=cast, model_calls=roots, scaler_key=_scale_of_product(values), node=node
+        cast=cast,
+        computed_under=cast,
+        model_calls=roots,
+        scaler_key=_scale_of_product(values),
+        rounded=rounded,
+        node=node,
     )
+
+
+def first_rounded(values: Sequence[Value]) -> ast.AST | None:
+    """Return where positions that any of some values is computed from were rounded."""
+    return next((v.rounded for v in values if isinstance(v, Tensor) and v.rounded is not None), None)
 
 
 def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
@@ -165,6 +178,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         return replace(
             first,
             scaler_key=scaled,
+            rounded=first_rounded(tensors),
             divided=True,
             upcast=None,
             model_calls=all_model_calls([left, right]),
@@ -179,6 +193,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         upcast=None,
         model_calls=all_model_calls([left, right]),
         divided=divided,
+        rounded=first_rounded(tensors),
         loss=next((t.loss for t in tensors if t.loss), ""),
         node=node,
     )
@@ -289,9 +304,14 @@ def tensor_method(
         return base  # it may be a model of another file as well
     if wanted:
         up = node if wanted == "float32" else None
-        return replace(base, cast=wanted if wanted in ("float16", "bfloat16") else "", upcast=up, node=node)
+        cast = wanted if wanted in ("float16", "bfloat16") else ""
+        receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
+        rounded = node if cast and rounds_positions(receiver) else base.rounded
+        return replace(base, cast=cast, upcast=up, rounded=rounded, node=node)
     if name == "sigmoid":
         return replace(base, sigmoid=node, upcast=None, node=node)
+    if name in ("sin", "cos"):
+        check_rounded_angles(interpreter, base)
     if name == "exp":
         check_half_exp(interpreter, node, base)
     if name in ("matmul", "mm", "bmm"):

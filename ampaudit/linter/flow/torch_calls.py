@@ -12,7 +12,12 @@ from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
 from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, NumberRead, ThreadStarted
 from ampaudit.linter.flow.frameworks import framework_of
-from ampaudit.linter.flow.half_ops import check_half_exp, check_half_kernel
+from ampaudit.linter.flow.half_ops import (
+    check_half_exp,
+    check_half_fft,
+    check_half_kernel,
+    check_rounded_angles,
+)
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.syntax import dotted_name
@@ -71,6 +76,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if path in SCALERS:
         return make_scaler(interpreter, node, path, arguments)
     if name in _CLIPS:
+        if path.startswith("torch."):
+            gradients.check_sharded(interpreter, node, arguments)
         return gradients.clip(interpreter, node, arguments)
     if path.startswith("torch."):
         return _call_torch(interpreter, node, path, name, arguments)
@@ -110,6 +117,11 @@ def _call_torch(
         return call_loss_function(
             interpreter, node, LossFunction(name, None, _reduction(arguments)), arguments
         )
+    if path.startswith("torch.fft."):
+        check_half_fft(interpreter, node, path, arguments.get(0, "input"))
+        return UNSCALED_TENSOR
+    if path == "torch.nn.ModuleList" and isinstance(given := arguments.get(0, "modules"), KnownItems):
+        return given
     if path.startswith("torch.optim.lr_scheduler."):
         return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
     if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
@@ -142,6 +154,12 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return tensors.gradient_method(interpreter, node, name)
     if name.startswith("_foreach_"):
         average_in_list(interpreter, node, name, arguments)
+    if path in ("torch.sin", "torch.cos"):
+        check_rounded_angles(interpreter, first)
+    if path in ("torch.arange", "torch.linspace"):
+        dtype = tensors.dtype_named(arguments.keywords.get("dtype", UNKNOWN))
+        cast = dtype if dtype in ("float16", "bfloat16") else ""
+        return Tensor(cast=cast, rounded=node if cast else None, node=node)
     if path == "torch.exp":
         check_half_exp(interpreter, node, first)
     if name == "sigmoid":
@@ -154,7 +172,10 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
     if not tensor:
         return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in given) else UNKNOWN
     return Tensor(
-        scaler_key=tensors.common_scale(tensor), model_calls=tensors.all_model_calls(tensor), node=node
+        scaler_key=tensors.common_scale(tensor),
+        model_calls=tensors.all_model_calls(tensor),
+        rounded=tensors.first_rounded([*tensor, *(first.items if isinstance(first, KnownItems) else ())]),
+        node=node,
     )
 
 

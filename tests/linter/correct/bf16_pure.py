@@ -1,8 +1,9 @@
 import torch
+from torchao.optim import AdamW8bit
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16).cuda()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+optimizer = AdamW8bit(model.parameters(), lr=1e-5, bf16_stochastic_round=True)
 
 
 def train(loader, accumulate):
