@@ -67,6 +67,28 @@ _ENCODED = script_of(
     "def embed(mlp, t):",
     "    return mlp(encoding(<>, 256))",
 )
+_RATIO = script_of(
+    "class Learner:",
+    "    def __init__(self, policy: nn.Module):",
+    "        self.policy = policy.<>",
+    "",
+    "    def scores(self, x, actions):",
+    "        return F.log_softmax(self.policy(x), -1).gather(-1, actions)",
+    "",
+    "    def learn(self, x, actions, old, gain):",
+    "        ((self.scores(x, actions) - old).exp() * gain).mean().backward()",
+)
+_OVERLAP = script_of(
+    "def overlap(p, target):",
+    "    return (p * target).sum() / (p.sum(dim=(1, 2)) + target.sum() + 1)",
+    "",
+    "",
+    "def train(x, target):",
+    "    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 1, 3))",
+    "    with torch.autocast('cuda', dtype=torch.float16):",
+    "        logits = net(x)",
+    "    return overlap(<>, target)",
+)
 _SMALL_STEPS = script_of(
     "def fit(net: nn.Module, loader):",
     "    net.bfloat16().cuda()",
@@ -256,5 +278,7 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         _CLIPPED.replace("<>", "torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"),
         _CLIPPED.replace("<>", "self.net.clip_grad_norm_(1.0)"),
     ),
+    "AMP872": (PLAIN, _RATIO.replace("<>", "half()"), _RATIO.replace("<>", "float()")),
+    "AMP873": (PLAIN, _OVERLAP.replace("<>", "logits.sigmoid()"), _OVERLAP.replace("<>", "logits.float()")),
     "AMP866": (PLAIN, _UNSYNCHRONIZED.replace("<>", "1"), _UNSYNCHRONIZED.replace("<>", "0")),
 }

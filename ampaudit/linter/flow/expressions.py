@@ -77,7 +77,10 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
             return base
         known = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
         # a field of what a model returned; the model may have computed it in any dtype
-        return Tensor(model_calls=base.model_calls, computed_under=base.computed_under) if known else UNKNOWN
+        field = Tensor(
+            model_calls=base.model_calls, computed_under=base.computed_under, weights_dtype=base.weights_dtype
+        )
+        return field if known else UNKNOWN
     if isinstance(base, Managed):
         return base
     text = dotted_name(node)
@@ -107,6 +110,8 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
             return reading
     if any(isinstance(value, Tensor) and value.cast == "float16" for value in (left, right)):
         interpreter.half_values.add(node)
+    if any(isinstance(value, Tensor) and value.dtype == "float32" for value in (left, right)):
+        interpreter.float_values.add(node)
     if isinstance(node.op, ast.MatMult):
         return matrix_product(interpreter, node, [left, right])
     if isinstance(left, LiteralValue) and isinstance(right, LiteralValue):

@@ -16,17 +16,21 @@ __all__ = [
     "check_half_exp",
     "check_half_fft",
     "check_half_kernel",
+    "check_half_sum",
+    "check_log_probabilities",
     "check_rounded_angles",
+    "check_rounded_timesteps",
     "rounds_positions",
 ]
 
 
-def check_half_exp(interpreter: Interpreter, node: ast.Call, value: Value) -> None:
-    """Check that no exponential of values without a known bound is computed in float16."""
+def check_half_exp(interpreter: Interpreter, node: ast.Call, value: Value) -> bool:
+    """Check that no exponential of unbounded values is computed in float16; return whether one is."""
     if not isinstance(value, Tensor) or value.cast != "float16" or interpreter.autocast.enabled is not False:
-        return
+        return False
     method = node.func.value if isinstance(node.func, ast.Attribute) and not node.args else None
-    if not _BOUNDED.search(ast.unparse(method or node.args[0])):
+    is_bounded = _BOUNDED.search(ast.unparse(method or node.args[0])) is not None
+    if not is_bounded:
         interpreter.report(
             "AMP868",
             node,
@@ -34,6 +38,7 @@ def check_half_exp(interpreter: Interpreter, node: ast.Call, value: Value) -> No
             "compute it from float32 values: write .float() first, or use log_softmax or cross_entropy",
             certainty=Certainty.LIKELY,
         )
+    return not is_bounded
 
 
 # negative, shifted by the maximum, or the logarithm of a variance
@@ -86,5 +91,44 @@ def check_rounded_angles(interpreter: Interpreter, value: Value) -> None:
             "positions or times are rounded to 16 bits here, to 8 significant bits in bfloat16 and 11 in "
             "float16: the sines and cosines of neighbors become equal",
             "compute them in float32 under 'with torch.autocast(device_type, enabled=False):', then cast",
+            certainty=Certainty.LIKELY,
+        )
+
+
+def check_rounded_timesteps(interpreter: Interpreter, value: Value) -> None:
+    """Check that a model, which takes sines and cosines of them, is not given times in 16 bits."""
+    cast = value.rounded if isinstance(value, Tensor) else None
+    is_cast = isinstance(cast, ast.Call) and _TIMES.search(ast.unparse(cast.func).lower()) is not None
+    if is_cast and interpreter.linked.mentions(r"\.backward\("):
+        check_rounded_angles(interpreter, value)
+
+
+_TIMES: Final = re.compile(r"time_?step|\bsigmas?\b")
+
+
+def check_half_sum(interpreter: Interpreter, node: ast.Call, value: Value) -> None:
+    """Check that no sum of float16 values is computed outside autocast, which would compute it in float32."""
+    if isinstance(value, Tensor) and value.cast == "float16" and interpreter.autocast.enabled is False:
+        interpreter.report(
+            "AMP873",
+            node,
+            "these values are float16 under autocast, and so is their sum outside: above 65504 it is inf",
+            "compute it inside the autocast block, or from values.float()",
+            certainty=Certainty.LIKELY,
+        )
+
+
+def check_log_probabilities(interpreter: Interpreter, node: ast.Call, value: Value) -> None:
+    """Check that no log-probabilities are computed from the output of a model whose weights are 16-bit."""
+    dtype = value.weights_dtype if isinstance(value, Tensor) else ""
+    is_off = interpreter.autocast.enabled is False or not interpreter.linked.mentions("autocast")
+    if dtype and is_off and interpreter.linked.mentions(r"\.backward\("):
+        bits = 8 if dtype == "bfloat16" else 11
+        interpreter.report(
+            "AMP872",
+            node,
+            f"the model computes in {dtype}, and so does this outside autocast: log-probabilities have {bits}"
+            " significant bits, too few for a ratio or a difference of them",
+            "write logits.float() first",
             certainty=Certainty.LIKELY,
         )

@@ -15,10 +15,12 @@ from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Inte
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.state import State, join
 from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
+from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Autocast,
     ContextManager,
+    ImportedName,
     LiteralValue,
     Managed,
     Model,
@@ -152,6 +154,8 @@ def _bind_parameters(
         default = defaults.get(argument.arg)
         if value is None and isinstance(default, ast.Constant):
             value = LiteralValue(default.value)
+        elif value is None and default is not None and dotted_name(default) in DTYPES:
+            value = ImportedName(dotted_name(default))
         if isinstance(value, LiteralValue) and not value.is_given:
             value = _given(value, info, is_called and "**" not in given)
         value = UNKNOWN if value is None else value

@@ -140,6 +140,8 @@ class Interpreter(Recorder):
         if not text:  # computed by the caller, and no setting
             return None
         text, positive = self.script.setting(text, flag[1])
+        if text in self.script.changing:
+            return None
         self.condition_counts[text] += 1
         assumed = self._assumed(text)
         return None if assumed is None else assumed == positive

@@ -98,7 +98,9 @@ def _join_contexts(one: Value, other: Value) -> Value:
 
 
 def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
-    cast, computed_under, loss = _agreement(one, other, "cast", "computed_under", "loss", otherwise="")
+    dtype, weights_dtype, computed_under, loss = _agreement(
+        one, other, "dtype", "weights_dtype", "computed_under", "loss", otherwise=""
+    )
     upcast, model_calls, divided, sigmoid, node = _agreement(
         one, other, "upcast", "model_calls", "divided", "sigmoid", "node"
     )
@@ -106,7 +108,18 @@ def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
     rounded = one.rounded or other.rounded
     detached = one.is_detached and other.is_detached
     return Tensor(
-        scaler_key, cast, computed_under, upcast, model_calls, loss, divided, sigmoid, rounded, detached, node
+        scaler_key,
+        dtype,
+        weights_dtype,
+        computed_under,
+        upcast,
+        model_calls,
+        loss,
+        divided,
+        sigmoid,
+        rounded,
+        detached,
+        node,
     )
 
 

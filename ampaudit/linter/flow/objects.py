@@ -12,6 +12,7 @@ from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import HalfUnderAutocast, ModelCall, PrecisionChosen, SchedulerStep, ZeroGrad
 from ampaudit.linter.flow.facts import BFLOAT16, DEVICE, FREED, HALF, PERHAPS, FactKind, PerhapsHalf
 from ampaudit.linter.flow.gradient_facts import clear_gradients
+from ampaudit.linter.flow.half_ops import check_rounded_timesteps
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
@@ -206,6 +207,8 @@ def call_model(
     interpreter.state.set_fact(FREED, None, root)
     called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
     called = called or interpreter.script.usage.is_model(dotted_name(node.func))
+    for value in arguments.all() if model.instance is None else ():
+        check_rounded_timesteps(interpreter, value)
     modes = tuple(interpreter.grad_modes)
     interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
     halved = interpreter.state.trained_cast(HALF, model.key)
@@ -216,11 +219,20 @@ def call_model(
         returned = inline_call(interpreter, info, node, arguments.named(), model.instance)
         return _from_model(returned, cast, given, node)
     return Tensor(
-        cast=cast if _ends_in_product(model, arguments) else "",
+        dtype=cast if _ends_in_product(model, arguments) else "",
+        weights_dtype=_weights_dtype(interpreter, model),
         computed_under=cast,
         model_calls=given,
         node=node,
     )
+
+
+def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
+    """Return the 16-bit dtype in which a model computes by its weights, outside autocast."""
+    if interpreter.autocast.enabled is True:
+        return ""
+    kinds = ((HALF, "float16"), (BFLOAT16, "bfloat16"))
+    return next((name for kind, name in kinds if interpreter.state.known_at(kind, model.key)), "")
 
 
 def _has_own_switch(interpreter: Interpreter) -> bool:
@@ -239,7 +251,13 @@ def _from_model(returned: Value, cast: str, given: frozenset[str] | None, node: 
         return replace(returned, items=items)
     if not isinstance(returned, Tensor):
         return Tensor(computed_under=cast, model_calls=given, node=node)
-    return replace(returned, computed_under=cast or returned.computed_under, model_calls=given, node=node)
+    return replace(
+        returned,
+        computed_under=cast or returned.computed_under,
+        model_calls=given,
+        node=node,
+        weights_dtype="",
+    )
 
 
 def _ends_in_product(model: Model, arguments: Arguments) -> bool:

@@ -35,6 +35,7 @@ from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.scaler_checks import check_zeroed
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import scaler_in_scope
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -170,7 +171,7 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
     """Interpret the construction of an optimizer; the name is empty for classes of other packages."""
     given = arguments.get(0, "params")
     given = item_of(given) if isinstance(given, KnownItems) else given
-    models = given.models if isinstance(given, Parameters) else None
+    models = given.models if isinstance(given, Parameters) and not given.is_copy else None
     if isinstance(given, Model):  # of which timm takes the parameters
         models = frozenset({given.key})
     key = key_of(node) + interpreter.call_path
@@ -211,8 +212,10 @@ _OTHERWISE: Final = (
 
 def _check_bfloat16(interpreter: Interpreter, arguments: Arguments, models: frozenset[str] | None) -> None:
     """Report bfloat16 weights that an optimizer of torch changes by less than they can represent."""
-    given = arguments.get(1, "lr")
+    given, written = arguments.get(1, "lr"), arguments.expression(1, "lr")
     rate = given.value if isinstance(given, LiteralValue) else None
+    if rate is None and written is not None:
+        rate = interpreter.script.defaults.get(dotted_name(written).rpartition(".")[2])
     if not isinstance(rate, float) or rate > _SMALL_LEARNING_RATE:
         return
     state = interpreter.state

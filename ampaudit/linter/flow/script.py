@@ -97,6 +97,38 @@ class Script:
         return found
 
     @cached_property
+    def changing(self) -> frozenset[str]:
+        """The attributes that several functions set to ``True`` or ``False``: a state, and no settings."""
+        functions: dict[str, set[ast.AST]] = {}
+        for function in self.nodes():
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for node in self.nodes(function):
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                    for target in node.targets if isinstance(node.value.value, bool) else ():
+                        functions.setdefault(dotted_name(target), set()).add(function)
+        return frozenset(name for name, places in functions.items() if "." in name and len(places) > 1)
+
+    @cached_property
+    def defaults(self) -> dict[str, object]:
+        """The defaults of settings: of options of argparse, and of fields, by name."""
+        found: dict[str, object] = {}
+        for node in self.nodes():
+            if isinstance(node, ast.Call) and dotted_name(node.func).endswith("add_argument") and node.args:
+                given = next((k.value for k in node.keywords if k.arg == "default"), None)
+                texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+                name = (
+                    next((t for t in reversed(texts) if isinstance(t, str)), "").lstrip("-").replace("-", "_")
+                )
+            elif isinstance(node, ast.AnnAssign):
+                given, name = node.value, dotted_name(node.target)
+            else:
+                continue
+            if isinstance(given, ast.Constant):
+                found[name] = given.value
+        return found
+
+    @cached_property
     def settings(self) -> dict[str, tuple[str, bool]]:
         """The setting that each name follows, and whether it is true where the setting is."""
         return followed_settings(self.tree)

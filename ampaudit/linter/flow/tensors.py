@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.events import GradientRead, LossInside, NumberRead
 from ampaudit.linter.flow.gradient_facts import advice_for, still_scaled
-from ampaudit.linter.flow.half_ops import check_half_exp, check_rounded_angles, rounds_positions
+from ampaudit.linter.flow.half_ops import (
+    check_half_exp,
+    check_half_sum,
+    check_log_probabilities,
+    check_rounded_angles,
+    rounds_positions,
+)
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     in_same_function,
     nodes_around,
     said_where,
 )
-from ampaudit.linter.flow.torch_names import DTYPES
+from ampaudit.linter.flow.torch_names import AUTOCAST_FLOAT32, DTYPES, KEEPS_DTYPE, LOG_PROBABILITIES
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -43,6 +49,7 @@ __all__ = [
     "combine",
     "common_scale",
     "dtype_named",
+    "dtype_of_result",
     "first_rounded",
     "matrix_product",
     "record_loss",
@@ -51,11 +58,6 @@ __all__ = [
     "use_gradient",
 ]
 
-_KEEPS_DTYPE: Final = frozenset(
-    "mean amax amin abs neg relu clamp select index_select view reshape squeeze unsqueeze "
-    "flatten transpose permute contiguous to cuda cpu clone type_as"
-    " requires_grad_ expand repeat chunk split t T".split()
-)
 # methods that nothing but a tensor has, or that do no harm to what else has them
 ON_ANY_TENSOR: Final = frozenset(
     {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
@@ -105,9 +107,9 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
     rounded = node if cast and rounds_positions(*operands) else first_rounded(values)
     if interpreter.autocast.enabled is False and len(values) > 1:
-        cast = _cast_of_pair(*values[:2])
+        cast = _dtype_of_pair(*values[:2])
     return Tensor(
-        cast=cast,
+        dtype=cast,
         computed_under=cast,
         model_calls=roots,
         scaler_key=_scale_of_product(values),
@@ -182,14 +184,14 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
             divided=True,
             upcast=None,
             model_calls=all_model_calls([left, right]),
-            cast=_cast_of_pair(left, right),
+            dtype=_dtype_of_pair(left, right),
             node=node,
         )
     divided: bool | None = any(t.divided for t in tensors) or (False if first.divided is False else None)
     return replace(
         first,
         scaler_key=common_scale([left, right]),
-        cast=_cast_of_pair(left, right),
+        dtype=_dtype_of_pair(left, right),
         upcast=None,
         model_calls=all_model_calls([left, right]),
         divided=divided,
@@ -199,12 +201,14 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
     )
 
 
-def _cast_of_pair(left: Value, right: Value) -> str:
-    """Return the 16-bit dtype of a result; a number leaves the dtype, and another tensor must have it too."""
-    casts = {
-        v.cast if isinstance(v, Tensor) else "" for v in (left, right) if not isinstance(v, LiteralValue)
+def _dtype_of_pair(left: Value, right: Value) -> str:
+    """Return the dtype of a result; a number leaves the dtype, float32 wins, else both have it."""
+    dtypes = {
+        v.dtype if isinstance(v, Tensor) else "" for v in (left, right) if not isinstance(v, LiteralValue)
     }
-    return casts.pop() if len(casts) == 1 else ""
+    if "float32" in dtypes:
+        return "float32"
+    return dtypes.pop() if len(dtypes) == 1 else ""
 
 
 def _is_number(left: Value, right: Value) -> bool:
@@ -288,7 +292,7 @@ def tensor_method(
     """Interpret a method of a tensor."""
     if base.cast == "float16":
         interpreter.half_values.add(node)
-    if base.upcast is not None:
+    if base.dtype == "float32":
         interpreter.float_values.add(node)
     if name == "backward":
         from ampaudit.linter.flow.gradients import backward
@@ -307,22 +311,31 @@ def tensor_method(
         cast = wanted if wanted in ("float16", "bfloat16") else ""
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
         rounded = node if cast and rounds_positions(receiver) else base.rounded
-        return replace(base, cast=cast, upcast=up, rounded=rounded, node=node)
+        return replace(base, dtype=wanted, weights_dtype="", upcast=up, rounded=rounded, node=node)
     if name == "sigmoid":
         return replace(base, sigmoid=node, upcast=None, node=node)
+    if name == "sum":
+        check_half_sum(interpreter, node, base)
+    if name in LOG_PROBABILITIES:
+        check_log_probabilities(interpreter, node, base)
     if name in ("sin", "cos"):
         check_rounded_angles(interpreter, base)
-    if name == "exp":
-        check_half_exp(interpreter, node, base)
+    if name == "exp" and check_half_exp(interpreter, node, base):
+        return replace(base, dtype="", upcast=None, node=node)  # what follows has the same cause
     if name in ("matmul", "mm", "bmm"):
         return matrix_product(interpreter, node, [base, *arguments.positional])
     if name in ("div", "mul", "div_", "mul_"):
         return replace(base, divided=True, upcast=None, node=node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return replace(base, upcast=None, node=node)
-    keeps = name in _KEEPS_DTYPE or (name == "sum" and interpreter.autocast.enabled is False)
-    kept = base if keeps else replace(base, cast="", loss="", sigmoid=None)
+    keeps = name in KEEPS_DTYPE or (name in AUTOCAST_FLOAT32 and interpreter.autocast.enabled is False)
+    kept = base if keeps else replace(base, dtype=dtype_of_result(interpreter, name), loss="", sigmoid=None)
     return replace(kept, upcast=base.upcast if keeps else None, node=node)
+
+
+def dtype_of_result(interpreter: Interpreter, name: str) -> str:
+    """Return the dtype in which autocast computes an op that it keeps in float32; empty for other ops."""
+    return "float32" if name in AUTOCAST_FLOAT32 and interpreter.autocast.enabled is True else ""
 
 
 def requested_dtype(name: str, arguments: Arguments) -> str:

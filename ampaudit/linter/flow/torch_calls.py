@@ -16,13 +16,18 @@ from ampaudit.linter.flow.half_ops import (
     check_half_exp,
     check_half_fft,
     check_half_kernel,
+    check_half_sum,
+    check_log_probabilities,
     check_rounded_angles,
 )
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
+    AUTOCAST_FLOAT32,
     AUTOCASTS,
+    KEEPS_DTYPE,
+    LOG_PROBABILITIES,
     LOSS_FUNCTIONS,
     MATRIX_PRODUCTS,
     SCALERS,
@@ -154,29 +159,47 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return tensors.gradient_method(interpreter, node, name)
     if name.startswith("_foreach_"):
         average_in_list(interpreter, node, name, arguments)
+    if path == "torch.sum":
+        check_half_sum(interpreter, node, first)
+    if name in LOG_PROBABILITIES:
+        check_log_probabilities(interpreter, node, first)
     if path in ("torch.sin", "torch.cos"):
         check_rounded_angles(interpreter, first)
     if path in ("torch.arange", "torch.linspace"):
         dtype = tensors.dtype_named(arguments.keywords.get("dtype", UNKNOWN))
         cast = dtype if dtype in ("float16", "bfloat16") else ""
-        return Tensor(cast=cast, rounded=node if cast else None, node=node)
-    if path == "torch.exp":
-        check_half_exp(interpreter, node, first)
+        return Tensor(dtype=dtype, rounded=node if cast else None, node=node)
+    if path == "torch.exp" and check_half_exp(interpreter, node, first):
+        return UNSCALED_TENSOR
     if name == "sigmoid":
-        return Tensor(
-            sigmoid=node, model_calls=inner.model_calls if isinstance(inner, Tensor) else None, node=node
-        )
+        known = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
+        return Tensor(sigmoid=node, model_calls=known.model_calls, dtype=known.dtype, node=node)
     if not path.startswith(("torch.nn.functional.", "torch.")) or path.count(".") > 3:
         return UNKNOWN
     tensor = [value for value in given if isinstance(value, Tensor)]
+    if any(value.cast == "float16" for value in tensor):
+        interpreter.half_values.add(node)
+    if any(value.dtype == "float32" for value in tensor):
+        interpreter.float_values.add(node)
     if not tensor:
         return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in given) else UNKNOWN
     return Tensor(
         scaler_key=tensors.common_scale(tensor),
+        dtype=_dtype(interpreter, name, tensor),
+        weights_dtype=next((v.weights_dtype for v in tensor if name in KEEPS_DTYPE), ""),
         model_calls=tensors.all_model_calls(tensor),
         rounded=tensors.first_rounded([*tensor, *(first.items if isinstance(first, KnownItems) else ())]),
         node=node,
     )
+
+
+def _dtype(interpreter: Interpreter, name: str, given: list[Tensor]) -> str:
+    """Return the dtype of what a function returns for some tensors; empty if it is not certain."""
+    by_autocast = tensors.dtype_of_result(interpreter, name)
+    own = {value.dtype for value in given}
+    off = interpreter.autocast.enabled is False
+    keeps = name in KEEPS_DTYPE or (off and name in AUTOCAST_FLOAT32)
+    return by_autocast or (own.pop() if keeps and len(own) == 1 else "")
 
 
 def _reduction(arguments: Arguments) -> str:

@@ -8,12 +8,16 @@ from typing import Final
 __all__ = [
     "ADAM_LIKE",
     "AUTOCASTS",
+    "AUTOCAST_FLOAT32",
     "CONVENTIONAL_NAMES",
     "DEPRECATED",
     "DTYPES",
+    "FLOAT16_ROUNDS_TO_ONE",
     "FLOAT16_ROUNDS_TO_ZERO",
     "HARMLESS_METHODS",
+    "KEEPS_DTYPE",
     "LAYERS_WITHOUT_DTYPE",
+    "LOG_PROBABILITIES",
     "LOSS_FUNCTIONS",
     "MANAGING_PACKAGES",
     "MATRIX_LAYERS",
@@ -26,6 +30,7 @@ __all__ = [
 ]
 
 FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
+FLOAT16_ROUNDS_TO_ONE: Final = 2.0**-12  # half of the distance from 1 to the next smaller number
 AUTOCASTS: Final = {
     "torch.autocast": None,
     "torch.amp.autocast": None,
@@ -76,6 +81,21 @@ MATRIX_PRODUCTS: Final = frozenset(
     {f"torch.{n}" for n in "matmul mm bmm einsum addmm addbmm baddbmm mv chain_matmul".split()}
     | {f"torch.nn.functional.{n}" for n in "linear conv1d conv2d conv3d scaled_dot_product_attention".split()}
     | {"torch.linalg.vecdot", "torch.linalg.multi_dot"}
+)
+# ops that return the dtype of their input
+KEEPS_DTYPE: Final = frozenset(
+    "mean amax amin max min abs neg relu relu6 leaky_relu elu gelu silu mish hardswish tanh sigmoid"
+    " clamp clip clamp_min clamp_max select index_select gather view reshape squeeze unsqueeze flatten"
+    " transpose permute contiguous to cuda cpu clone type_as requires_grad_ expand repeat chunk split t T sqrt square flip roll"
+    " dropout interpolate pad max_pool1d max_pool2d max_pool3d avg_pool2d avg_pool3d adaptive_avg_pool2d"
+    " cat stack concat where minimum maximum detach".split()
+)
+LOG_PROBABILITIES: Final = frozenset({"log_softmax", "logsumexp"})
+# and ops that autocast on CUDA computes in float32; source: torch, "Automatic Mixed Precision package"
+AUTOCAST_FLOAT32: Final = frozenset(
+    "acos asin cosh cumprod cumsum dist erfinv exp expm1 group_norm layer_norm log log10 log1p log2"
+    " log_softmax logsumexp nll_loss norm normalize pdist pow prod reciprocal renorm rsqrt sinh softmax"
+    " softmin softplus sum tan".split()
 )
 # LAPACK has no 16-bit routines, and autocast does not list these; tried on torch 2.13: each raises
 WITHOUT_HALF_KERNEL: Final = frozenset(

@@ -177,12 +177,14 @@ class Parameters:
         dtype: the dtype that they were cast to; empty if to none.
         cast: the cast, if that is to 16 bits.
         decayed: whether they were just multiplied in place.
+        is_copy: whether they are copies, or may be.
     """
 
     models: frozenset[str] | None
     dtype: str = ""
     cast: ast.AST | None = None
     decayed: bool = False
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,8 @@ class Tensor:
 
     Attributes:
         scaler_key: key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
-        cast: the 16-bit dtype that autocast has certainly cast it to, else empty.
+        dtype: the dtype that it certainly has, else empty.
+        weights_dtype: the 16-bit dtype of the weights of the model that returned it, else empty.
         computed_under: the 16-bit dtype of autocast when it was computed, else empty.
         upcast: the call that has cast it to float32, if no op followed.
         model_calls: the model calls that it depends on; ``None`` if unknown.
@@ -225,7 +228,8 @@ class Tensor:
     """
 
     scaler_key: str = UNSCALED
-    cast: str = ""
+    dtype: str = ""
+    weights_dtype: str = ""
     computed_under: str = ""
     upcast: ast.AST | None = None
     model_calls: frozenset[str] | None = None
@@ -235,6 +239,11 @@ class Tensor:
     rounded: ast.AST | None = None
     is_detached: bool = False
     node: ast.AST | None = None
+
+    @property
+    def cast(self) -> str:
+        """The 16-bit dtype that it certainly has, else empty."""
+        return "" if self.dtype in ("float32", "float64") else self.dtype
 
 
 UNSCALED_TENSOR: Final = Tensor()  # the result of unknown code that had no scaler

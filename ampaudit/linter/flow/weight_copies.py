@@ -28,7 +28,8 @@ def copies_method(
     """Interpret a method of weights or of copies of them."""
     dtype = requested_dtype(name, arguments)
     if dtype:
-        return replace(copies, dtype=dtype, cast=node if dtype in _SMALLEST_CHANGE else None)
+        cast = node if dtype in _SMALLEST_CHANGE else None
+        return replace(copies, dtype=dtype, cast=cast, is_copy=True)
     if name == "requires_grad_":
         for model in copies.models or ():
             freeze(interpreter, model, arguments.get(0, "requires_grad"))
@@ -38,6 +39,8 @@ def copies_method(
     if added or name == "lerp_" or (name == "copy_" and _averages_itself(node)):
         _report_average(interpreter, node, copies)
         return copies
+    if name in ("detach", "clone"):
+        return replace(copies, is_copy=True)
     return copies if name in _KEEPS else UNKNOWN
 
 

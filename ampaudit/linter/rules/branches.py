@@ -130,13 +130,18 @@ def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None
         if together and len(sides) == 1 and _is_computed(interpreter, first.node, event):
             interpreter.report(
                 "AMP828",
-                event.node,
-                f"update() at line {getattr(later[0].node, 'lineno', 0)} is left out where the condition "
-                "of line"
-                f" {getattr(first.node, 'lineno', 0)} skips the step: the next unscale_() raises",
+                _leaves_at(first.node) or later[0].node,
+                f"update() is left out where the condition of line {getattr(first.node, 'lineno', 0)} skips "
+                "the step: the next unscale_() raises",
                 "call scaler.update() after the condition, whether the step was skipped or not",
                 certainty=Certainty.LIKELY,
             )
+
+
+def _leaves_at(condition: ast.AST) -> ast.Continue | None:
+    """Return the statement that leaves the iteration if a condition holds, if there is one."""
+    last = condition.body[-1] if isinstance(condition, ast.If) else None
+    return last if isinstance(last, ast.Continue) else None
 
 
 def _guards_beyond(event: Event, other: Event) -> list[Guard] | None:

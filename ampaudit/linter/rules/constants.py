@@ -16,7 +16,7 @@ from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
 from ampaudit.linter.flow.relevance import matching_lines
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
-from ampaudit.linter.flow.torch_names import FLOAT16_ROUNDS_TO_ZERO
+from ampaudit.linter.flow.torch_names import FLOAT16_ROUNDS_TO_ONE, FLOAT16_ROUNDS_TO_ZERO
 
 __all__ = ["check_constants"]
 
@@ -48,8 +48,8 @@ def check_constants(
     if finder.named:
         names = "|".join(map(re.escape, finder.named))
         lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
-    exempt = {position_of(part) for node in float_values for part in ast.walk(node)}
-    known = {position_of(part) for node in half_values for part in ast.walk(node)}
+    exempt = {position_of(part) for node in float_values for part in (node, *ast.iter_child_nodes(node))}
+    known = {position_of(part) for node in half_values for part in (node, *ast.iter_child_nodes(node))}
     for statement in _innermost_statements(script.tree.body, lines):
         module = any(_contains_line(node, statement.lineno) for node in _modules(script))
         is_likely = statement.lineno in half_lines or (module and bool(half_lines))
@@ -233,6 +233,14 @@ class _ConstantFinder:
         value = self._literal(node)
         return value is not None and 0 < abs(value) <= FLOAT16_ROUNDS_TO_ZERO
 
+    def _rounds_to_one(self, node: ast.AST) -> bool:
+        """Return whether an expression is ``1 - eps``, or such a number, which float16 rounds to 1."""
+        value = self._literal(node)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and self._literal(node.left) == 1:
+            eps = self._literal(node.right)
+            value = None if eps is None else 1 - eps
+        return value is not None and 1 - FLOAT16_ROUNDS_TO_ONE <= value < 1
+
     def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> Diagnostic:
         return Diagnostic(
             "AMP861",
@@ -257,3 +265,12 @@ class _ConstantFinder:
         for value in values:
             if self._rounds_to_zero(value) and not _is_float32(receiver):
                 yield self._eps_diagnostic(value, value)
+        largest = node.args[-1:] if name.startswith(("clamp", "clip")) and len(node.args) > 1 else []
+        for value in (*largest, *(k.value for k in node.keywords if k.arg == "max")):
+            if self._rounds_to_one(value) and not _is_float32(receiver):
+                yield Diagnostic(
+                    "AMP861",
+                    node,
+                    f"{ast.unparse(value)} rounds to 1 in float16, whose largest number below 1 is 0.9995",
+                    "use at most 0.999, or compute this in float32",
+                )
