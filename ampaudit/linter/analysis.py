@@ -15,6 +15,7 @@ from functools import cached_property
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.fix_safety import with_safety
+from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import (
     Backward,
@@ -39,7 +40,7 @@ from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.statements import STATEMENTS
 from ampaudit.linter.flow.step_budget import ImportsTooLong, StepLimitReached
 from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
-from ampaudit.linter.flow.values import Autocast, ImportedName, LiteralValue, Value
+from ampaudit.linter.flow.values import ImportedName, LiteralValue, Value
 from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.apex_loops import check_apex_loops
 from ampaudit.linter.rules.autograd_functions import check_autograd_functions

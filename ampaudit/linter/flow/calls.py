@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import ast
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow import gradients, objects, optimizers, tensors
+from ampaudit.linter.diagnostic import file_number
+from ampaudit.linter.flow import objects, optimizers, tensors
 from ampaudit.linter.flow import scalers as scaling
 from ampaudit.linter.flow import torch_calls as torchcalls
-from ampaudit.linter.flow.constructors import make_scaler
+from ampaudit.linter.flow.arguments import Arguments
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
-from ampaudit.linter.flow.events import ThreadStarted, UnknownEffect
-from ampaudit.linter.flow.facts import (
-    BFLOAT16,
-    FRESH,
-    HALF,
-    IDLE,
-    LEFTOVER,
-    PERHAPS,
-    STEPPED,
-    STEPPED_LAST,
-    TOUCHED,
-    UNSCALED_AT,
-    UNUSED,
-    UPDATED,
-    UPDATED_EARLY,
-    ZEROED,
-)
-from ampaudit.linter.flow.inlining import follow_callback, inline_call
+from ampaudit.linter.flow.events import ThreadStarted
+from ampaudit.linter.flow.gradient_uses import gradient_method, gradient_norm, is_norm_function
+from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.joining import choice_of_dtypes
+from ampaudit.linter.flow.losses import call_loss_function
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
+from ampaudit.linter.flow.unknown_code import assume_any_effect, unknown_call
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -62,42 +46,9 @@ from ampaudit.linter.flow.weight_copies import copies_method
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["Arguments", "evaluate_call", "unknown_call"]
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of a call.
-
-    Attributes:
-        positional: values by position.
-        keywords: values by name.
-        node: the call.
-    """
-
-    positional: list[Value]
-    keywords: dict[str, Value]
-    node: ast.Call
-
-    def get(self, index: int, name: str) -> Value | None:
-        """Return the value of a parameter, by position or name."""
-        if index < len(self.positional):
-            return self.positional[index]
-        return self.keywords.get(name)
-
-    def all(self) -> list[Value]:
-        """Return all values."""
-        return [*self.positional, *self.keywords.values()]
-
-    def named(self) -> dict[str, Value]:
-        """Return the values by name or, as text, by position, as ``inline_call`` takes them."""
-        return {**{str(index): value for index, value in enumerate(self.positional)}, **self.keywords}
-
-    def expression(self, index: int, name: str) -> ast.expr | None:
-        """Return the expression of an argument."""
-        if index < len(self.node.args):
-            return self.node.args[index]
-        return next((k.value for k in self.node.keywords if k.arg == name), None)
+__all__ = [
+    "evaluate_call",
+]
 
 
 def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
@@ -136,9 +87,9 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, Scheduler):
         return objects.scheduler_method(interpreter, node, base, name, arguments)
     if isinstance(base, LossGradients):
-        return tensors.gradient_norm(interpreter, node, base) if tensors.is_norm_function(name) else base
+        return gradient_norm(interpreter, node, base) if is_norm_function(name) else base
     if isinstance(base, GradAttribute):
-        return tensors.gradient_method(interpreter, node, name)
+        return gradient_method(interpreter, node, name)
     if isinstance(base, Tensor):
         return tensors.tensor_method(interpreter, node, base, name, arguments)
     if name in ("parameters", "named_parameters") and not isinstance(base, Managed | DictLiteral):
@@ -173,7 +124,7 @@ def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, n
         return _function(interpreter, node, value)
     arguments = _arguments(interpreter, node)
     if name not in HARMLESS_METHODS and not (base.info.derives("Module") and name in objects.MODULE_METHODS):
-        _assume_any_effect(interpreter, f"self.{name}", [*arguments.all(), base])
+        assume_any_effect(interpreter, f"self.{name}", [*arguments.all(), base])
     return UNKNOWN
 
 
@@ -217,7 +168,7 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: 
     if isinstance(function, Model):
         return objects.call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
-        return torchcalls.call_loss_function(interpreter, node, function, arguments)
+        return call_loss_function(interpreter, node, function, arguments)
     if isinstance(function, Instance):
         return _called_instance(interpreter, node, function)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
@@ -237,79 +188,3 @@ def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) 
         if method is not None:
             return _function(interpreter, node, method)
     return UNKNOWN
-
-
-def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
-    """Interpret a call of code that is not in this file."""
-    last = name.rpartition(".")[2]
-    if last.endswith("GradScaler"):  # another package's, or one of two that are imported
-        return make_scaler(interpreter, node, name, arguments)
-    if last == "backward":
-        gradients.unknown_backward(interpreter)
-        return UNKNOWN
-    given = arguments.all()
-    for value in given:
-        if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
-            follow_callback(interpreter, value, node)
-    if _LOSS.search(last.lower()):
-        tensors.record_loss(interpreter, node, given)
-    if _CLIPS_GRADIENTS.search(last.lower()) and _cannot_unscale(interpreter, given):
-        gradients.clip(interpreter, node, arguments, certainty=Certainty.LIKELY)
-    if last not in HARMLESS_METHODS:
-        _assume_any_effect(interpreter, name, given)
-    touched = any(isinstance(value, Scaler | Instance) for value in given)
-    return UNKNOWN if touched else _unknown_result(interpreter, given)
-
-
-def _unknown_result(interpreter: Interpreter, given: list[Value]) -> Value:
-    """Return what unknown code returns, which is scaled only if an argument is."""
-    known = [value for value in given if isinstance(value, Tensor)]
-    if any(value.scaler_key for value in known):
-        return UNKNOWN
-    computed_under = tensors.autocast_dtype(interpreter) or next(
-        (value.computed_under for value in known if value.computed_under), ""
-    )
-    return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR
-
-
-def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) -> None:
-    """Invalidate every fact that unknown code may change through its arguments."""
-    last = name.rpartition(".")[2].lower()
-    state = interpreter.state
-    flat = [item for value in given for item in (value.items if isinstance(value, KnownItems) else (value,))]
-    held = [value for value in flat if isinstance(value, Instance)]
-    for owner in held:
-        flat += state.scopes.get(owner.key, {}).values()
-    for value in flat if _CASTS_PARAMETERS.search(last) else ():
-        if isinstance(value, Model) and state.get(HALF, value.key) is not None:
-            state.set_fact(HALF, PERHAPS, value.key)
-        if isinstance(value, Model):
-            state.set_fact(BFLOAT16, None, value.key)
-    interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
-    state.invalidate(UPDATED, IDLE, FRESH)
-    reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
-    trains = "backward" in last or last.endswith("step") or ("train" in last and bool(given))
-    handles = any(isinstance(value, Scaler) for value in given) or _HANDLES_GRADIENTS.search(last)
-    if trains or (reaches and handles):
-        state.gradients = UNKNOWN_GRADIENTS
-        state.invalidate(UNSCALED_AT)
-    elif reaches:
-        state.gradients = state.gradients.weakened()
-        for key, unscaled in state.matching(UNSCALED_AT):
-            state.set_fact(UNSCALED_AT, PERHAPS if unscaled is not None else None, *key)
-    if reaches or trains:
-        interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
-        state.invalidate(STEPPED, UPDATED_EARLY, ZEROED, STEPPED_LAST, UNUSED, LEFTOVER)
-        state.set_fact(TOUCHED, PERHAPS)
-
-
-def _cannot_unscale(interpreter: Interpreter, given: list[Value]) -> bool:
-    """Return whether unknown code gets parameters, and neither a scaler nor what may hold one."""
-    held = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in given)
-    return not held and any(isinstance(value, Parameters | Model) for value in given)
-
-
-_CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")
-_CLIPS_GRADIENTS = re.compile(r"clip.*(grad|norm)|grad.*clip")
-_LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
-_HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")

@@ -6,14 +6,16 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import key_of
-from ampaudit.linter.flow import objects, tensors
+from ampaudit.linter.flow import tensors
+from ampaudit.linter.flow.contexts import Autocast
+from ampaudit.linter.flow.devices import device_of
 from ampaudit.linter.flow.events import ScalerMade
 from ampaudit.linter.flow.facts import UNUSED
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.values import Autocast, DeviceValue, LiteralValue, Scaler, Value
+from ampaudit.linter.flow.values import DeviceValue, LiteralValue, Scaler, Value
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["make_autocast", "make_scaler"]
@@ -27,7 +29,7 @@ def make_autocast(
         _check_device_type(interpreter, node, arguments)
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     given: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
-    device_type = objects.device_of(given.get("device_type")) if device is None else device
+    device_type = device_of(given.get("device_type")) if device is None else device
     dtype: str | None = ""
     if given["dtype"] is not None:
         dtype = tensors.dtype_named(given["dtype"]) or None
@@ -86,7 +88,7 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
         enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
     given = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
-    device = default if given is None else objects.device_of(given)
+    device = default if given is None else device_of(given)
     scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
     interpreter.record(ScalerMade(interpreter.at(node), key))
     interpreter.state.set_fact(UNUSED, True, key)

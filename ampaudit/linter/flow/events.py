@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.event_place import EventPlace, Guard
-from ampaudit.linter.flow.values import Autocast, DictLiteral, Model, Tensor, Value
+from ampaudit.linter.flow.values import DictLiteral, Model, Tensor, Value
 
 __all__ = [
     "AutocastDropped",

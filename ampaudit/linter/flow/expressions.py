@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance, function_of_lambda
 from ampaudit.linter.flow.events import PrecisionChosen, ScaleCompared
+from ampaudit.linter.flow.gradient_uses import use_gradient
 from ampaudit.linter.flow.joining import choice_of_dtypes, item_of, join_values
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
+from ampaudit.linter.flow.tensors import combine, matrix_product
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,

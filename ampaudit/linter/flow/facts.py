@@ -8,12 +8,12 @@ from enum import Enum
 from typing import Final, Generic, Literal, TypeVar
 
 __all__ = [
-    "BFLOAT16",
+    "BFLOAT16_WEIGHTS",
     "DEVICE",
     "FREED",
     "FRESH",
     "FROZEN",
-    "HALF",
+    "HALF_WEIGHTS",
     "IDLE",
     "LEFTOVER",
     "PERHAPS",
@@ -97,8 +97,8 @@ STEPPED_LAST: Final = FactKind[str]("stepped last")  # the optimizer that a scal
 ZEROED: Final = FactKind[Zeroed]("zeroed")
 TOUCHED: Final = FactKind[Literal[True]]("touched")  # unknown code had access to a scaler or an optimizer
 # per model
-HALF: Final = FactKind[ast.AST | PerhapsHalf]("half")  # what has cast its parameters to float16
-BFLOAT16: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16
+HALF_WEIGHTS: Final = FactKind[ast.AST | PerhapsHalf]("half")  # what has cast its parameters to float16
+BFLOAT16_WEIGHTS: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16
 FROZEN: Final = FactKind[Literal[True]]("frozen")  # its parameters require no gradients
 DEVICE: Final = FactKind[str]("device")
 # per call of a model

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
+from ampaudit.linter.flow.contexts import Autocast, ContextManager
 from ampaudit.linter.flow.definitions import Function, FunctionInfo, Instance
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
@@ -18,8 +19,6 @@ from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
     UNKNOWN,
-    Autocast,
-    ContextManager,
     ImportedName,
     LiteralValue,
     Managed,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.events import ScalerReplaced
 from ampaudit.linter.flow.joining import item_of
@@ -22,7 +23,6 @@ from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
-    Autocast,
     DictLiteral,
     ImportedName,
     KnownItems,

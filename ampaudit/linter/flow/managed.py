@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow.facts import FROZEN, HALF, PerhapsHalf
+from ampaudit.linter.flow.facts import FROZEN, HALF_WEIGHTS, PerhapsHalf
 from ampaudit.linter.flow.frameworks import Framework
 from ampaudit.linter.flow.managed_events import (
     ManagedBackward,
@@ -20,7 +20,7 @@ from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["check_autocast_step", "check_trainer_model", "make_managed", "managed_method"]
@@ -126,7 +126,7 @@ def _check_fitted(interpreter: Interpreter, trainer: Managed, model: Value | Non
 
 def _check_dtype(interpreter: Interpreter, managed: Managed, key: str) -> None:
     """Check that the parameters of a model, whose gradients a framework unscales, are not float16."""
-    fact = interpreter.state.get(HALF, key)
+    fact = interpreter.state.get(HALF_WEIGHTS, key)
     halved = fact.node if isinstance(fact, PerhapsHalf) else fact
     is_frozen = interpreter.state.get(FROZEN, key) is not None
     if isinstance(halved, ast.AST) and not is_frozen and managed.scales and managed.framework is not None:

@@ -8,9 +8,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
+from ampaudit.linter.flow.contexts import ContextManager
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
+from ampaudit.linter.flow.devices import applies_to_device, move_model
 from ampaudit.linter.flow.events import HalfUnderAutocast, ModelCall, PrecisionChosen, SchedulerStep, ZeroGrad
-from ampaudit.linter.flow.facts import BFLOAT16, DEVICE, FREED, HALF, PERHAPS, FactKind, PerhapsHalf
+from ampaudit.linter.flow.facts import (
+    BFLOAT16_WEIGHTS,
+    DEVICE,
+    FREED,
+    HALF_WEIGHTS,
+    PERHAPS,
+    FactKind,
+    PerhapsHalf,
+)
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.half_ops import check_rounded_timesteps
 from ampaudit.linter.flow.inlining import inline_call
@@ -19,11 +29,8 @@ from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
-    ContextManager,
-    DeviceValue,
     DtypeChoice,
     KnownItems,
-    LiteralValue,
     Model,
     Parameters,
     Scheduler,
@@ -33,13 +40,12 @@ from ampaudit.linter.flow.values import (
 from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = [
     "MODULE_METHODS",
     "call_model",
-    "device_of",
     "make_instance",
     "make_model",
     "model_method",
@@ -74,7 +80,7 @@ def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments:
     return model
 
 
-_KIND_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF, "bfloat16": BFLOAT16}
+_KIND_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF_WEIGHTS, "bfloat16": BFLOAT16_WEIGHTS}
 
 
 def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:
@@ -114,7 +120,7 @@ def model_method(
     state = interpreter.state
     if name in ("half", "float", "bfloat16", "double", "to", "type"):
         _cast(interpreter, node, model, name, arguments)
-        _move(interpreter, model, arguments)
+        move_model(interpreter, model, arguments)
         return model
     if name in ("cuda", "cpu"):
         state.set_fact(DEVICE, name, model.key)
@@ -154,36 +160,16 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
     if wanted == "float16":
         interpreter.record(PrecisionChosen(interpreter.at(node)))
     if wanted:
-        interpreter.state.set_fact(HALF, node if wanted == "float16" else None, model.key)
-        interpreter.state.set_fact(BFLOAT16, node if wanted == "bfloat16" else None, model.key)
+        interpreter.state.set_fact(HALF_WEIGHTS, node if wanted == "float16" else None, model.key)
+        interpreter.state.set_fact(BFLOAT16_WEIGHTS, node if wanted == "bfloat16" else None, model.key)
     elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
-        interpreter.state.set_fact(HALF, PerhapsHalf(node), model.key)
+        interpreter.state.set_fact(HALF_WEIGHTS, PerhapsHalf(node), model.key)
     elif (
         any(value is UNKNOWN or isinstance(value, DtypeChoice) for value in arguments.all())
-        and interpreter.state.get(HALF, model.key) is not None
+        and interpreter.state.get(HALF_WEIGHTS, model.key) is not None
     ):
-        interpreter.state.set_fact(HALF, PERHAPS, model.key)
-        interpreter.state.set_fact(BFLOAT16, None, model.key)
-
-
-def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
-    for value in arguments.all():
-        device = device_of(value)
-        if device:
-            interpreter.state.set_fact(DEVICE, device, model.key)
-        elif value is UNKNOWN or isinstance(value, DeviceValue):
-            interpreter.state.set_fact(DEVICE, PERHAPS, model.key)
-
-
-def device_of(value: Value | None) -> str:
-    """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
-    if isinstance(value, DeviceValue):
-        return value.type
-    text = value.value if isinstance(value, LiteralValue) else ""
-    if isinstance(text, str):
-        head = text.partition(":")[0]
-        return head if head in ("cuda", "cpu", "mps", "xpu") else ""
-    return "cuda" if isinstance(text, int) and not isinstance(text, bool) else ""
+        interpreter.state.set_fact(HALF_WEIGHTS, PERHAPS, model.key)
+        interpreter.state.set_fact(BFLOAT16_WEIGHTS, None, model.key)
 
 
 def _method_of(model: Model, name: str) -> FunctionInfo | None:
@@ -194,7 +180,7 @@ def call_model(
     interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str = "forward"
 ) -> Value:
     """Interpret a forward pass, or another method, under the current autocast context."""
-    cast = autocast_dtype(interpreter) if _check_device(interpreter, node, model) else ""
+    cast = autocast_dtype(interpreter) if applies_to_device(interpreter, node, model) else ""
     root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
     given: frozenset[str] | None = frozenset({root})
     for value in arguments.all():
@@ -211,7 +197,7 @@ def call_model(
         check_rounded_timesteps(interpreter, value)
     modes = tuple(interpreter.grad_modes)
     interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
-    halved = interpreter.state.trained_cast(HALF, model.key)
+    halved = interpreter.state.trained_cast(HALF_WEIGHTS, model.key)
     if cast and halved is not None and not _has_own_switch(interpreter):
         interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
     info = _method_of(model, method)
@@ -231,7 +217,7 @@ def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
     """Return the 16-bit dtype in which a model computes by its weights, outside autocast."""
     if interpreter.autocast.enabled is True:
         return ""
-    kinds = ((HALF, "float16"), (BFLOAT16, "bfloat16"))
+    kinds = ((HALF_WEIGHTS, "float16"), (BFLOAT16_WEIGHTS, "bfloat16"))
     return next((name for kind, name in kinds if interpreter.state.known_at(kind, model.key)), "")
 
 
@@ -269,28 +255,6 @@ def _ends_in_product(model: Model, arguments: Arguments) -> bool:
             return False
     first = arguments.positional[0] if arguments.positional else None
     return bool(model.layers) and isinstance(first, Tensor) and bool(first.cast)
-
-
-def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> bool:
-    """Return whether autocast applies to the model's device, as far as is known."""
-    autocast, device = interpreter.autocast, interpreter.state.get(DEVICE, model.key)
-    if (
-        interpreter.assumptions  # as of cuda's absence, where autocast may be off for the same reason
-        or autocast.enabled is not True
-        or not autocast.device
-        or not isinstance(device, str)
-        or device == autocast.device
-    ):
-        return True
-    place = autocast.node if autocast.node is not None else node
-    interpreter.report(
-        "AMP847",
-        place,
-        f"autocast is for {autocast.device}, but the model called at line {node.lineno} is on {device}, so"
-        " nothing is cast",
-        f'use torch.autocast("{device}")',
-    )
-    return False
 
 
 def scheduler_method(

@@ -15,9 +15,9 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.facts import (
-    BFLOAT16,
+    BFLOAT16_WEIGHTS,
     FRESH,
-    HALF,
+    HALF_WEIGHTS,
     STEPPED,
     STEPPED_LAST,
     UNSCALED_AT,
@@ -49,7 +49,7 @@ from ampaudit.linter.flow.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["optimizer_method", "optimizer_value"]
@@ -190,7 +190,7 @@ def _check_eps(
 ) -> None:
     given = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
     eps = given.value if isinstance(given, LiteralValue) else None
-    halved = any(interpreter.state.trained_cast(HALF, model) for model in models)
+    halved = any(interpreter.state.trained_cast(HALF_WEIGHTS, model) for model in models)
     if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
         interpreter.report(
             "AMP862",
@@ -220,10 +220,10 @@ def _check_bfloat16(interpreter: Interpreter, arguments: Arguments, models: froz
         return
     state = interpreter.state
     if models is None:  # of the only model, if there is one
-        models = frozenset(key[0] for key, fact in state.matching(BFLOAT16) if fact is not None)
+        models = frozenset(key[0] for key, fact in state.matching(BFLOAT16_WEIGHTS) if fact is not None)
     if len(models) != 1 or interpreter.linked.mentions(_OTHERWISE):
         return
-    cast = state.trained_cast(BFLOAT16, next(iter(models)))
+    cast = state.trained_cast(BFLOAT16_WEIGHTS, next(iter(models)))
     if cast is not None:
         interpreter.report(
             "AMP870",

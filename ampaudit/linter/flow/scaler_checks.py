@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.diagnostic import Certainty, Fix, position_of
 from ampaudit.linter.flow.events import ScalerUpdate, of_type
 from ampaudit.linter.flow.facts import (
-    HALF,
+    HALF_WEIGHTS,
     STEPPED,
     UNSCALED_AT,
     UNUSED,
@@ -74,7 +74,7 @@ def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimi
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
         )
     for model in optimizer.models or ():
-        halved = interpreter.state.trained_cast(HALF, model)
+        halved = interpreter.state.trained_cast(HALF_WEIGHTS, model)
         if halved is not None:
             interpreter.report(
                 "AMP801",

@@ -66,7 +66,7 @@ from ampaudit.linter.flow.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["scaler_method"]

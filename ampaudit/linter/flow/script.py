@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE
+from ampaudit.linter.flow.assignments import (
+    Assignment,
+    assignments_in,
+    changing_attributes,
+    followed_settings,
+)
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
-from ampaudit.linter.flow.followed_settings import followed_settings
 from ampaudit.linter.flow.relevance import MATTERS, MATTERS_TO_IMPORTERS, matching_lines
-from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.usage import NameUsage
 
 __all__ = [
@@ -85,41 +90,37 @@ class Script:
         return _COMMENT.sub("", self.text)
 
     @cached_property
+    def assignments(self) -> list[Assignment]:
+        """All assignments to dotted names."""
+        return assignments_in(self.tree)
+
+    @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
         """The expressions that are assigned to each dotted name."""
         found: dict[str, list[ast.expr]] = {}
-        pending = list(self.tree.body)
-        for node in pending:
-            pending += [inner for block in nested_blocks(node) for inner in block]
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    found.setdefault(dotted_name(target), []).append(node.value)
+        for item in self.assignments:
+            found.setdefault(item.name, []).append(item.value)
         return found
 
     @cached_property
     def changing(self) -> frozenset[str]:
         """The attributes that several functions set to ``True`` or ``False``: a state, and no settings."""
-        functions: dict[str, set[ast.AST]] = {}
-        for function in self.nodes():
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            for node in self.nodes(function):
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                    for target in node.targets if isinstance(node.value.value, bool) else ():
-                        functions.setdefault(dotted_name(target), set()).add(function)
-        return frozenset(name for name, places in functions.items() if "." in name and len(places) > 1)
+        return changing_attributes(self.assignments)
+
+    @cached_property
+    def settings(self) -> dict[str, tuple[str, bool]]:
+        """The setting that each name follows, and whether it is true where the setting is."""
+        return followed_settings(self.assignments)
 
     @cached_property
     def defaults(self) -> dict[str, object]:
         """The defaults of settings: of options of argparse, and of fields, by name."""
         found: dict[str, object] = {}
         for node in self.nodes():
-            if isinstance(node, ast.Call) and dotted_name(node.func).endswith("add_argument") and node.args:
+            if isinstance(node, ast.Call) and dotted_name(node.func).endswith("add_argument"):
                 given = next((k.value for k in node.keywords if k.arg == "default"), None)
-                texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
-                name = (
-                    next((t for t in reversed(texts) if isinstance(t, str)), "").lstrip("-").replace("-", "_")
-                )
+                options = [a.value for a in node.args if isinstance(a, ast.Constant)]
+                name = str(options[-1]).lstrip("-").replace("-", "_") if options else ""
             elif isinstance(node, ast.AnnAssign):
                 given, name = node.value, dotted_name(node.target)
             else:
@@ -127,11 +128,6 @@ class Script:
             if isinstance(given, ast.Constant):
                 found[name] = given.value
         return found
-
-    @cached_property
-    def settings(self) -> dict[str, tuple[str, bool]]:
-        """The setting that each name follows, and whether it is true where the setting is."""
-        return followed_settings(self.tree)
 
     def setting(self, text: str, positive: bool) -> tuple[str, bool]:
         """Return the setting that decides whether a name is true, or false, and what that takes."""

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.facts import BFLOAT16, DEVICE, FROZEN, HALF, PERHAPS, FactKind, Perhaps
+from ampaudit.linter.flow.facts import (
+    BFLOAT16_WEIGHTS,
+    DEVICE,
+    FROZEN,
+    HALF_WEIGHTS,
+    PERHAPS,
+    FactKind,
+    Perhaps,
+)
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.values import Value
 
@@ -78,7 +86,7 @@ UNKNOWN_GRADIENTS: Final = AccumulatedGradients(certainty=Certainty.UNKNOWN)
 FactKey: TypeAlias = tuple[FactKind[Any], *tuple[str, ...]]
 T = TypeVar("T")
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
-_OF_MODELS: Final = (HALF, BFLOAT16, FROZEN, DEVICE)
+_OF_MODELS: Final = (HALF_WEIGHTS, BFLOAT16_WEIGHTS, FROZEN, DEVICE)
 NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.linter.flow.contexts import Autocast, ContextManager
 from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
 from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered
@@ -16,16 +17,7 @@ from ampaudit.linter.flow.module_names import module_of
 from ampaudit.linter.flow.state import State, join
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import canonical_name
-from ampaudit.linter.flow.values import (
-    UNKNOWN,
-    Autocast,
-    ContextManager,
-    ImportedName,
-    LiteralValue,
-    Managed,
-    Parameters,
-    Value,
-)
+from ampaudit.linter.flow.values import UNKNOWN, ImportedName, LiteralValue, Managed, Parameters, Value
 from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix, key_of
+from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
+from ampaudit.linter.flow.contexts import ContextManager
+from ampaudit.linter.flow.devices import device_of
 from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, NumberRead, ThreadStarted
 from ampaudit.linter.flow.frameworks import framework_of
+from ampaudit.linter.flow.gradient_uses import gradient_method, gradient_norm, is_norm_function
 from ampaudit.linter.flow.half_ops import (
     check_half_exp,
     check_half_fft,
@@ -21,8 +24,8 @@ from ampaudit.linter.flow.half_ops import (
     check_rounded_angles,
 )
 from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.losses import call_loss_function, reduction_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
-from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
     AUTOCASTS,
@@ -35,10 +38,10 @@ from ampaudit.linter.flow.torch_names import (
     makes_model,
     makes_optimizer,
 )
+from ampaudit.linter.flow.unknown_code import unknown_call
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
-    ContextManager,
     DeviceValue,
     DictLiteral,
     GradAttribute,
@@ -58,10 +61,12 @@ from ampaudit.linter.flow.values import (
 from ampaudit.linter.flow.weight_copies import average_in_list
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["call_imported", "call_loss_function"]
+__all__ = [
+    "call_imported",
+]
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
 _AUTOCAST_STEPS: Final = tuple(
@@ -102,8 +107,6 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return arguments.positional[0] if arguments.positional else UNKNOWN
     if path.startswith("builtins."):
         return _call_builtin(interpreter, node, name, arguments)
-    from ampaudit.linter.flow.calls import unknown_call
-
     return unknown_call(interpreter, node, path, arguments)
 
 
@@ -120,7 +123,7 @@ def _call_torch(
         return UNSCALED_TENSOR
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
         return call_loss_function(
-            interpreter, node, LossFunction(name, None, _reduction(arguments)), arguments
+            interpreter, node, LossFunction(name, None, reduction_of(arguments)), arguments
         )
     if path.startswith("torch.fft."):
         check_half_fft(interpreter, node, path, arguments.get(0, "input"))
@@ -132,7 +135,7 @@ def _call_torch(
     if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
         return optimizers.optimizer_value(interpreter, node, name, arguments)
     if path.startswith("torch.nn.") and name.endswith("Loss"):
-        return LossFunction(name, node, _reduction(arguments))
+        return LossFunction(name, node, reduction_of(arguments))
     if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
         inner = arguments.get(0, "module")
         known = inner if isinstance(inner, Model) else Model(key_of(node), node)
@@ -154,9 +157,9 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     inner = item_of(first) if isinstance(first, KnownItems) else first
     if isinstance(inner, LossGradients):
-        return tensors.gradient_norm(interpreter, node, inner) if tensors.is_norm_function(name) else inner
+        return gradient_norm(interpreter, node, inner) if is_norm_function(name) else inner
     if isinstance(inner, GradAttribute) and "distributed" not in path:
-        return tensors.gradient_method(interpreter, node, name)
+        return gradient_method(interpreter, node, name)
     if name.startswith("_foreach_"):
         average_in_list(interpreter, node, name, arguments)
     if path == "torch.sum":
@@ -200,73 +203,6 @@ def _dtype(interpreter: Interpreter, name: str, given: list[Tensor]) -> str:
     off = interpreter.autocast.enabled is False
     keeps = name in KEEPS_DTYPE or (off and name in AUTOCAST_FLOAT32)
     return by_autocast or (own.pop() if keeps and len(own) == 1 else "")
-
-
-def _reduction(arguments: Arguments) -> str:
-    value = arguments.keywords.get("reduction")
-    if value is None:
-        return "mean"
-    return str(value.value) if isinstance(value, LiteralValue) else "?"
-
-
-def call_loss_function(
-    interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments
-) -> Value:
-    """Interpret a loss function of torch."""
-    given = [value for value in arguments.all() if isinstance(value, Tensor)]
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
-    autocast = interpreter.autocast
-    tensors.record_loss(interpreter, node, given)
-    if (
-        loss.name in ("BCELoss", "binary_cross_entropy")
-        and autocast.enabled is True
-        and autocast.device != "cpu"
-        and not (autocast.conditional and _is_off_by_default(interpreter, autocast.node))
-    ):
-        _check_binary_cross_entropy(interpreter, node, loss, first)
-    elif autocast.enabled is False and isinstance(first, Tensor) and first.cast:
-        interpreter.report(
-            "AMP842",
-            node,
-            f"the model's output is {first.cast} under autocast, and this loss, "
-            f"computed outside, stays in {first.cast}",
-            "move the loss into the autocast block, or pass it output.float()",
-        )
-    computed_under = tensors.autocast_dtype(interpreter) or next(
-        (t.computed_under for t in given if t.computed_under), ""
-    )
-    roots = tensors.all_model_calls(given) if given else None
-    divided = False if loss.reduction == "mean" else None
-    return Tensor(
-        computed_under=computed_under, model_calls=roots, loss=loss.name, divided=divided, node=node
-    )
-
-
-def _is_off_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
-    """Return whether the setting that enables autocast has a default somewhere, which is false."""
-    given = (
-        [k.value for k in autocast.keywords if k.arg == "enabled"] if isinstance(autocast, ast.Call) else []
-    )
-    name = dotted_name(given[0]).rpartition(".")[2] if given else ""
-    return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
-
-
-def _check_binary_cross_entropy(
-    interpreter: Interpreter, node: ast.Call, loss: LossFunction, first: Value
-) -> None:
-    fix = None
-    argument = node.args[0] if node.args else None
-    direct = isinstance(first, Tensor) and first.sigmoid is argument and argument is not None
-    if direct and loss.name == "binary_cross_entropy" and isinstance(argument, ast.Call):
-        fix = Fix.at(node, "with logits")
-    interpreter.report(
-        "AMP844",
-        node,
-        "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
-        "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
-        fix,
-        certainty=Certainty.LIKELY if interpreter.autocast.conditional else Certainty.KNOWN,
-    )
 
 
 def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
@@ -327,7 +263,7 @@ def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "type")
-    return DeviceValue(objects.device_of(value))
+    return DeviceValue(device_of(value))
 
 
 def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:

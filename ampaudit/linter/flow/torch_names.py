@@ -86,9 +86,9 @@ MATRIX_PRODUCTS: Final = frozenset(
 KEEPS_DTYPE: Final = frozenset(
     "mean amax amin max min abs neg relu relu6 leaky_relu elu gelu silu mish hardswish tanh sigmoid"
     " clamp clip clamp_min clamp_max select index_select gather view reshape squeeze unsqueeze flatten"
-    " transpose permute contiguous to cuda cpu clone type_as requires_grad_ expand repeat chunk split t T sqrt square flip roll"
-    " dropout interpolate pad max_pool1d max_pool2d max_pool3d avg_pool2d avg_pool3d adaptive_avg_pool2d"
-    " cat stack concat where minimum maximum detach".split()
+    " transpose permute contiguous to cuda cpu clone type_as requires_grad_ expand repeat chunk split t"
+    " T sqrt square flip roll dropout interpolate pad max_pool1d max_pool2d max_pool3d avg_pool2d"
+    " avg_pool3d adaptive_avg_pool2d cat stack concat where minimum maximum detach".split()
 )
 LOG_PROBABILITIES: Final = frozenset({"log_softmax", "logsumexp"})
 # and ops that autocast on CUDA computes in float32; source: torch, "Automatic Mixed Precision package"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.contexts import Autocast, ContextManager
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, Instance
 from ampaudit.linter.flow.frameworks import Framework
 
@@ -15,8 +16,6 @@ __all__ = [
     "UNKNOWN",
     "UNSCALED",
     "UNSCALED_TENSOR",
-    "Autocast",
-    "ContextManager",
     "DeviceValue",
     "DictLiteral",
     "DtypeChoice",
@@ -119,10 +118,7 @@ class DictLiteral:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition; an unknown device is empty.
-
-    On some path, an ``optional`` one is ``None``.
-    """
+    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition; ``optional`` if it may be."""
 
     key: str
     node: ast.AST | None = None
@@ -259,30 +255,6 @@ class LossGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class Autocast:
-    """An autocast context; ``None`` stands for unknown."""
-
-    enabled: bool | None
-    device: str | None
-    dtype: str | None
-    node: ast.AST | None = None
-    explicit: bool = True  # a torch.autocast(...) of this script, not of unknown code
-    conditional: bool = False  # enabled by a setting that is assumed to be on
-    caches: bool = True  # keeps the casts of weights
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether it is on, and a block of this script."""
-        return self.enabled is True and self.explicit
-
-    @property
-    def computes_float16(self) -> bool:
-        """Whether it computes in float16, also if a setting may switch it off."""
-        dtype = self.dtype or ("float16" if self.dtype == "" and self.device == "cuda" else "")
-        return self.enabled is True and dtype == "float16"
-
-
-@dataclass(frozen=True, slots=True)
 class ScaleReading:
     """The result of ``scaler.get_scale()``."""
 
@@ -311,13 +283,6 @@ class Partial:
     positional: tuple[Value, ...]
     keywords: tuple[tuple[str, Value], ...]
     node: ast.Call
-
-
-@dataclass(frozen=True, slots=True)
-class ContextManager:
-    """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
-
-    kind: str
 
 
 @dataclass(frozen=True, slots=True)

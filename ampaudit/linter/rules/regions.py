@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Fix, position_of
+from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.definitions import BoundMethod, Function
 from ampaudit.linter.flow.events import (
     AutocastDropped,
@@ -22,7 +23,6 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
-from ampaudit.linter.flow.values import Autocast
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
