@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.contexts import Autocast, ContextManager
-from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
+from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered
 from ampaudit.linter.flow.expressions import truth_of
@@ -17,7 +17,18 @@ from ampaudit.linter.flow.module_names import module_of
 from ampaudit.linter.flow.state import State, join
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import canonical_name
-from ampaudit.linter.flow.values import UNKNOWN, ImportedName, LiteralValue, Managed, Parameters, Value
+from ampaudit.linter.flow.values import (
+    UNKNOWN,
+    ImportedName,
+    KnownItems,
+    LiteralValue,
+    Managed,
+    Model,
+    Optimizer,
+    Parameters,
+    Scaler,
+    Value,
+)
 from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:
@@ -111,7 +122,38 @@ def _repeat(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, 
 
 
 def _for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
-    _repeat(interpreter, node, item_of(interpreter.evaluate(node.iter)))
+    items = interpreter.evaluate(node.iter)
+    if isinstance(items, KnownItems) and not items.repeated and _are_objects(items) and not node.orelse:
+        _unroll(interpreter, node, items)
+    else:
+        _repeat(interpreter, node, item_of(items))
+
+
+def _are_objects(items: KnownItems) -> bool:
+    """Return whether some items are a few objects, each of which is known."""
+    kinds = (Optimizer, Model, Scaler, Instance)
+    return 0 < len(items.items) <= _MAX_UNROLLED and all(isinstance(item, kinds) for item in items.items)
+
+
+_MAX_UNROLLED: Final = 4
+
+
+def _unroll(interpreter: Interpreter, node: ast.For | ast.AsyncFor, items: KnownItems) -> None:
+    """Execute the body once for each item."""
+    breaks: list[State] = []
+    for item in items.items:
+        if interpreter.path_state is None:
+            break
+        interpreter.assign(node.target, item)
+        loop = LoopExits()
+        interpreter.loops.append(loop)
+        interpreter.execute(node.body)
+        interpreter.loops.pop()
+        breaks += loop.breaks
+        for state in loop.continues:
+            interpreter.path_state = join(interpreter.path_state, state)
+    for state in breaks:
+        interpreter.path_state = join(interpreter.path_state, state)
 
 
 def _while(interpreter: Interpreter, node: ast.While) -> None:

@@ -6,7 +6,7 @@ import ast
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -72,7 +72,7 @@ def _likely(found: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Cer
 
 _BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
 # how numbers that may be too large or too small are written
-_EXTREME = re2.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}")
+_EXTREME = re2.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}|\d ?\*\* ?\d|finfo\(")
 
 
 def _modules(script: Script) -> Iterator[ast.ClassDef]:
@@ -99,28 +99,50 @@ def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[as
 
 
 def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
-    """Return names that are bound once, to such a number, as in ``NEG_INF = -1e9``."""
+    """Return names that are bound once, to such a number, as in ``LOW = -1e9`` or ``def f(fill=-1e9)``."""
     found: dict[str, ast.expr] = {}
     for statement in _innermost_statements(script.tree.body, lines):
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            found[statement.targets[0].id] = statement.value
+        if isinstance(statement, ast.Assign):
+            found |= {name: statement.value for target in statement.targets if (name := dotted_name(target))}
+    functions = [n for n in script.nodes() if isinstance(n, ast.FunctionDef)] if lines else []
+    for function in functions:
+        arguments = function.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+        found |= dict(zip(names[::-1], arguments.defaults[::-1], strict=False))
     found = {name: value for name, value in found.items() if _number(value) is not None}
     if found:
+        stored = Counter(a.name for a in script.assignments)
         nodes = script.nodes()
-        stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
         found = {name: value for name, value in found.items() if stored[name] == 1}
     return found
 
 
 def _number(node: ast.AST) -> float | None:
-    """Return the value of a literal number with its sign."""
-    sign = 1.0
+    """Return the value of an expression of literal numbers, or of the limits of float32."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        node, sign = node.operand, -1.0
+        operand = _number(node.operand)
+        return None if operand is None else -operand
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return sign * float(node.value)  # type: ignore[arg-type]
+        return float(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left), _number(node.right)
+        if left is None or right is None or abs(right) > _MAX_OPERAND or abs(left) > _MAX_OPERAND:
+            return None
+        return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Attribute) and node.attr in ("min", "max"):
+        limit = _FINFO.fullmatch(ast.unparse(node.value))
+        return (-_FLOAT32_MAX if node.attr == "min" else _FLOAT32_MAX) if limit is not None else None
     return None
+
+
+_MAX_OPERAND: Final = 1e12
+_FLOAT32_MAX: Final = float.fromhex("0x1.fffffep127")
+_FINFO: Final = re.compile(r"(?:torch|np|numpy)\.finfo\((?:torch|np|numpy)\.float(?:32)?\)")
+_OPERATORS: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
+    ast.Mult: lambda left, right: left * right,
+    ast.Pow: lambda left, right: float(left**right) if 0 < abs(left) <= 2**10 and abs(right) <= 2**6 else 0.0,
+}
 
 
 def _is_float32(node: ast.AST) -> bool:
@@ -170,11 +192,11 @@ class _ConstantFinder:
         if (
             isinstance(node, ast.UnaryOp)
             and isinstance(node.op, ast.USub)
-            and isinstance(node.operand, ast.Name)
+            and isinstance(node.operand, ast.Name | ast.Attribute)
         ):
             node, sign = node.operand, -1.0
-        if isinstance(node, ast.Name) and node.id in self.named:
-            node = self.named[node.id]
+        if isinstance(node, ast.Name | ast.Attribute) and dotted_name(node) in self.named:
+            node = self.named[dotted_name(node)]
         value = _number(node)
         return None if value is None else sign * value
 
