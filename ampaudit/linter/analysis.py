@@ -170,7 +170,7 @@ def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: 
     info, known = entry.info, frozenset(interpreter.diagnostics)
     interpreter.path_state, interpreter.guards, interpreter.repetitions = entry.start.fork(), (), 0
     interpreter.frame, interpreter.loops, interpreter.returns, interpreter.grad_modes = 0, [], [], []
-    interpreter.autocasts = [entry.context]
+    interpreter.autocasts, interpreter.guesses = [entry.context], False
     with contextlib.suppress(StepLimitReached):
         if info is None:
             interpreter.execute(interpreter.linked.main.tree.body)

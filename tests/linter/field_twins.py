@@ -89,6 +89,25 @@ _OVERLAP = script_of(
     "        logits = net(x)",
     "    return overlap(<>, target)",
 )
+_CANVAS = script_of(
+    "class Pillars(nn.Module):",
+    "    def __init__(self):",
+    "        super().__init__()",
+    "        self.encode = nn.Sequential(nn.Linear(9, 64), nn.ReLU())",
+    "",
+    "    def forward(self, points, cells):",
+    "        features = self.encode(points)",
+    "        canvas = <>",
+    "        canvas[cells.long()] = features",
+    "        return canvas",
+    "",
+    "",
+    "def train(loader):",
+    "    net = Pillars().cuda()",
+    "    for points, cells in loader:",
+    "        with torch.autocast('cuda', dtype=torch.bfloat16):",
+    "            loss = net(points, cells).mean()",
+)
 _SMALL_STEPS = script_of(
     "def fit(net: nn.Module, loader):",
     "    net.bfloat16().cuda()",
@@ -280,5 +299,10 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP872": (PLAIN, _RATIO.replace("<>", "half()"), _RATIO.replace("<>", "float()")),
     "AMP873": (PLAIN, _OVERLAP.replace("<>", "logits.sigmoid()"), _OVERLAP.replace("<>", "logits.float()")),
+    "AMP874": (
+        PLAIN,
+        _CANVAS.replace("<>", "torch.zeros(9, 64)"),
+        _CANVAS.replace("<>", "features.new_zeros(9, 64)"),
+    ),
     "AMP866": (PLAIN, _UNSYNCHRONIZED.replace("<>", "1"), _UNSYNCHRONIZED.replace("<>", "0")),
 }

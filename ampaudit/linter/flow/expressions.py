@@ -110,7 +110,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
         if isinstance(reading, ScaleReading) and not isinstance(factor, Tensor | LossGradients):
             return reading
     if any(isinstance(value, Tensor) and value.cast == "float16" for value in (left, right)):
-        interpreter.half_values.add(node)
+        interpreter.record_half(node)
     if any(isinstance(value, Tensor) and value.dtype == "float32" for value in (left, right)):
         interpreter.float_values.add(node)
     if isinstance(node.op, ast.MatMult):

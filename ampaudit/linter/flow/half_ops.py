@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty
@@ -20,6 +21,7 @@ __all__ = [
     "check_log_probabilities",
     "check_rounded_angles",
     "check_rounded_timesteps",
+    "check_same_dtype",
     "rounds_positions",
 ]
 
@@ -131,4 +133,18 @@ def check_log_probabilities(interpreter: Interpreter, node: ast.Call, value: Val
             " significant bits, too few for a ratio or a difference of them",
             "write logits.float() first",
             certainty=Certainty.LIKELY,
+        )
+
+
+def check_same_dtype(interpreter: Interpreter, node: ast.AST, what: str, values: Sequence[Value]) -> None:
+    """Check that an op that converts nothing is not given a 16-bit and a float32 tensor."""
+    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.dtype]
+    casts = [dtype for dtype in dtypes if dtype in ("float16", "bfloat16")]
+    if casts and "float32" in dtypes:
+        interpreter.report(
+            "AMP874",
+            node,
+            f"{what} takes tensors of one dtype and raises, as one is {casts[0]} by autocast and the other "
+            "float32",
+            "cast one to the dtype of the other, as in x.to(y.dtype)",
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.events import ScalerReplaced
@@ -101,7 +102,7 @@ class Interpreter(Recorder):
         self.stack: list[FunctionInfo] = []
         self.lambdas: dict[ast.Lambda, FunctionInfo] = {}
         self.completed_calls: dict[tuple[ast.Call, ast.Call], ast.Call] = {}  # of partials
-        self.half_values: set[ast.AST] = set()  # ops on values that are float16
+        self.half_values: dict[ast.AST, Certainty] = {}  # ops on values that are float16
         self.float_values: set[ast.AST] = set()  # ops on values that are float32
         self.half_lines: set[int] = set()  # of statements under float16 autocast
         self.managed = False
@@ -250,6 +251,11 @@ class Interpreter(Recorder):
         if kind == "scheduler":
             return Scheduler(key)
         return Model(key) if kind == "model" else value
+
+    def record_half(self, node: ast.AST) -> None:
+        """Record that an op has a float16 operand, which is likely if the class of the model was guessed."""
+        certainty = Certainty.LIKELY if self.guesses else Certainty.KNOWN
+        self.half_values[node] = max(certainty, self.half_values.get(node, certainty))
 
     def register_scaler(self, scaler: Scaler) -> Scaler:
         """Register a scaler by its key."""

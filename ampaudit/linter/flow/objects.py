@@ -22,7 +22,7 @@ from ampaudit.linter.flow.facts import (
     PerhapsHalf,
 )
 from ampaudit.linter.flow.gradient_facts import clear_gradients
-from ampaudit.linter.flow.half_ops import check_rounded_timesteps
+from ampaudit.linter.flow.half_ops import check_rounded_timesteps, check_same_dtype
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
@@ -195,11 +195,14 @@ def call_model(
     called = called or interpreter.script.usage.is_model(dotted_name(node.func))
     for value in arguments.all() if model.instance is None else ():
         check_rounded_timesteps(interpreter, value)
+    _check_input(interpreter, node, model, arguments)
     modes = tuple(interpreter.grad_modes)
     interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
     halved = interpreter.state.trained_cast(HALF_WEIGHTS, model.key)
     if cast and halved is not None and not _has_own_switch(interpreter):
         interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
+    if model.instance is None and model.key.startswith("name "):
+        model = _guessed(interpreter, model, arguments)
     info = _method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
         returned = inline_call(interpreter, info, node, arguments.named(), model.instance)
@@ -211,6 +214,30 @@ def call_model(
         model_calls=given,
         node=node,
     )
+
+
+def _guessed(interpreter: Interpreter, model: Model, arguments: Arguments) -> Model:
+    """Return a model that a caller elsewhere makes as one of the file's only class for it."""
+    root = interpreter.script.root_module
+    forward = None if root is None else root.method("forward")
+    if root is None or forward is None or len(arguments.all()) > len(forward.node.args.args) - 1:
+        return model
+    interpreter.guesses = True
+    return replace(model, instance=Instance(f"class {root.node.name}", root))
+
+
+def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> None:
+    """Check that a layer whose weights are float32 is not given what autocast has cast, outside of it."""
+    is_plain = bool(model.layers) and model.layers[0] in MATRIX_LAYERS
+    is_plain = is_plain and "dtype" not in _keywords(model.node)
+    state = interpreter.state
+    is_cast = state.may_hold(HALF_WEIGHTS, model.key) or state.may_hold(BFLOAT16_WEIGHTS, model.key)
+    if interpreter.autocast.enabled is False and is_plain and not is_cast and arguments.positional:
+        check_same_dtype(interpreter, node, "this layer", [arguments.positional[0], Tensor(dtype="float32")])
+
+
+def _keywords(node: ast.AST | None) -> set[str | None]:
+    return {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else set()
 
 
 def _weights_dtype(interpreter: Interpreter, model: Model) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, key_of, position_of
 from ampaudit.linter.flow.event_place import EventPlace, Guard
@@ -12,6 +13,11 @@ from ampaudit.linter.flow.events import Event
 from ampaudit.linter.flow.values import Managed
 
 __all__ = ["Recorder"]
+
+
+_OF_DTYPES: Final = frozenset(
+    "AMP842 AMP844 AMP845 AMP846 AMP860 AMP861 AMP868 AMP869 AMP872 AMP873 AMP874".split()
+)
 
 
 class Recorder:
@@ -24,6 +30,7 @@ class Recorder:
         self.guards: tuple[Guard, ...] = ()
         self.statement: ast.stmt | None = None
         self.muted = False
+        self.guesses = False  # whether the class of a model was guessed
 
     def report(
         self,
@@ -38,6 +45,8 @@ class Recorder:
         if self.muted:
             return
         node = self.placed(node)
+        if self.guesses and code in _OF_DTYPES:
+            certainty = min(certainty, Certainty.LIKELY)
         key = (code, *position_of(node))
         known = self.diagnostics.get(key)
         if known is None or known.certainty < certainty:

@@ -33,6 +33,7 @@ _MAX_SETTINGS = 3  # from name to name
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
+_IS_LOSS = re.compile(r"Loss|Criterion|Metric|Wrapper|Function")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _SCALES = re.compile(r"scaler|loss_?scal|grad_?scal", re.IGNORECASE)
 
@@ -101,6 +102,18 @@ class Script:
         for item in self.assignments:
             found.setdefault(item.name, []).append(item.value)
         return found
+
+    @cached_property
+    def root_module(self) -> ClassInfo | None:
+        """The class of a model that nothing in the script makes; ``None`` if there is none, or several."""
+        made = {dotted_name(node.func) for node in self.nodes() if isinstance(node, ast.Call)}
+        bases = {base for info in self.classes.values() for base in info.bases}
+        roots = [
+            info
+            for name, info in self.classes.items()
+            if info.derives("Module") and name not in made | bases and not _IS_LOSS.search(name)
+        ]
+        return roots[0] if len(roots) == 1 else None
 
     @cached_property
     def changing(self) -> frozenset[str]:

@@ -11,6 +11,7 @@ from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered
 from ampaudit.linter.flow.expressions import truth_of
 from ampaudit.linter.flow.gradient_facts import replace_gradients
+from ampaudit.linter.flow.half_ops import check_same_dtype
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.module_names import module_of
@@ -27,6 +28,7 @@ from ampaudit.linter.flow.values import (
     Optimizer,
     Parameters,
     Scaler,
+    Tensor,
     Value,
 )
 from ampaudit.linter.flow.weight_copies import freeze
@@ -47,6 +49,9 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
     value = interpreter.evaluate(node.value)
     for target in node.targets:
         interpreter.assign(target, value)
+        if isinstance(target, ast.Subscript) and _selects_by_tensor(interpreter, target.slice):
+            owner = interpreter.evaluate(target.value)
+            check_same_dtype(interpreter, target, "an assignment by index or mask", [owner, value])
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
             owner = interpreter.evaluate(target.value)
             for model in (owner.models or ()) if isinstance(owner, Parameters) else ():
@@ -54,6 +59,13 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
         replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
         if replaces and not (isinstance(value, LiteralValue) and value.value is None):
             replace_gradients(interpreter, target)
+
+
+def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
+    """Return whether an index is a tensor, such as a mask; slices and numbers copy, and convert."""
+    return isinstance(index, ast.Call | ast.Compare | ast.Name) and (
+        isinstance(index, ast.Compare) or isinstance(interpreter.evaluate(index), Tensor)
+    )
 
 
 def _annotated(interpreter: Interpreter, node: ast.AnnAssign) -> None:

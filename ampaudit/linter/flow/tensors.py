@@ -15,9 +15,16 @@ from ampaudit.linter.flow.half_ops import (
     check_half_sum,
     check_log_probabilities,
     check_rounded_angles,
+    check_same_dtype,
     rounds_positions,
 )
-from ampaudit.linter.flow.torch_names import AUTOCAST_FLOAT32, DTYPES, KEEPS_DTYPE, LOG_PROBABILITIES
+from ampaudit.linter.flow.torch_names import (
+    AUTOCAST_FLOAT32,
+    DTYPES,
+    KEEPS_DTYPE,
+    LOG_PROBABILITIES,
+    WRITES_SAME_DTYPE,
+)
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -203,7 +210,7 @@ def tensor_method(
 ) -> Value:
     """Interpret a method of a tensor."""
     if base.cast == "float16":
-        interpreter.half_values.add(node)
+        interpreter.record_half(node)
     if base.dtype == "float32":
         interpreter.float_values.add(node)
     if name == "backward":
@@ -226,6 +233,9 @@ def tensor_method(
         return replace(base, dtype=wanted, weights_dtype="", upcast=up, rounded=rounded, node=node)
     if name == "sigmoid":
         return replace(base, sigmoid=node, upcast=None, node=node)
+    if name in WRITES_SAME_DTYPE:
+        check_same_dtype(interpreter, node, f"{name}()", [base, *arguments.all()])
+        return base
     if name == "sum":
         check_half_sum(interpreter, node, base)
     if name in LOG_PROBABILITIES:

@@ -32,6 +32,7 @@ from ampaudit.linter.flow.torch_names import (
     KEEPS_DTYPE,
     LOG_PROBABILITIES,
     LOSS_FUNCTIONS,
+    MAKES_TENSORS,
     MATRIX_PRODUCTS,
     SCALERS,
     WITHOUT_HALF_KERNEL,
@@ -168,10 +169,8 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         check_log_probabilities(interpreter, node, first)
     if path in ("torch.sin", "torch.cos"):
         check_rounded_angles(interpreter, first)
-    if path in ("torch.arange", "torch.linspace"):
-        dtype = tensors.dtype_named(arguments.keywords.get("dtype", UNKNOWN))
-        cast = dtype if dtype in ("float16", "bfloat16") else ""
-        return Tensor(dtype=dtype, rounded=node if cast else None, node=node)
+    if name in MAKES_TENSORS and path == f"torch.{name}":
+        return _made_tensor(node, name, arguments)
     if path == "torch.exp" and check_half_exp(interpreter, node, first):
         return UNSCALED_TENSOR
     if name == "sigmoid":
@@ -181,7 +180,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return UNKNOWN
     tensor = [value for value in given if isinstance(value, Tensor)]
     if any(value.cast == "float16" for value in tensor):
-        interpreter.half_values.add(node)
+        interpreter.record_half(node)
     if any(value.dtype == "float32" for value in tensor):
         interpreter.float_values.add(node)
     if not tensor:
@@ -194,6 +193,14 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         rounded=tensors.first_rounded([*tensor, *(first.items if isinstance(first, KnownItems) else ())]),
         node=node,
     )
+
+
+def _made_tensor(node: ast.Call, name: str, arguments: Arguments) -> Tensor:
+    """Return a new tensor, which is float32 unless another dtype is given, or follows from the arguments."""
+    given = arguments.keywords.get("dtype")
+    dtype = tensors.dtype_named(given) if given is not None else "float32" if MAKES_TENSORS[name] else ""
+    is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
+    return Tensor(dtype=dtype, rounded=node if is_rounded else None, node=node)
 
 
 def _dtype(interpreter: Interpreter, name: str, given: list[Tensor]) -> str:

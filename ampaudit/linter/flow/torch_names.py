@@ -19,11 +19,13 @@ __all__ = [
     "LAYERS_WITHOUT_DTYPE",
     "LOG_PROBABILITIES",
     "LOSS_FUNCTIONS",
+    "MAKES_TENSORS",
     "MANAGING_PACKAGES",
     "MATRIX_LAYERS",
     "MATRIX_PRODUCTS",
     "SCALERS",
     "WITHOUT_HALF_KERNEL",
+    "WRITES_SAME_DTYPE",
     "canonical_name",
     "makes_model",
     "makes_optimizer",
@@ -91,6 +93,15 @@ KEEPS_DTYPE: Final = frozenset(
     " avg_pool3d adaptive_avg_pool2d cat stack concat where minimum maximum detach".split()
 )
 LOG_PROBABILITIES: Final = frozenset({"log_softmax", "logsumexp"})
+# functions that make tensors, and whether these are float32 if no dtype is given
+MAKES_TENSORS: Final = {
+    **dict.fromkeys("zeros ones empty rand randn linspace logspace eye".split(), True),
+    **dict.fromkeys("arange full".split(), False),
+}
+# methods that write into a tensor and convert nothing; tried on torch 2.13: each raises for two dtypes
+WRITES_SAME_DTYPE: Final = frozenset(
+    "index_add_ index_copy_ index_put_ scatter_ scatter_add_ scatter_reduce_ masked_scatter_".split()
+)
 # and ops that autocast on CUDA computes in float32; source: torch, "Automatic Mixed Precision package"
 AUTOCAST_FLOAT32: Final = frozenset(
     "acos asin cosh cumprod cumsum dist erfinv exp expm1 group_norm layer_norm log log10 log1p log2"

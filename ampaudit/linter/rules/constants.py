@@ -6,7 +6,7 @@ import ast
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,13 +29,13 @@ _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
 def check_constants(
-    script: Script, half_values: Set[ast.AST], float_values: Set[ast.AST], half_lines: Set[int]
+    script: Script, half_values: Mapping[ast.AST, Certainty], float_values: Set[ast.AST], half_lines: Set[int]
 ) -> Iterator[Diagnostic]:
     """Check masks everywhere, and eps in modules, whose tensors may be 16-bit.
 
     Args:
         script: the parsed module.
-        half_values: ops that have a float16 operand; there, it is known.
+        half_values: ops that have a float16 operand, and how certain that is.
         float_values: ops that have a float32 operand; these are left out.
         half_lines: first lines of statements under float16 autocast, where a mask likely meets float16.
     """
@@ -49,19 +49,21 @@ def check_constants(
         names = "|".join(map(re.escape, finder.named))
         lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
     exempt = {position_of(part) for node in float_values for part in (node, *ast.iter_child_nodes(node))}
-    known = {position_of(part) for node in half_values for part in (node, *ast.iter_child_nodes(node))}
+    known = {
+        position_of(part): certainty
+        for node, certainty in half_values.items()
+        for part in (node, *ast.iter_child_nodes(node))
+    }
     for statement in _innermost_statements(script.tree.body, lines):
         module = any(_contains_line(node, statement.lineno) for node in _modules(script))
         is_likely = statement.lineno in half_lines or (module and bool(half_lines))
         likely = Certainty.LIKELY if is_likely else Certainty.UNKNOWN
         for found in finder.check(statement, module or bool(known)):
-            by_flow = position_of(found.node) in known
-            if position_of(found.node) in exempt - known:
+            by_flow = known.get(position_of(found.node))
+            if position_of(found.node) in exempt and by_flow is None:
                 continue
-            yield replace(
-                found,
-                certainty=Certainty.KNOWN if by_flow else min(likely, _likely(found, statement, half_lines)),
-            )
+            certainty = min(likely, _likely(found, statement, half_lines)) if by_flow is None else by_flow
+            yield replace(found, certainty=certainty)
 
 
 def _likely(found: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
