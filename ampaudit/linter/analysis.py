@@ -28,6 +28,7 @@ from ampaudit.linter.flow.events import (
     ScalerUnscale,
 )
 from ampaudit.linter.flow.expressions import EXPRESSIONS
+from ampaudit.linter.flow.fields import instance_of_class
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.interpreter import (
     NO_AUTOCAST,
@@ -48,6 +49,7 @@ from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_che
 from ampaudit.linter.rules.branches import check_branches, check_zeroed_either_way
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
+from ampaudit.linter.rules.half_accumulators import check_half_accumulators
 from ampaudit.linter.rules.half_layers import check_half_layers
 from ampaudit.linter.rules.managed_loops import (
     check_lightning_module,
@@ -58,12 +60,12 @@ from ampaudit.linter.rules.regions import check_regions, check_validation
 from ampaudit.linter.rules.retained_graphs import check_retained_graphs
 from ampaudit.linter.rules.settings import check_settings
 from ampaudit.linter.rules.synchronization import check_synchronized_batch
-from ampaudit.linter.rules.weight_cache import check_weight_cache
+from ampaudit.linter.rules.weight_cache import check_cached_without_gradients, check_weight_cache
 
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
-_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions)
+_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions, check_half_accumulators)
 _ENTRY_POINT_RULES = (
     check_accumulation,
     check_branches,
@@ -72,6 +74,7 @@ _ENTRY_POINT_RULES = (
     check_settings,
     check_synchronized_batch,
     check_weight_cache,
+    check_cached_without_gradients,
     check_retained_graphs,
     check_loops,
 )
@@ -105,9 +108,7 @@ def _analyze(linked: LinkedScript, known: Mapping[str, Value]) -> tuple[list[Dia
     check_validation(interpreter, events_by_entry)
     check_half_layers(interpreter, events_by_entry)
     diagnostics = dict(interpreter.diagnostics)
-    constants = check_constants(
-        script, interpreter.half_values, interpreter.float_values, interpreter.half_lines
-    )
+    constants = check_constants(script, interpreter.dtype_uses)
     for item in (*constants, *(item for check in _SYNTAX_RULES for item in check(script))):
         diagnostics.setdefault((item.code, *position_of(item.node)), item)
     ordered = sorted(diagnostics.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
@@ -217,6 +218,9 @@ def _follow_class(
     start = info.method("__init__")
     if start is not None and (start.relevant or info.derives("Module")):
         end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
+    if start is None and info.fields:
+        interpreter.path_state = end = end.fork()
+        instance_of_class(interpreter, info)
     context = _context_of_trainer(interpreter) if info.derives("LightningModule") else None
     for name, method in info.methods.items():
         given = context if name in _STEPS_OF_LIGHTNING else None
@@ -264,4 +268,6 @@ def _finish(
     events_by_entry.append(events)
 
 
-_RULES_FOR_MANAGED = frozenset({"AMP844", "AMP845", "AMP846", "AMP848", "AMP850"})
+_RULES_FOR_MANAGED = frozenset(
+    "AMP844 AMP845 AMP846 AMP848 AMP850 AMP867 AMP869 AMP872 AMP873 AMP874".split()
+)

@@ -108,6 +108,27 @@ _CANVAS = script_of(
     "        with torch.autocast('cuda', dtype=torch.bfloat16):",
     "            loss = net(points, cells).mean()",
 )
+_CONDITIONED = script_of(
+    "class Denoiser(nn.Module):",
+    "    def forward(self, x, before):",
+    "        return x - before",
+    "",
+    "",
+    "def estimate(net, x):",
+    "    with <>:",
+    "        return net(x, torch.zeros_like(x)).detach()",
+    "",
+    "",
+    "def fit(loader):",
+    "    net = Denoiser().cuda()",
+    "    opt = torch.optim.SGD(net.parameters(), lr=0.1)",
+    "    for x, y in loader:",
+    "        opt.zero_grad()",
+    "        with torch.autocast('cuda', dtype=torch.bfloat16):",
+    "            loss = F.mse_loss(net(x, estimate(net, x)), y)",
+    "        loss.backward()",
+    "        opt.step()",
+)
 _SMALL_STEPS = script_of(
     "def fit(net: nn.Module, loader):",
     "    net.bfloat16().cuda()",
@@ -303,6 +324,11 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         PLAIN,
         _CANVAS.replace("<>", "torch.zeros(9, 64)"),
         _CANVAS.replace("<>", "features.new_zeros(9, 64)"),
+    ),
+    "AMP875": (
+        PLAIN,
+        _CONDITIONED.replace("<>", "torch.no_grad()"),
+        _CONDITIONED.replace("<>", "torch.no_grad(), torch.autocast('cuda', enabled=False)"),
     ),
     "AMP866": (PLAIN, _UNSYNCHRONIZED.replace("<>", "1"), _UNSYNCHRONIZED.replace("<>", "0")),
 }

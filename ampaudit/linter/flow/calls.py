@@ -54,6 +54,9 @@ __all__ = [
 def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
     positional = [interpreter.evaluate(argument) for argument in node.args]
     keywords = {k.arg or "**": interpreter.evaluate(k.value) for k in node.keywords}
+    entries = keywords.get("**")
+    if isinstance(entries, DictLiteral):
+        keywords |= {n: v for n, v in zip(entries.names, entries.items, strict=True) if n is not None}
     return Arguments(positional, keywords, node)
 
 

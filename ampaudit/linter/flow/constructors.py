@@ -69,6 +69,8 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
     if isinstance(expression, ast.Constant):
         return bool(expression.value)
     assumed = interpreter.assumed_truth(expression)
+    if assumed is None and isinstance(expression, ast.Subscript) and value == LiteralValue(True):
+        return True
     if assumed is None and isinstance(value, LiteralValue) and value.value is False:
         return None
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed

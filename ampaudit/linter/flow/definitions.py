@@ -39,6 +39,14 @@ class ClassInfo:
     base: ClassInfo | None = None
 
     @property
+    def fields(self) -> list[ast.AnnAssign]:
+        """The annotated fields, those of base classes first, if it has no constructor of its own."""
+        if self.method("__init__") is not None:
+            return []
+        own = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
+        return [*(self.base.fields if self.base is not None else ()), *own]
+
+    @property
     def ancestry(self) -> list[ClassInfo]:
         """The class and its base classes that are followed."""
         return [self, *(self.base.ancestry if self.base is not None else ())]

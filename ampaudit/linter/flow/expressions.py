@@ -109,10 +109,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
         # a number times the scale, or divided by it
         if isinstance(reading, ScaleReading) and not isinstance(factor, Tensor | LossGradients):
             return reading
-    if any(isinstance(value, Tensor) and value.cast == "float16" for value in (left, right)):
-        interpreter.record_half(node)
-    if any(isinstance(value, Tensor) and value.dtype == "float32" for value in (left, right)):
-        interpreter.float_values.add(node)
+    interpreter.record_dtypes(node, (left, right))
     if isinstance(node.op, ast.MatMult):
         return matrix_product(interpreter, node, [left, right])
     if isinstance(left, LiteralValue) and isinstance(right, LiteralValue):
@@ -175,7 +172,7 @@ def _lambda(interpreter: Interpreter, node: ast.Lambda) -> Value:
     return Function(info, interpreter.frame)
 
 
-_MATTERS_IN_LAMBDA: Final = re.compile(r"autocast|scale|backward|clip|step|half|float16|\.grad\b")
+_MATTERS_IN_LAMBDA: Final = re.compile(r"autocast|[Ss]cale|backward|clip|step|half|float16|\.grad\b")
 
 
 def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:

@@ -14,6 +14,7 @@ __all__ = [
     "FRESH",
     "FROZEN",
     "HALF_WEIGHTS",
+    "HALVED_IN_LOOP",
     "IDLE",
     "LEFTOVER",
     "PERHAPS",
@@ -100,6 +101,7 @@ TOUCHED: Final = FactKind[Literal[True]]("touched")  # unknown code had access t
 HALF_WEIGHTS: Final = FactKind[ast.AST | PerhapsHalf]("half")  # what has cast its parameters to float16
 BFLOAT16_WEIGHTS: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16
 FROZEN: Final = FactKind[Literal[True]]("frozen")  # its parameters require no gradients
+HALVED_IN_LOOP: Final = FactKind[ast.AST]("halved in loop")  # the same, if only some iterations do it
 DEVICE: Final = FactKind[str]("device")
 # per call of a model
 FREED: Final = FactKind[ast.AST]("freed")  # the backward that has freed its graph

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ampaudit.linter.diagnostic import Certainty, file_number
+from ampaudit.linter.diagnostic import file_number
 from ampaudit.linter.flow.contexts import Autocast, ContextManager
 from ampaudit.linter.flow.definitions import Function, FunctionInfo, Instance
-from ampaudit.linter.flow.frameworks import FRAMEWORKS
+from ampaudit.linter.flow.fields import annotated_value
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.state import State, join
@@ -21,7 +20,6 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     ImportedName,
     LiteralValue,
-    Managed,
     Model,
     Optimizer,
     Scaler,
@@ -148,6 +146,7 @@ def _bind_parameters(
         names = names[1:]
     defaults = dict(zip([a.arg for a in names][::-1], arguments.defaults[::-1], strict=False))
     defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
+    written = [ast.unparse(a.annotation) for a in (*names, *arguments.kwonlyargs) if a.annotation is not None]
     for index, argument in enumerate([*names, *arguments.kwonlyargs]):
         value = given.get(argument.arg, given.get(str(index)))
         default = defaults.get(argument.arg)
@@ -159,7 +158,8 @@ def _bind_parameters(
             value = _given(value, info, is_called and "**" not in given)
         value = UNKNOWN if value is None else value
         if argument.annotation is not None and value is UNKNOWN:
-            value = _from_annotation(interpreter, argument)
+            is_alone = written.count(ast.unparse(argument.annotation)) == 1
+            value = annotated_value(interpreter, argument.annotation, argument.arg, is_alone=is_alone)
         if not isinstance(value, Model) or argument.arg not in given:
             interpreter.state.forget(argument.arg)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
@@ -180,27 +180,6 @@ def _given(value: LiteralValue, info: FunctionInfo, is_certain: bool) -> Value:
     if isinstance(value.value, bool) and not (is_certain and file_number(info.node)):
         return UNKNOWN
     return replace(value, is_given=is_certain)
-
-
-_COLLECTIONS: Final = frozenset(
-    "list List dict Dict Sequence Iterable tuple Tuple Callable type ModuleList".split()
-)
-
-
-def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:
-    """Return the value of an annotation such as ``GradScaler``, ``"Optimizer"`` or ``Accelerator | None``."""
-    written = ast.unparse(argument.annotation) if argument.annotation is not None else ""
-    names = set(re.findall(r"\w+", written))
-    if "GradScaler" in names:
-        return interpreter.register_scaler(Scaler(f"name {argument.arg}", text=argument.arg))
-    if "Optimizer" in names and not names & _COLLECTIONS:
-        return Optimizer(f"name {argument.arg}")
-    if names & {"Module", "DistributedDataParallel"} and not names & _COLLECTIONS:
-        return Model(f"name {argument.arg}")
-    for framework in FRAMEWORKS:
-        if any(path.rpartition(".")[2] in names for path in framework.constructors):
-            return Managed(framework, Certainty.LIKELY)
-    return Managed() if "DeepSpeedEngine" in names else UNKNOWN
 
 
 def _join_returns(interpreter: Interpreter, entry: State) -> Value:

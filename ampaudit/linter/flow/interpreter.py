@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
+from ampaudit.linter.flow.dtype_uses import DtypeUses
 from ampaudit.linter.flow.events import ScalerReplaced
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.linked_script import LinkedScript
@@ -102,9 +103,9 @@ class Interpreter(Recorder):
         self.stack: list[FunctionInfo] = []
         self.lambdas: dict[ast.Lambda, FunctionInfo] = {}
         self.completed_calls: dict[tuple[ast.Call, ast.Call], ast.Call] = {}  # of partials
-        self.half_values: dict[ast.AST, Certainty] = {}  # ops on values that are float16
-        self.float_values: set[ast.AST] = set()  # ops on values that are float32
-        self.half_lines: set[int] = set()  # of statements under float16 autocast
+        self.weights: list[str] = []  # the 16-bit dtypes of the models whose code is followed, else empty
+        self.half_parameter: ast.AST | None = None  # of the module that is being made
+        self.dtype_uses = DtypeUses()
         self.managed = False
         self.sharded: set[str] = set()  # keys of the models that FSDP shards
         self.repetitions = 0
@@ -178,7 +179,7 @@ class Interpreter(Recorder):
                 break
             self.statement = statement
             if self.autocast.computes_float16:
-                self.half_lines.add(statement.lineno)
+                self.dtype_uses.half_lines.add(statement.lineno)
             handler = self.statements.get(type(statement))
             if handler is not None:
                 handler(self, statement)
@@ -252,10 +253,9 @@ class Interpreter(Recorder):
             return Scheduler(key)
         return Model(key) if kind == "model" else value
 
-    def record_half(self, node: ast.AST) -> None:
-        """Record that an op has a float16 operand, which is likely if the class of the model was guessed."""
-        certainty = Certainty.LIKELY if self.guesses else Certainty.KNOWN
-        self.half_values[node] = max(certainty, self.half_values.get(node, certainty))
+    def record_dtypes(self, node: ast.AST, operands: Iterable[Value]) -> None:
+        """Record the dtypes of the operands of an op, only likely if the class of the model was guessed."""
+        self.dtype_uses.record(node, operands, Certainty.LIKELY if self.guesses else Certainty.KNOWN)
 
     def register_scaler(self, scaler: Scaler) -> Scaler:
         """Register a scaler by its key."""

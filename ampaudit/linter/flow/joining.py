@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 
-__all__ = ["choice_of_dtypes", "item_of", "join_values"]
+__all__ = ["choice_of_dtypes", "flattened", "item_of", "join_values"]
 
 
 def join_values(one: Value, other: Value) -> Value:
@@ -49,6 +50,9 @@ def join_values(one: Value, other: Value) -> Value:
         return _join_contexts(one, other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _join_tensors(one, other)
+    if isinstance(one, KnownItems) and isinstance(other, KnownItems) and len(one.items) == len(other.items):
+        items = tuple(map(join_values, one.items, other.items))
+        return KnownItems(items, one.repeated or other.repeated)
     if isinstance(one, Parameters) and isinstance(other, Parameters):
         models = None if one.models is None or other.models is None else one.models | other.models
         return replace(one, models=models) if one.cast is other.cast else Parameters(models)
@@ -86,6 +90,14 @@ def item_of(value: Value) -> Value:
         several = len(value.items) > 1 or value.repeated
         return replace(result, one_of_several=True) if isinstance(result, Optimizer) and several else result
     return value if isinstance(value, Tensor | LossGradients | Parameters | Managed) else UNKNOWN
+
+
+def flattened(values: Iterable[Value]) -> list[Value]:
+    """Return some values with the items of tuples and lists in place of these."""
+    found: list[Value] = []
+    for value in values:
+        found += flattened(value.items) if isinstance(value, KnownItems) else [value]
+    return found
 
 
 def _join_contexts(one: Value, other: Value) -> Value:

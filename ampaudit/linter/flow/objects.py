@@ -17,13 +17,16 @@ from ampaudit.linter.flow.facts import (
     DEVICE,
     FREED,
     HALF_WEIGHTS,
+    HALVED_IN_LOOP,
     PERHAPS,
     FactKind,
     PerhapsHalf,
 )
+from ampaudit.linter.flow.fields import bind_fields
 from ampaudit.linter.flow.gradient_facts import clear_gradients
 from ampaudit.linter.flow.half_ops import check_rounded_timesteps, check_same_dtype
 from ampaudit.linter.flow.inlining import inline_call
+from ampaudit.linter.flow.joining import flattened
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
@@ -160,6 +163,9 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
     if wanted == "float16":
         interpreter.record(PrecisionChosen(interpreter.at(node)))
     if wanted:
+        in_loop = any(guard.kind == "loop" for guard in interpreter.guards)
+        halved = node if wanted == "float16" and in_loop else None
+        interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
         interpreter.state.set_fact(HALF_WEIGHTS, node if wanted == "float16" else None, model.key)
         interpreter.state.set_fact(BFLOAT16_WEIGHTS, node if wanted == "bfloat16" else None, model.key)
     elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
@@ -183,7 +189,7 @@ def call_model(
     cast = autocast_dtype(interpreter) if applies_to_device(interpreter, node, model) else ""
     root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
     given: frozenset[str] | None = frozenset({root})
-    for value in arguments.all():
+    for value in flattened(arguments.all()):
         if isinstance(value, Tensor) and given is not None:
             given = (
                 None
@@ -205,7 +211,10 @@ def call_model(
         model = _guessed(interpreter, model, arguments)
     info = _method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
+        outer = interpreter.weights[-1:] or [""]
+        interpreter.weights.append(_weights_dtype(interpreter, model) or outer[0])
         returned = inline_call(interpreter, info, node, arguments.named(), model.instance)
+        interpreter.weights.pop()
         return _from_model(returned, cast, given, node)
     return Tensor(
         dtype=cast if _ends_in_product(model, arguments) else "",
@@ -232,8 +241,10 @@ def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, argumen
     is_plain = is_plain and "dtype" not in _keywords(model.node)
     state = interpreter.state
     is_cast = state.may_hold(HALF_WEIGHTS, model.key) or state.may_hold(BFLOAT16_WEIGHTS, model.key)
-    if interpreter.autocast.enabled is False and is_plain and not is_cast and arguments.positional:
-        check_same_dtype(interpreter, node, "this layer", [arguments.positional[0], Tensor(dtype="float32")])
+    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    by_autocast = isinstance(first, Tensor) and first.computed_under != ""
+    if interpreter.autocast.enabled is False and is_plain and not is_cast and by_autocast:
+        check_same_dtype(interpreter, node, "this layer", [first, Tensor(dtype="float32")])
 
 
 def _keywords(node: ast.AST | None) -> set[str | None]:
@@ -299,9 +310,16 @@ def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arg
         return UNKNOWN
     is_module = info.derives("Module", "LightningModule")
     made = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
-    start = info.method("__init__")
+    start, half = info.method("__init__"), None
     if start is not None and (start.relevant or is_module):
+        half, interpreter.half_parameter = interpreter.half_parameter, None
         inline_call(interpreter, start, node, arguments.named(), made)
+        half, interpreter.half_parameter = interpreter.half_parameter, half
+    elif start is None:
+        bind_fields(interpreter, made, arguments)
     if is_module:
-        return replace(make_model(interpreter, node, info.node.name, arguments), instance=made)
+        model = make_model(interpreter, node, info.node.name, arguments)
+        if half is not None:
+            interpreter.state.set_fact(HALF_WEIGHTS, half, model.key)
+        return replace(model, instance=made)
     return made

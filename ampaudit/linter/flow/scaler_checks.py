@@ -9,6 +9,7 @@ from ampaudit.linter.diagnostic import Certainty, Fix, position_of
 from ampaudit.linter.flow.events import ScalerUpdate, of_type
 from ampaudit.linter.flow.facts import (
     HALF_WEIGHTS,
+    HALVED_IN_LOOP,
     STEPPED,
     UNSCALED_AT,
     UNUSED,
@@ -75,6 +76,8 @@ def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimi
         )
     for model in optimizer.models or ():
         halved = interpreter.state.trained_cast(HALF_WEIGHTS, model)
+        certainty = Certainty.LIKELY if halved is None else Certainty.KNOWN
+        halved = halved or interpreter.state.trained_cast(HALVED_IN_LOOP, model)
         if halved is not None:
             interpreter.report(
                 "AMP801",
@@ -82,6 +85,7 @@ def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimi
                 f"these parameters are float16, and the scaler at line {node.lineno} cannot unscale float16"
                 " gradients",
                 "keep the parameters in float32 and let autocast choose the dtype of each op",
+                certainty=certainty,
             )
 
 

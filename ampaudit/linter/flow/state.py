@@ -12,6 +12,7 @@ from ampaudit.linter.flow.facts import (
     DEVICE,
     FROZEN,
     HALF_WEIGHTS,
+    HALVED_IN_LOOP,
     PERHAPS,
     FactKind,
     Perhaps,
@@ -86,7 +87,7 @@ UNKNOWN_GRADIENTS: Final = AccumulatedGradients(certainty=Certainty.UNKNOWN)
 FactKey: TypeAlias = tuple[FactKind[Any], *tuple[str, ...]]
 T = TypeVar("T")
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
-_OF_MODELS: Final = (HALF_WEIGHTS, BFLOAT16_WEIGHTS, FROZEN, DEVICE)
+_OF_MODELS: Final = (HALF_WEIGHTS, HALVED_IN_LOOP, BFLOAT16_WEIGHTS, FROZEN, DEVICE)
 NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
@@ -195,10 +196,11 @@ def join(one: State | None, other: State | None) -> State | None:
     facts: dict[FactKey, Any] = {}
     for key, fact in left.items():
         second = right.get(key)
-        facts[key] = fact if second is fact or second == fact else PERHAPS
+        equal = second is fact or second == fact
+        facts[key] = fact if equal else (fact or second) if key[0] is HALVED_IN_LOOP else PERHAPS
     for key, fact in right.items():
         if key not in left:
-            facts[key] = fact if fact is None else PERHAPS
+            facts[key] = fact if fact is None or key[0] is HALVED_IN_LOOP else PERHAPS
     scopes: dict[Scope, dict[str, Value]] = {}
     for scope, names in one.scopes.items():
         others = other.scopes.get(scope, names)

@@ -12,6 +12,7 @@ from ampaudit.linter.flow.events import NumberRead
 from ampaudit.linter.flow.gradient_uses import gradient_norm
 from ampaudit.linter.flow.half_ops import (
     check_half_exp,
+    check_half_kernel,
     check_half_sum,
     check_log_probabilities,
     check_rounded_angles,
@@ -93,7 +94,9 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
             )
     roots = all_model_calls(values)
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
-    rounded = node if cast and rounds_positions(*operands) else first_rounded(values)
+    known = [value.dtype for value in values if isinstance(value, Tensor)]
+    implied = "" if "float32" in known else next(iter(interpreter.weights[-1:]), "")
+    rounded = node if (cast or implied) and rounds_positions(*operands) else first_rounded(values)
     if interpreter.autocast.enabled is False and len(values) > 1:
         cast = _dtype_of_pair(*values[:2])
     return Tensor(
@@ -209,10 +212,7 @@ def tensor_method(
     interpreter: Interpreter, node: ast.Call, base: Tensor, name: str, arguments: Arguments
 ) -> Value:
     """Interpret a method of a tensor."""
-    if base.cast == "float16":
-        interpreter.record_half(node)
-    if base.dtype == "float32":
-        interpreter.float_values.add(node)
+    interpreter.record_dtypes(node, [base])
     if name == "backward":
         from ampaudit.linter.flow.gradients import backward
 
@@ -236,6 +236,8 @@ def tensor_method(
     if name in WRITES_SAME_DTYPE:
         check_same_dtype(interpreter, node, f"{name}()", [base, *arguments.all()])
         return base
+    if name == "numpy" and base.dtype == "bfloat16":
+        check_half_kernel(interpreter, node, "numpy", base)
     if name == "sum":
         check_half_sum(interpreter, node, base)
     if name in LOG_PROBABILITIES:

@@ -23,7 +23,7 @@ from ampaudit.linter.flow.half_ops import (
     check_log_probabilities,
     check_rounded_angles,
 )
-from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.joining import flattened, item_of
 from ampaudit.linter.flow.losses import call_loss_function, reduction_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.torch_names import (
@@ -131,6 +131,11 @@ def _call_torch(
         return UNSCALED_TENSOR
     if path == "torch.nn.ModuleList" and isinstance(given := arguments.get(0, "modules"), KnownItems):
         return given
+    if path in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
+        data = arguments.get(0, "data")
+        if isinstance(data, Tensor) and data.dtype == "float16" and not data.computed_under:
+            interpreter.half_parameter = node
+        return data or UNKNOWN
     if path.startswith("torch.optim.lr_scheduler."):
         return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
     if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
@@ -178,11 +183,8 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return Tensor(sigmoid=node, model_calls=known.model_calls, dtype=known.dtype, node=node)
     if not path.startswith(("torch.nn.functional.", "torch.")) or path.count(".") > 3:
         return UNKNOWN
-    tensor = [value for value in given if isinstance(value, Tensor)]
-    if any(value.cast == "float16" for value in tensor):
-        interpreter.record_half(node)
-    if any(value.dtype == "float32" for value in tensor):
-        interpreter.float_values.add(node)
+    tensor = [value for value in flattened(given) if isinstance(value, Tensor)]
+    interpreter.record_dtypes(node, tensor)
     if not tensor:
         return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in given) else UNKNOWN
     return Tensor(
@@ -190,7 +192,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         dtype=_dtype(interpreter, name, tensor),
         weights_dtype=next((v.weights_dtype for v in tensor if name in KEEPS_DTYPE), ""),
         model_calls=tensors.all_model_calls(tensor),
-        rounded=tensors.first_rounded([*tensor, *(first.items if isinstance(first, KnownItems) else ())]),
+        rounded=tensors.first_rounded(tensor),
         node=node,
     )
 

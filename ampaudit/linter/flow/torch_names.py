@@ -9,6 +9,7 @@ __all__ = [
     "ADAM_LIKE",
     "AUTOCASTS",
     "AUTOCAST_FLOAT32",
+    "BFLOAT16_ROUNDS_TO_ONE",
     "CONVENTIONAL_NAMES",
     "DEPRECATED",
     "DTYPES",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
+BFLOAT16_ROUNDS_TO_ONE: Final = 2.0**-9
 FLOAT16_ROUNDS_TO_ONE: Final = 2.0**-12  # half of the distance from 1 to the next smaller number
 AUTOCASTS: Final = {
     "torch.autocast": None,
@@ -88,7 +90,7 @@ MATRIX_PRODUCTS: Final = frozenset(
 KEEPS_DTYPE: Final = frozenset(
     "mean amax amin max min abs neg relu relu6 leaky_relu elu gelu silu mish hardswish tanh sigmoid"
     " clamp clip clamp_min clamp_max select index_select gather view reshape squeeze unsqueeze flatten"
-    " transpose permute contiguous to cuda cpu clone type_as requires_grad_ expand repeat chunk split t"
+    " transpose permute contiguous to cuda cpu clone requires_grad_ expand repeat chunk split t"
     " T sqrt square flip roll dropout interpolate pad max_pool1d max_pool2d max_pool3d avg_pool2d"
     " avg_pool3d adaptive_avg_pool2d cat stack concat where minimum maximum detach".split()
 )

@@ -31,9 +31,14 @@ def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
         if not any(base.rpartition(".")[2] == "Function" for base in info.bases):
             continue
         forward, backward = info.methods.get("forward"), info.methods.get("backward")
-        if forward is None or backward is None or not (_multiplies(forward) or _multiplies(backward)):
+        if forward is None or backward is None:
             continue
         has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
+        if has == [False, True]:  # backward raises, whatever it computes
+            yield _diagnostic(info.node, forward, backward, has)
+            continue
+        if not (_multiplies(forward) or _multiplies(backward)):
+            continue
         if not any(has) and _OWN_DTYPES.search(ast.unparse(info.node)):
             continue
         if not _runs_under_autocast(script, info.node.name):

@@ -13,13 +13,19 @@ from typing import Final
 import re2
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
+from ampaudit.linter.flow.dtype_uses import DtypeUses
 from ampaudit.linter.flow.relevance import matching_lines
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
-from ampaudit.linter.flow.torch_names import FLOAT16_ROUNDS_TO_ONE, FLOAT16_ROUNDS_TO_ZERO
+from ampaudit.linter.flow.torch_names import (
+    BFLOAT16_ROUNDS_TO_ONE,
+    FLOAT16_ROUNDS_TO_ONE,
+    FLOAT16_ROUNDS_TO_ZERO,
+)
 
 __all__ = ["check_constants"]
 
+_BFLOAT16: Final = "bfloat16"
 _FLOAT16_MAX: Final = 65504.0
 # autocast computes these in float32, and so what is added to them
 _FLOAT32_FUNCTIONS: Final = frozenset(
@@ -28,41 +34,33 @@ _FLOAT32_FUNCTIONS: Final = frozenset(
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
-def check_constants(
-    script: Script, half_values: Mapping[ast.AST, Certainty], float_values: Set[ast.AST], half_lines: Set[int]
-) -> Iterator[Diagnostic]:
+def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     """Check masks everywhere, and eps in modules, whose tensors may be 16-bit.
 
-    Args:
-        script: the parsed module.
-        half_values: ops that have a float16 operand, and how certain that is.
-        float_values: ops that have a float32 operand; these are left out.
-        half_lines: first lines of statements under float16 autocast, where a mask likely meets float16.
+    Ops with a float32 operand are left out; a mask likely meets float16 under float16 autocast.
     """
     if "torch" not in script.text:
         return
     lines = matching_lines(_EXTREME, script.text)
     if not lines:
         return
-    finder = _ConstantFinder(_named_constants(script, lines))
+    known, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
+    finder = _ConstantFinder(_named_constants(script, lines), bfloat16)
     if finder.named:
         names = "|".join(map(re.escape, finder.named))
         lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
-    exempt = {position_of(part) for node in float_values for part in (node, *ast.iter_child_nodes(node))}
-    known = {
-        position_of(part): certainty
-        for node, certainty in half_values.items()
-        for part in (node, *ast.iter_child_nodes(node))
-    }
     for statement in _innermost_statements(script.tree.body, lines):
         module = any(_contains_line(node, statement.lineno) for node in _modules(script))
-        is_likely = statement.lineno in half_lines or (module and bool(half_lines))
+        is_likely = statement.lineno in uses.half_lines or (module and bool(uses.half_lines))
         likely = Certainty.LIKELY if is_likely else Certainty.UNKNOWN
-        for found in finder.check(statement, module or bool(known)):
-            by_flow = known.get(position_of(found.node))
+        for found in finder.check(statement, module or bool(known) or bool(bfloat16)):
+            rounded = bfloat16 if _BFLOAT16 in found.cause else known
+            by_flow = rounded.get(position_of(found.node))
             if position_of(found.node) in exempt and by_flow is None:
                 continue
-            certainty = min(likely, _likely(found, statement, half_lines)) if by_flow is None else by_flow
+            certainty = (
+                min(likely, _likely(found, statement, uses.half_lines)) if by_flow is None else by_flow
+            )
             yield replace(found, certainty=certainty)
 
 
@@ -171,9 +169,11 @@ class _ConstantFinder:
 
     Attributes:
         named: values of names that stand for such numbers.
+        bfloat16: positions of ops with a bfloat16 operand.
     """
 
     named: dict[str, ast.expr]
+    bfloat16: Mapping[tuple[int, int], Certainty]
 
     def check(self, statement: ast.stmt, module: bool) -> Iterator[Diagnostic]:
         for node in ast.walk(statement):
@@ -257,13 +257,13 @@ class _ConstantFinder:
         value = self._literal(node)
         return value is not None and 0 < abs(value) <= FLOAT16_ROUNDS_TO_ZERO
 
-    def _rounds_to_one(self, node: ast.AST) -> bool:
-        """Return whether an expression is ``1 - eps``, or such a number, which float16 rounds to 1."""
+    def _rounds_to_one(self, node: ast.AST, limit: float) -> bool:
+        """Return whether an expression is ``1 - eps``, or such a number, that 16 bits round to 1."""
         value = self._literal(node)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and self._literal(node.left) == 1:
             eps = self._literal(node.right)
             value = None if eps is None else 1 - eps
-        return value is not None and 1 - FLOAT16_ROUNDS_TO_ONE <= value < 1
+        return value is not None and 1 - limit <= value < 1
 
     def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> Diagnostic:
         return Diagnostic(
@@ -290,11 +290,15 @@ class _ConstantFinder:
             if self._rounds_to_zero(value) and not _is_float32(receiver):
                 yield self._eps_diagnostic(value, value)
         largest = node.args[-1:] if name.startswith(("clamp", "clip")) and len(node.args) > 1 else []
+        is_bfloat16 = position_of(node) in self.bfloat16
+        limit = BFLOAT16_ROUNDS_TO_ONE if is_bfloat16 else FLOAT16_ROUNDS_TO_ONE
+        below, most = ("0.996", "0.99") if is_bfloat16 else ("0.9995", "0.999")
         for value in (*largest, *(k.value for k in node.keywords if k.arg == "max")):
-            if self._rounds_to_one(value) and not _is_float32(receiver):
+            if self._rounds_to_one(value, limit) and not _is_float32(receiver):
                 yield Diagnostic(
                     "AMP861",
                     node,
-                    f"{ast.unparse(value)} rounds to 1 in float16, whose largest number below 1 is 0.9995",
-                    "use at most 0.999, or compute this in float32",
+                    f"{ast.unparse(value)} rounds to 1 in {_BFLOAT16 if is_bfloat16 else 'float16'}, whose "
+                    f"largest number below 1 is {below}",
+                    f"use at most {most}, or compute this in float32",
                 )

@@ -113,7 +113,7 @@ def _check_divided_twice(interpreter: Interpreter, event: ManagedBackward) -> No
         if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Div):
             continue
         divided = node.left if isinstance(node, ast.BinOp) else node.target
-        if "loss" in dotted_name(divided) and _COUNTS.search(dotted_name(divisor) if divisor else ""):
+        if "loss" in dotted_name(divided) and _COUNTS.search(ast.unparse(divisor) if divisor else ""):
             interpreter.report(
                 "AMP859",
                 node,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, ScalerScale, of_type
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.statement_context import tests_around
+from ampaudit.linter.flow.statement_context import nodes_around, tests_around
 from ampaudit.linter.flow.syntax import dotted_name
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: 
         return  # another file may name the same setting otherwise
     tests = " ".join(tests_around(interpreter.linked, autocast))
     name = own.rpartition(".")[2]
+    chosen = (n for n in nodes_around(interpreter.linked, autocast) if isinstance(n, ast.IfExp))
+    if any(inner is autocast for choice in chosen for inner in ast.walk(choice)):
+        return  # another condition chooses between it and no context
     is_always_on = other is None and not re.search(rf"\b{re.escape(name)}\b", tests)
     if is_always_on or (other and other.rpartition(".")[2] != name):
         interpreter.report(
@@ -116,7 +119,8 @@ def _check_dtype(interpreter: Interpreter, entered: AutocastEntered, events: lis
     call = entered.context.node
     assert isinstance(call, ast.Call)
     if (
-        len(call.args) > 1
+        entered.context.enabled is False
+        or len(call.args) > 1
         or any(k.arg in ("dtype", None) for k in call.keywords)
         or not of_type(events, Backward)
     ):

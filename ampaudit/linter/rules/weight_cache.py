@@ -5,12 +5,21 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, StepEvent, of_type
+from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.flow.events import (
+    AutocastEntered,
+    Backward,
+    Event,
+    ModelCall,
+    StepEvent,
+    UnknownBackward,
+    of_type,
+)
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_weight_cache"]
+__all__ = ["check_cached_without_gradients", "check_weight_cache"]
 
 
 def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
@@ -37,6 +46,50 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
             " once and keeps the copy: from the second iteration on, the model computes with the old weights",
             "enter autocast anew in each iteration, around the forward pass and the loss only",
         )
+
+
+def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check that no weights are cast under ``no_grad`` that the same autocast block needs with gradients.
+
+    Fixed by pull request 165068 of pytorch, of December 2025; reported in issues 65766, 105211 and 112583.
+    """
+    if not any(isinstance(event, Backward | UnknownBackward) for event in events):
+        return
+    blocks = {id(e.block): e.context for e in of_type(events, AutocastEntered) if e.context.caches}
+    calls = of_type(events, ModelCall)
+    for index, event in enumerate(calls):
+        if "no_grad" not in event.grad_modes or not event.autocast.is_certain:
+            continue
+        start = next((i for i, g in enumerate(event.guards) if id(g.node) in blocks), None)
+        if start is None:
+            continue
+        same_block = event.guards[: start + 1]
+        again = next(
+            (
+                other
+                for other in calls[index + 1 :]
+                if _is_same_model(other, event)
+                and not other.grad_modes
+                and other.guards[: start + 1] == same_block
+            ),
+            None,
+        )
+        if again is not None:
+            interpreter.report(
+                "AMP875",
+                event.node,
+                "autocast keeps the casts of weights that this call makes without gradients, and the call at "
+                f"line {getattr(again.node, 'lineno', 0)} uses them: in older versions of torch, these get "
+                "no gradients",
+                "make this call in an autocast block of its own, or with cache_enabled=False",
+                certainty=Certainty.LIKELY,
+            )
+
+
+def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
+    """Return whether two calls are of one model; the name of one from elsewhere may stand for several."""
+    texts = {ast.unparse(e.node.func) if isinstance(e.node, ast.Call) else "" for e in (one, other)}
+    return one.model.key == other.model.key and (one.model.node is not None or len(texts) == 1)
 
 
 def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:

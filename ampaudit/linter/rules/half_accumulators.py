@@ -1,0 +1,47 @@
+"""Rule on totals that are kept in 16 bits."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampaudit.linter.diagnostic import Certainty, Diagnostic
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.torch_names import DTYPES, MAKES_TENSORS, canonical_name
+
+__all__ = ["check_half_accumulators"]
+
+
+def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
+    """Report tensors that are made in 16 bits and to which a later line adds again and again."""
+    if "float16" not in script.text and "half" not in script.text:
+        return
+    made = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}
+    for node in script.nodes() if made else ():
+        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
+            continue
+        name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
+        if name in made:
+            largest = "256" if made[name] == "bfloat16" else "2048"
+            yield Diagnostic(
+                "AMP873",
+                node,
+                f"this total is {made[name]} and rounded at each addition: above {largest} times what is "
+                "added, it stands still",
+                "keep the total in float32",
+                certainty=Certainty.LIKELY,
+            )
+
+
+def _dtype(script: Script, value: ast.expr) -> str:
+    """Return the 16-bit dtype in which ``torch.zeros`` and the like make a tensor; empty otherwise."""
+    function = dotted_name(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+    if not isinstance(value, ast.Call) or function not in MAKES_TENSORS:
+        return ""
+    given = next((keyword.value for keyword in value.keywords if keyword.arg == "dtype"), None)
+    name = "" if given is None else dotted_name(given)
+    values = script.assigned.get(name, [])
+    name = dotted_name(values[0]) if len(values) == 1 else name
+    dtype = DTYPES.get(canonical_name(name), "")
+    return dtype if dtype in ("float16", "bfloat16") else ""
