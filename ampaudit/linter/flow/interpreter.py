@@ -19,7 +19,7 @@ from ampaudit.linter.flow.module_names import join_names
 from ampaudit.linter.flow.recorder import Recorder
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
-from ampaudit.linter.flow.step_budget import StepBudget
+from ampaudit.linter.flow.step_budget import STEPS_AT_ONCE, StepBudget
 from ampaudit.linter.flow.syntax import condition_of, dotted_name
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
@@ -109,6 +109,7 @@ class Interpreter(Recorder):
         self.managed = False
         self.sharded: set[str] = set()  # keys of the models that FSDP shards
         self.repetitions = 0
+        self._expressions = 0
         self.budget = StepBudget(bool(linked.imported))
 
     @property
@@ -189,7 +190,9 @@ class Interpreter(Recorder):
         """Evaluate an expression, including the calls in it."""
         if node is None:
             return UNKNOWN
-        self.budget.spend(self._state_size(), self.script is not self.linked.main)
+        self._expressions += 1
+        if not self._expressions % STEPS_AT_ONCE:
+            self.budget.spend(self._state_size(), self.script is not self.linked.main)
         handler = self.expressions.get(type(node))
         value: Value = handler(self, node) if handler is not None else UNKNOWN
         return value

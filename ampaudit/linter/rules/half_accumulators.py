@@ -21,6 +21,8 @@ def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
     for node in script.nodes() if made else ():
         if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
             continue
+        if isinstance(node.target, ast.Subscript) and any(map(_is_slice, ast.walk(node.target.slice))):
+            continue  # a region, of which each element may get few numbers
         name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
         if name in made:
             largest = "256" if made[name] == "bfloat16" else "2048"
@@ -32,6 +34,10 @@ def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
                 "keep the total in float32",
                 certainty=Certainty.LIKELY,
             )
+
+
+def _is_slice(node: ast.AST) -> bool:
+    return isinstance(node, ast.Slice)
 
 
 def _dtype(script: Script, value: ast.expr) -> str:
