@@ -27,7 +27,6 @@ MARK = "# <- here"
 # of the open half, on which the rules were written
 MISSED = {
     "39_minmax_eps_vanishes": "the class is not made here, so no flow shows that it is float16",
-    "44_index_put_dtype": "no rule",
     "54_ema_on_skipped_step": "no rule: every correct loop with an average of the weights does the same",
     "60_compile_under_autocast": "no rule",
 }
@@ -44,7 +43,6 @@ MISSED_ASIDE = {
 MISSED_SECOND = {
     "14_generator_left_frozen": "no rule: which parameters require gradients is not followed",
     "17_snapshot_without_scaler": "its optimizers are in a dict from elsewhere; AMP821 finds the restore",
-    "20_clamp_next_to_one": "the dtype of the model's output is not known",
     "24_validation_casts_live_unet": "a pipeline of another package holds the model",
     "39_scatter_add_mixed_dtypes": "autocast on CUDA promotes scatter_add to the widest dtype",
 }

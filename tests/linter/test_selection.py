@@ -11,7 +11,8 @@ from tests.linter.examples import BAD, UNSURE
 
 
 def test_codes_are_chosen_by_how_they_begin() -> None:
-    text = BAD["AMP803"] + "\n\n" + UNSURE.removeprefix("import torch\n")
+    other = "\n\nclass Other(nn.Module):\n    pass\n"  # so that no class is likely that of the model
+    text = BAD["AMP803"] + "\n\n" + UNSURE.removeprefix("import torch\n") + other
 
     def chosen(select: str, ignore: str = "", *, notes: bool = False) -> set[str]:
         choice = RuleSelection.of(LintConfig(select=[select], ignore=[ignore], notes=notes))

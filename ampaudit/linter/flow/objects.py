@@ -208,7 +208,7 @@ def call_model(
     if cast and halved is not None and not _has_own_switch(interpreter):
         interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
     if model.instance is None and model.key.startswith("name "):
-        model = _guessed(interpreter, model, arguments)
+        model = _guessed(interpreter, node, model, arguments)
     info = _method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
         outer = interpreter.weights[-1:] or [""]
@@ -225,14 +225,17 @@ def call_model(
     )
 
 
-def _guessed(interpreter: Interpreter, model: Model, arguments: Arguments) -> Model:
+def _guessed(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> Model:
     """Return a model that a caller elsewhere makes as one of the file's only class for it."""
     root = interpreter.script.root_module
     forward = None if root is None else root.method("forward")
     if root is None or forward is None or len(arguments.all()) > len(forward.node.args.args) - 1:
         return model
     interpreter.guesses = True
-    return replace(model, instance=Instance(f"class {root.node.name}", root))
+    guessed, start = Instance(f"class {root.node.name}", root), root.method("__init__")
+    if start is not None and guessed.key not in interpreter.state.scopes:
+        inline_call(interpreter, start, node, {}, guessed)
+    return replace(model, instance=guessed)
 
 
 def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "dtype_of_result",
     "first_rounded",
     "matrix_product",
+    "outer_product",
     "requested_dtype",
     "tensor_method",
 ]
@@ -107,6 +108,14 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
         rounded=rounded,
         node=node,
     )
+
+
+def outer_product(interpreter: Interpreter, node: ast.Call, values: list[Value]) -> Value:
+    """Interpret an ``einsum`` that sums nothing: autocast leaves its dtype alone, 16-bit buffers do not."""
+    given = [value for value in values if isinstance(value, Tensor)]
+    implied = next(iter(interpreter.weights[-1:]), "") if all(v.dtype != "float32" for v in given) else ""
+    rounded = node if implied and rounds_positions(*node.args) else first_rounded(given)
+    return Tensor(model_calls=all_model_calls(given), rounded=rounded, node=node)
 
 
 def first_rounded(values: Sequence[Value]) -> ast.AST | None:

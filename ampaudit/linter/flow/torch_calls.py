@@ -117,6 +117,8 @@ def _call_torch(
     made_in = arguments.keywords.get("dtype", UNKNOWN)
     if path.startswith("torch.nn.") and name[:1].isupper() and tensors.dtype_named(made_in) == "float16":
         interpreter.record(HalfLayer(interpreter.at(node)))
+    if path == "torch.einsum" and not _sums(arguments.get(0, "equation")):
+        return tensors.outer_product(interpreter, node, arguments.all())
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, node, arguments.all())
     if path in WITHOUT_HALF_KERNEL:
@@ -195,6 +197,15 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         rounded=tensors.first_rounded(tensor),
         node=node,
     )
+
+
+def _sums(equation: Value | None) -> bool:
+    """Return whether an equation of ``einsum`` sums over an index, so that it is a matrix product."""
+    text = equation.value if isinstance(equation, LiteralValue) else None
+    if not isinstance(text, str) or "->" not in text:
+        return True
+    given, _, result = text.partition("->")
+    return bool(set(filter(str.isalpha, given)) - set(result))
 
 
 def _made_tensor(node: ast.Call, name: str, arguments: Arguments) -> Tensor:
