@@ -46,7 +46,7 @@ from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.apex_loops import check_apex_loops
 from ampaudit.linter.rules.autograd_functions import check_autograd_functions
 from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_checkpoints
-from ampaudit.linter.rules.branches import check_branches, check_zeroed_either_way
+from ampaudit.linter.rules.branches import check_branches, check_stepped_either_way, check_zeroed_either_way
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
 from ampaudit.linter.rules.half_accumulators import check_half_accumulators
@@ -163,6 +163,7 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
             interpreter.assumptions = {condition: answer}
             _follow_once(interpreter, entry, runs)
         check_zeroed_either_way(interpreter, *runs)
+        check_stepped_either_way(interpreter, *runs)
     interpreter.assumptions = {}
     return end
 

@@ -53,7 +53,9 @@ def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Argu
         isinstance(first, LiteralValue) and isinstance(first.value, bool)
     )
     has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
-    if imported and not has_more and (first is None or is_flag):
+    text = first.value if isinstance(first, LiteralValue) else None
+    names_index = isinstance(text, str) and ":" in text  # a device, and not its type
+    if (imported and not has_more and (first is None or is_flag)) or names_index:
         interpreter.report(
             "AMP853",
             node,

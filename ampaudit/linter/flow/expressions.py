@@ -74,8 +74,10 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
     if isinstance(base, Parameters):
         return base if node.attr == "data" else UNKNOWN
     if isinstance(base, Tensor):
-        if node.attr in ("data", "T", "mT"):
-            return base
+        if node.attr in ("data", "T", "mT", "values"):
+            return replace(base, is_detached=True) if node.attr == "data" else base
+        if node.attr == "dtype" and base.dtype:
+            return ImportedName(f"torch.{base.dtype}")
         known = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
         # a field of what a model returned; the model may have computed it in any dtype
         field = Tensor(

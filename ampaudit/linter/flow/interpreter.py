@@ -247,7 +247,7 @@ class Interpreter(Recorder):
             unsure = True
         if not unsure or not text:
             return value
-        kind, key = self.script.usage.kind(text), f"name {text}"
+        kind, key = self.script.usage.kind(text), f"name {self._as_named_by_caller(text) or text}"
         if kind == "scaler":
             return self.register_scaler(Scaler(key, text=text))
         if kind == "optimizer":

@@ -144,6 +144,8 @@ def model_method(
         freeze(interpreter, model.key, arguments.get(0, "requires_grad"))
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
+    if model.instance is None and model.key.startswith("name ") and name not in _WITHOUT_FORWARD:
+        model = _guessed(interpreter, node, model, arguments, name)
     if _TRAINS.search(name) and _method_of(model, name) is None:
         from ampaudit.linter.flow.gradients import unknown_backward
 
@@ -208,7 +210,7 @@ def call_model(
     if cast and halved is not None and not _has_own_switch(interpreter):
         interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
     if model.instance is None and model.key.startswith("name "):
-        model = _guessed(interpreter, node, model, arguments)
+        model = _guessed(interpreter, node, model, arguments, method)
     info = _method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
         outer = interpreter.weights[-1:] or [""]
@@ -225,10 +227,12 @@ def call_model(
     )
 
 
-def _guessed(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> Model:
+def _guessed(
+    interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str
+) -> Model:
     """Return a model that a caller elsewhere makes as one of the file's only class for it."""
     root = interpreter.script.root_module
-    forward = None if root is None else root.method("forward")
+    forward = None if root is None else root.method(method)
     if root is None or forward is None or len(arguments.all()) > len(forward.node.args.args) - 1:
         return model
     interpreter.guesses = True

@@ -11,6 +11,8 @@ from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import (
     Backward,
     Event,
+    ModelCall,
+    ScalerStep,
     ScalerUnscale,
     ScalerUpdate,
     StepEvent,
@@ -27,7 +29,7 @@ from ampaudit.linter.rules.accumulation import Branch, branch_of
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_branches", "check_zeroed_either_way"]
+__all__ = ["check_branches", "check_stepped_either_way", "check_zeroed_either_way"]
 
 
 def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
@@ -63,6 +65,32 @@ def check_zeroed_either_way(interpreter: Interpreter, one: list[Event], other: l
         for event in of_type(run, Backward):
             if event.loop is not None and event.loop in stepped & zeroed:
                 _report_unzeroed(interpreter, event)
+
+
+def check_stepped_either_way(interpreter: Interpreter, one: list[Event], other: list[Event]) -> None:
+    """Check that a scaler steps no optimizer whose models are called only if a condition holds."""
+    for run, counterpart in ((one, other), (other, one)):
+        if any(isinstance(e, UnknownEffect | UnknownBackward) for e in run) or not of_type(run, Backward):
+            continue
+        called = {e.model.key for e in of_type(run, ModelCall)}
+        texts = {_called_text(e) for e in of_type(run, ModelCall)}  # a name may hold one model of several
+        trained = [e for e in of_type(counterpart, ModelCall) if "no_grad" not in e.grad_modes]
+        elsewhere = {e.model.key for e in trained if _called_text(e) not in texts}
+        for step in of_type(run, ScalerStep):
+            models = interpreter.models_by_optimizer.get(step.optimizer, frozenset())
+            if models and models <= elsewhere and not models & called and step.loop is not None:
+                interpreter.report(
+                    "AMP829",
+                    step.node,
+                    "where a condition holds, no model of this optimizer is called in an iteration, but the "
+                    "scaler steps it: without gradients it raises",
+                    "step it under the condition under which its loss is computed",
+                    certainty=Certainty.LIKELY,
+                )
+
+
+def _called_text(event: ModelCall) -> str:
+    return ast.unparse(event.node.func) if isinstance(event.node, ast.Call) else ""
 
 
 def _may_zero_itself(interpreter: Interpreter, step: StepEvent) -> bool:
@@ -149,7 +177,7 @@ def _guards_beyond(event: Event, other: Event) -> list[Guard] | None:
     shared = 0
     while shared < min(len(event.guards), len(other.guards)) and event.guards[shared] == other.guards[shared]:
         shared += 1
-    if any(guard.kind in ("if", "loop", "call") for guard in event.guards[shared:]):
+    if any(guard.kind in ("if", "loop") for guard in event.guards[shared:]):
         return None
     beyond = other.guards[shared:]
     return None if any(g.kind != "if" for g in beyond) else list(beyond)

@@ -104,6 +104,12 @@ def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
     for statement in _innermost_statements(script.tree.body, lines):
         if isinstance(statement, ast.Assign):
             found |= {name: statement.value for target in statement.targets if (name := dotted_name(target))}
+    for info in script.classes.values():
+        for statement in info.node.body:
+            if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+                target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+                places = (f"self.{dotted_name(target)}", f"{info.node.name}.{dotted_name(target)}")
+                found |= dict.fromkeys(places, statement.value)
     functions = [n for n in script.nodes() if isinstance(n, ast.FunctionDef)] if lines else []
     for function in functions:
         arguments = function.args
@@ -114,7 +120,7 @@ def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
         stored = Counter(a.name for a in script.assignments)
         nodes = script.nodes()
         stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
-        found = {name: value for name, value in found.items() if stored[name] == 1}
+        found = {name: value for name, value in found.items() if stored[name] == (1 if name in stored else 0)}
     return found
 
 

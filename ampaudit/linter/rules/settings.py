@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, ScalerScale, of_type
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.statement_context import nodes_around, tests_around
+from ampaudit.linter.flow.statement_context import in_same_function, nodes_around, tests_around
 from ampaudit.linter.flow.syntax import dotted_name
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: 
         return  # another file may name the same setting otherwise
     tests = " ".join(tests_around(interpreter.linked, autocast))
     name = own.rpartition(".")[2]
+    if "." not in own and not in_same_function(interpreter.linked, scaler, autocast):
+        return  # a parameter of the function that makes it
     chosen = (n for n in nodes_around(interpreter.linked, autocast) if isinstance(n, ast.IfExp))
     if any(inner is autocast for choice in chosen for inner in ast.walk(choice)):
         return  # another condition chooses between it and no context
