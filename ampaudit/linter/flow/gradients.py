@@ -144,7 +144,7 @@ def check_sharded(interpreter: Interpreter, node: ast.Call, arguments: Arguments
     """Check that torch does not clip what FSDP shards, whose norm each process sees a part of."""
     given = arguments.get(0, "parameters")
     models = given.models if isinstance(given, Parameters) else None
-    if models and models & interpreter.sharded:
+    if models and models & interpreter.sharded - interpreter.replicated:
         interpreter.report(
             "AMP871",
             node,

@@ -108,6 +108,7 @@ class Interpreter(Recorder):
         self.dtype_uses = DtypeUses()
         self.managed = False
         self.sharded: set[str] = set()  # keys of the models that FSDP shards
+        self.replicated: set[str] = set()  # and of those that DDP wraps, in another branch perhaps
         self.repetitions = 0
         self._expressions = 0
         self.budget = StepBudget(bool(linked.imported))

@@ -51,7 +51,7 @@ def join_values(one: Value, other: Value) -> Value:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _join_tensors(one, other)
     if isinstance(one, KnownItems) and isinstance(other, KnownItems) and len(one.items) == len(other.items):
-        items = tuple(map(join_values, one.items, other.items))
+        items = tuple(map(_one_of, one.items, other.items))
         return KnownItems(items, one.repeated or other.repeated)
     if isinstance(one, Parameters) and isinstance(other, Parameters):
         models = None if one.models is None or other.models is None else one.models | other.models
@@ -86,10 +86,18 @@ def item_of(value: Value) -> Value:
     if isinstance(value, KnownItems):
         result: Value = value.items[0] if value.items else UNKNOWN
         for item in value.items[1:]:
-            result = join_values(result, item)
+            result = _one_of(result, item)
         several = len(value.items) > 1 or value.repeated
         return replace(result, one_of_several=True) if isinstance(result, Optimizer) and several else result
     return value if isinstance(value, Tensor | LossGradients | Parameters | Managed) else UNKNOWN
+
+
+def _one_of(one: Value, other: Value) -> Value:
+    """Return the value of either of two items; of two scalers it is not known what they have scaled."""
+    joined = join_values(one, other)
+    if isinstance(one, Scaler) and isinstance(other, Scaler) and one.key != other.key:
+        return replace(one, key="one of several", node=None)
+    return joined
 
 
 def flattened(values: Iterable[Value]) -> list[Value]:

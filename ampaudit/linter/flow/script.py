@@ -274,6 +274,7 @@ def _record_call(usage: NameUsage, node: ast.Call) -> None:
     whole = f"{text}.{node.func.attr}" if text else ""
     if whole:
         usage.methods.setdefault(whole, set()).add("(call)")
-        usage.methods.setdefault(text, set()).add(node.func.attr)
+        if node.func.attr != "scale" or node.args or node.keywords:  # that of a scaler is given a loss
+            usage.methods.setdefault(text, set()).add(node.func.attr)
         if node.func.attr in ("step", "unscale_") and node.args and (given := dotted_name(node.args[0])):
             usage.stepped.setdefault(text, set()).add(given)

@@ -55,6 +55,7 @@ from ampaudit.linter.flow.values import (
     Partial,
     Scaler,
     Scheduler,
+    StateDict,
     Tensor,
     Unknown,
     Value,
@@ -102,6 +103,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return optimizers.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):
         return objects.make_model(interpreter, node, path, arguments)
+    if path == "copy.deepcopy" and isinstance(arguments.get(0, "x"), StateDict):
+        return arguments.positional[0] if arguments.positional else UNKNOWN
     if path == "copy.deepcopy" and isinstance(given := arguments.get(0, "x"), Model):
         return replace(given, key=key_of(node), node=node)
     if path in _PASS_THROUGH:
@@ -147,8 +150,7 @@ def _call_torch(
     if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
         inner = arguments.get(0, "module")
         known = inner if isinstance(inner, Model) else Model(key_of(node), node)
-        if name.startswith("Fully"):
-            interpreter.sharded.add(known.key)
+        (interpreter.sharded if name.startswith("Fully") else interpreter.replicated).add(known.key)
         return objects.wrap_model(known, name)
     if (
         path.startswith("torch.nn.")

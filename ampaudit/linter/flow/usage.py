@@ -13,6 +13,7 @@ _MODEL = re.compile(
     r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone"
 )
 
+_MAKES_MODELS = re.compile(r"build|factory|_fn$|func|creat|make|init|class|cls|load")
 _OF_MODELS = frozenset(
     "parameters train eval half named_parameters state_dict no_sync zero_grad (call)".split()
 )
@@ -78,7 +79,8 @@ class NameUsage:
         """Return whether a name is named like a model and used like one."""
         used = self.methods.get(text, set())
         name = _last(text)
-        return bool(_MODEL.search(name.lower())) and bool(used & _OF_MODELS)
+        named = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
+        return bool(named) and bool(used & _OF_MODELS)
 
 
 def _last(text: str) -> str:

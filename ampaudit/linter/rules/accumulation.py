@@ -26,7 +26,7 @@ from ampaudit.linter.flow.events import (
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["Branch", "branch_of", "check_accumulation"]
+__all__ = ["Branch", "branch_of", "check_accumulation", "excludes"]
 
 Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
@@ -41,7 +41,8 @@ def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
         inside = [e for e in events if any(g.node is loop for g in e.guards)]
         backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
         steps = of_type(inside, StepEvent)
-        if steps and not any(e.synchronizes for e in backwards):
+        by_hand = interpreter.linked.mentions("all_reduce")
+        if steps and not by_hand and not any(e.synchronizes for e in backwards):
             _report_never_synchronized(interpreter, steps[0])
         _check_inner_loop(interpreter, loop, backwards, events)
         _check_rarely_zeroed(interpreter, loop, backwards, inside)
@@ -78,6 +79,12 @@ def branch_of(loop: ast.AST | None, event: Event) -> Branch:
         for guard, node in zip(guards, following, strict=False)
         if guard.kind == "if" and not _tests_remainder(guard)
     )
+
+
+def excludes(one: Branch, other: Branch) -> bool:
+    """Return whether two branches are different sides of one condition."""
+    sides = dict(one)
+    return any(sides.get(condition, side) != side for condition, side in other)
 
 
 def _side(condition: ast.AST, node: ast.AST) -> str:

@@ -164,7 +164,7 @@ def check_updates_and_checkpoints(interpreter: Interpreter, events_by_entry: lis
     """Check a whole file."""
     events = [event for events in events_by_entry for event in events]
     _check_updated(interpreter, events)
-    stepped = {e.scaler for e in of_type(events, ScalerStep)}
+    stepped = {e.scaler for e in of_type(events, ScalerStep) if e.scaler in interpreter.scalers}
     # code that only uses a scaler leaves saving to its owner
     made = bool(of_type(events, ScalerMade))
     if stepped and made and not stepped & interpreter.escaped:

@@ -24,7 +24,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.managed_events import ManagedZeroGrad
 from ampaudit.linter.flow.statement_context import assigned_texts
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.rules.accumulation import Branch, branch_of
+from ampaudit.linter.rules.accumulation import Branch, branch_of, excludes
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -49,7 +49,7 @@ def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) 
     unknown = [branch_of(loop, e) for e in inside if isinstance(e, UnknownEffect | UnknownBackward)]
     for event in of_type(inside, Backward):
         branch = branch_of(loop, event)
-        alone = all(_excludes(branch, other) for other in (*zeroed, *unknown))
+        alone = all(excludes(branch, other) for other in (*zeroed, *unknown))
         if event.loop is loop and branch and alone and any(_agrees(branch, other) for other in stepped):
             _report_unzeroed(interpreter, event)
 
@@ -132,12 +132,6 @@ def _check_exchanged(
                 "step each optimizer after the backward of its own loss",
                 certainty=Certainty.LIKELY,
             )
-
-
-def _excludes(one: Branch, other: Branch) -> bool:
-    """Return whether two branches are different sides of one condition."""
-    sides = dict(one)
-    return any(sides.get(condition, side) != side for condition, side in other)
 
 
 def _agrees(one: Branch, other: Branch) -> bool:

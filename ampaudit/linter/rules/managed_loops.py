@@ -24,6 +24,7 @@ from ampaudit.linter.flow.managed_events import ManagedBackward, ManagedClip, Ma
 from ampaudit.linter.flow.statement_context import nodes_around, tests_around
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import Managed, Tensor
+from ampaudit.linter.rules.accumulation import branch_of, excludes
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -77,9 +78,12 @@ def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
     """Check that no own scaler scales the loss once more."""
-    managed = [e.managed for e in of_type(events, ManagedBackward)]
-    certainty = max((one.scales for one in managed), default=Certainty.UNKNOWN)
-    for event in of_type(events, ScalerScale) if certainty else ():
+    for event in of_type(events, ScalerScale):
+        own = branch_of(event.loop, event)
+        beside = [e for e in of_type(events, ManagedBackward) if not excludes(own, branch_of(event.loop, e))]
+        certainty = max((e.managed.scales for e in beside), default=Certainty.UNKNOWN)
+        if not certainty:
+            continue
         interpreter.report(
             "AMP815",
             event.node,
