@@ -14,7 +14,7 @@ from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, Funct
 from ampaudit.linter.flow.events import ThreadStarted
 from ampaudit.linter.flow.gradient_uses import gradient_method, gradient_norm, is_norm_function
 from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.joining import choice_of_dtypes
+from ampaudit.linter.flow.joining import choice_of_dtypes, join_items
 from ampaudit.linter.flow.losses import call_loss_function
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
 from ampaudit.linter.flow.syntax import dotted_name
@@ -112,6 +112,11 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         )
     if isinstance(base, Parameters):
         return copies_method(interpreter, node, base, name, arguments)
+    if isinstance(base, KnownItems) and name == "append" and isinstance(node.func, ast.Attribute):
+        added = join_items(base, arguments.get(0, "object") or UNKNOWN)
+        if dotted_name(node.func.value):
+            interpreter.assign(node.func.value, added)
+        return UNKNOWN
     if isinstance(base, LossFunction | KnownItems):
         return base if name in ("to", "cuda", "cpu", "values", "items") else UNKNOWN
     return unknown_call(interpreter, node, name, arguments)
@@ -172,6 +177,8 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: 
         return objects.call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
         return call_loss_function(interpreter, node, function, arguments)
+    if isinstance(function, Managed):
+        return Tensor(model_calls=None, node=node)
     if isinstance(function, Instance):
         return _called_instance(interpreter, node, function)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)

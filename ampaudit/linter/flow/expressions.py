@@ -109,7 +109,10 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
         return UNKNOWN if unscales else left
     for reading, factor in ((left, right), (right, left)):
         # a number times the scale, or divided by it
-        if isinstance(reading, ScaleReading) and not isinstance(factor, Tensor | LossGradients):
+        is_loss = isinstance(factor, LossGradients) or (
+            isinstance(factor, Tensor) and factor.node is not None
+        )
+        if isinstance(reading, ScaleReading) and not is_loss:
             return reading
     interpreter.record_dtypes(node, (left, right))
     if isinstance(node.op, ast.MatMult):
@@ -252,7 +255,10 @@ def _operand(interpreter: Interpreter, node: ast.Await | ast.Starred | ast.Forma
 def _formatted_string(interpreter: Interpreter, node: ast.JoinedStr) -> Value:
     for part in node.values:
         interpreter.evaluate(part)
-    return UNKNOWN
+    start = node.values[0] if node.values else None
+    text = start.value if isinstance(start, ast.Constant) else ""
+    # a device with some index, as in f"cuda:{rank}"
+    return LiteralValue(f"{text}0") if text in ("cuda:", "xpu:", "mps:") else UNKNOWN
 
 
 def _yield(interpreter: Interpreter, node: ast.Yield) -> Value:

@@ -80,7 +80,7 @@ def rounds_positions(*operands: ast.AST) -> bool:
 
 
 _POSITIONS: Final = re.compile(
-    r"freq|posit|\bpos\b|pos_|time_?step|\btimes?\b|^t$|theta|omega|angle|\bmz\b|coord"
+    r"freq|posit|\bpos\b|pos_|time_?step|\btimes?\b|^t$|sigma|theta|omega|angle|\bmz\b|coord"
 )
 
 
@@ -105,7 +105,7 @@ def check_rounded_timesteps(interpreter: Interpreter, value: Value) -> None:
         check_rounded_angles(interpreter, value)
 
 
-_TIMES: Final = re.compile(r"time_?step|\bsigmas?\b")
+_TIMES: Final = re.compile(r"time_?step|\btimes?\b|sigma")
 
 
 def check_half_sum(interpreter: Interpreter, node: ast.Call, value: Value) -> None:

@@ -26,7 +26,7 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 
-__all__ = ["choice_of_dtypes", "flattened", "item_of", "join_values"]
+__all__ = ["choice_of_dtypes", "flattened", "item_of", "join_items", "join_values"]
 
 
 def join_values(one: Value, other: Value) -> Value:
@@ -98,6 +98,11 @@ def _one_of(one: Value, other: Value) -> Value:
     if isinstance(one, Scaler) and isinstance(other, Scaler) and one.key != other.key:
         return replace(one, key="one of several", node=None)
     return joined
+
+
+def join_items(items: KnownItems, added: Value) -> KnownItems:
+    """Return a list after another item was added, of which any may be meant later."""
+    return KnownItems((_one_of(item_of(items), added) if items.items else added,), repeated=True)
 
 
 def flattened(values: Iterable[Value]) -> list[Value]:

@@ -61,7 +61,7 @@ def call_loss_function(
         (t.computed_under for t in given if t.computed_under), ""
     )
     roots = tensors.all_model_calls(given) if given else None
-    divided = False if loss.reduction == "mean" else None
+    divided = False if loss.reduction in ("mean", "batchmean") else None
     return Tensor(
         computed_under=computed_under, model_calls=roots, loss=loss.name, divided=divided, node=node
     )

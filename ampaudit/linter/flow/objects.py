@@ -215,16 +215,30 @@ def call_model(
     if info is not None and (info.relevant or not file_number(info.node)):
         outer = interpreter.weights[-1:] or [""]
         interpreter.weights.append(_weights_dtype(interpreter, model) or outer[0])
-        returned = inline_call(interpreter, info, node, arguments.named(), model.instance)
+        # an input that is cast to float32 need not be a request for products in float32
+        given_here = {
+            k: replace(v, upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()
+        }
+        returned = inline_call(interpreter, info, node, given_here, model.instance)
         interpreter.weights.pop()
         return _from_model(returned, cast, given, node)
     return Tensor(
-        dtype=cast if _ends_in_product(model, arguments) else "",
+        dtype=cast if _ends_in_product(model, arguments) or _is_known_network(interpreter, model) else "",
         weights_dtype=_weights_dtype(interpreter, model),
         computed_under=cast,
         model_calls=given,
         node=node,
     )
+
+
+def _is_known_network(interpreter: Interpreter, model: Model) -> bool:
+    """Return whether a model is of a package whose networks end in a matrix product or a convolution."""
+    is_known = model.origin.startswith(_NETWORKS)
+    interpreter.guesses = interpreter.guesses or is_known
+    return is_known
+
+
+_NETWORKS: Final = ("segmentation_models_pytorch.", "timm.create_model", "monai.networks.nets.")
 
 
 def _guessed(

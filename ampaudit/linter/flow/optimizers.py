@@ -39,6 +39,7 @@ from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
 from ampaudit.linter.flow.values import (
     UNKNOWN,
+    DictLiteral,
     KnownItems,
     LiteralValue,
     Model,
@@ -170,7 +171,11 @@ def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> 
 def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
     """Interpret the construction of an optimizer; the name is empty for classes of other packages."""
     given = arguments.get(0, "params")
-    given = item_of(given) if isinstance(given, KnownItems) else given
+    if isinstance(given, KnownItems):
+        groups = (g.item("params") if isinstance(g, DictLiteral) else g for g in given.items)
+        given = item_of(
+            KnownItems(tuple(item_of(g) if isinstance(g, KnownItems) else g or UNKNOWN for g in groups))
+        )
     models = given.models if isinstance(given, Parameters) and not given.is_copy else None
     if isinstance(given, Model):  # of which timm takes the parameters
         models = frozenset({given.key})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -173,13 +174,15 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
             first,
             scaler_key=scaled,
             rounded=first_rounded(tensors),
-            divided=True,
+            divided=first.divided if _is_weight(node, left) else True,
             upcast=None,
             model_calls=all_model_calls([left, right]),
             dtype=_dtype_of_pair(left, right),
             node=node,
         )
-    divided: bool | None = any(t.divided for t in tensors) or (False if first.divided is False else None)
+    divided: bool | None = any(t.divided for t in tensors) or (
+        False if any(t.divided is False for t in tensors) else None
+    )
     return replace(
         first,
         scaler_key=common_scale([left, right]),
@@ -191,6 +194,15 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         loss=next((t.loss for t in tensors if t.loss), ""),
         node=node,
     )
+
+
+def _is_weight(node: ast.BinOp, left: Value) -> bool:
+    """Return whether a factor is the weight of a loss, and no inverse of a number of batches."""
+    factor = node.right if isinstance(left, Tensor) else node.left
+    return isinstance(node.op, ast.Mult) and _WEIGHTS.search(ast.unparse(factor)) is not None
+
+
+_WEIGHTS: Final = re.compile(r"^1(?:\.0)? - |mix|alpha|beta|lambda|\blam\b|weight|coef|temperature|gamma")
 
 
 def _dtype_of_pair(left: Value, right: Value) -> str:

@@ -232,6 +232,8 @@ def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
         interpreter.record(NumberRead(interpreter.at(node), first))
         return UNSCALED_TENSOR
+    if name == "str" and isinstance(first, DeviceValue) and first.has_index:
+        return LiteralValue(f"{first.type}:0")
     if name == "dict" and not arguments.positional:
         return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
     if name == "sum" and isinstance(first, KnownItems | Tensor):
@@ -285,7 +287,9 @@ def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "type")
-    return DeviceValue(device_of(value))
+    text = value.value if isinstance(value, LiteralValue) else None
+    has_index = arguments.get(1, "index") is not None or (isinstance(text, str) and ":" in text)
+    return DeviceValue(device_of(value), has_index)
 
 
 def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:

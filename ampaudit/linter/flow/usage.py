@@ -10,7 +10,7 @@ __all__ = ["NameUsage"]
 _OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")
 _SCHEDULER = re.compile(r"sched")
 _MODEL = re.compile(
-    r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone"
+    r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone|student|teacher|classifier|transformer|network"
 )
 
 _MAKES_MODELS = re.compile(r"build|factory|_fn$|func|creat|make|init|class|cls|load")

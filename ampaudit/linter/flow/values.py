@@ -263,9 +263,10 @@ class ScaleReading:
 
 @dataclass(frozen=True, slots=True)
 class DeviceValue:
-    """A ``torch.device``; its type is empty if unknown."""
+    """A ``torch.device``; its type is empty if unknown; ``has_index`` if it is one of several."""
 
     type: str
+    has_index: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from ampaudit.linter.flow.syntax import dotted_name
 __all__ = ["check_apex_loops"]
 
 _MASTERS = re.compile(r"O2|O3")
+_OPTIMIZER_STATE = re.compile(r"\bopt(?:im\w*|_\w+)?\.state_dict\(\)")
+_OPTIMIZER_RESTORED = re.compile(r"^(?:self\.)?opt(?:im\w*|_\w+)?\.load_state_dict\(")
 
 
 def check_apex_loops(script: Script) -> Iterator[Diagnostic]:
@@ -23,6 +25,33 @@ def check_apex_loops(script: Script) -> Iterator[Diagnostic]:
     for function in script.nodes():
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _check_function(function, certainty)
+    yield from _check_states(script)
+
+
+def _check_states(script: Script) -> Iterator[Diagnostic]:
+    """Check that the state of apex is saved and restored beside that of the optimizer."""
+    if "amp.initialize" not in script.code or "state_dict" not in script.code:
+        return
+    for node in script.nodes():
+        text = ast.unparse(node) if isinstance(node, ast.Dict | ast.Expr) else ""
+        saves = isinstance(node, ast.Dict) and _OPTIMIZER_STATE.search(text) is not None
+        if saves and "amp.state_dict" not in script.code:
+            yield Diagnostic(
+                "AMP820",
+                node,
+                "the checkpoint contains the optimizer's state but not apex's: a resumed run starts at a "
+                "scale that overflows",
+                "save amp.state_dict() as well",
+            )
+        restores = isinstance(node, ast.Expr) and _OPTIMIZER_RESTORED.search(text) is not None
+        if restores and "amp.load_state_dict" not in script.code:
+            yield Diagnostic(
+                "AMP821",
+                node,
+                "the optimizer resumes from a checkpoint, but apex's loss scale starts over, at one that "
+                "overflows",
+                "restore it as well: amp.load_state_dict(checkpoint[...])",
+            )
 
 
 def _keeps_masters(script: Script) -> Certainty:
