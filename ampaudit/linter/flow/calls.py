@@ -17,6 +17,7 @@ from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.joining import choice_of_dtypes, join_items
 from ampaudit.linter.flow.losses import call_loss_function
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
+from ampaudit.linter.flow.model_calls import call_model
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
 from ampaudit.linter.flow.unknown_code import assume_any_effect, unknown_call
@@ -174,7 +175,7 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: 
     if isinstance(function, ImportedName):
         return torchcalls.call_imported(interpreter, node, function.path, arguments)
     if isinstance(function, Model):
-        return objects.call_model(interpreter, node, function, arguments)
+        return call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
         return call_loss_function(interpreter, node, function, arguments)
     if isinstance(function, Managed):

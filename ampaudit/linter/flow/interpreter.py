@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ampaudit.linter.diagnostic import Certainty
@@ -18,7 +18,7 @@ from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.module_names import join_names
 from ampaudit.linter.flow.recorder import Recorder
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.state import State
+from ampaudit.linter.flow.state import LoopExits, State
 from ampaudit.linter.flow.step_budget import STEPS_AT_ONCE, StepBudget
 from ampaudit.linter.flow.syntax import condition_of, dotted_name
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
@@ -41,7 +41,6 @@ __all__ = [
     "NO_AUTOCAST",
     "UNKNOWN_AUTOCAST",
     "Interpreter",
-    "LoopExits",
 ]
 
 NO_AUTOCAST = Autocast(False, None, "")
@@ -50,14 +49,6 @@ _BUILTINS = frozenset(
     "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
     " print range repr reversed round set sorted str sum super tuple type zip".split()
 )
-
-
-@dataclass(slots=True)
-class LoopExits:
-    """States in which a loop's body is left early."""
-
-    continues: list[State] = field(default_factory=list)
-    breaks: list[State] = field(default_factory=list)
 
 
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]

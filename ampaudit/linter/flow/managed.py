@@ -15,6 +15,7 @@ from ampaudit.linter.flow.managed_events import (
     ManagedUpdate,
     ManagedZeroGrad,
 )
+from ampaudit.linter.flow.scaler_checks import check_adapters
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
@@ -72,6 +73,8 @@ def managed_method(
         interpreter.record(ManagedUpdate(interpreter.at(node), base))
     elif name == "fit":
         _check_fitted(interpreter, base, arguments.get(0, "model"))
+    elif name == "prepare" and base.scales and interpreter.linked.mentions(r"inject\(|add_adapter"):
+        check_adapters(interpreter, node)
     elif name == "prepare" and not interpreter.linked.mentions(_TRAINS_COPIES):
         optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):

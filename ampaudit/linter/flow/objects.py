@@ -7,15 +7,14 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ampaudit.linter.diagnostic import file_number, key_of
+from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow.contexts import ContextManager
-from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
-from ampaudit.linter.flow.devices import applies_to_device, move_model
-from ampaudit.linter.flow.events import HalfUnderAutocast, ModelCall, PrecisionChosen, SchedulerStep, ZeroGrad
+from ampaudit.linter.flow.definitions import ClassInfo, Instance
+from ampaudit.linter.flow.devices import move_model
+from ampaudit.linter.flow.events import PrecisionChosen, SchedulerStep, ZeroGrad
 from ampaudit.linter.flow.facts import (
     BFLOAT16_WEIGHTS,
     DEVICE,
-    FREED,
     HALF_WEIGHTS,
     HALVED_IN_LOOP,
     PERHAPS,
@@ -24,12 +23,9 @@ from ampaudit.linter.flow.facts import (
 )
 from ampaudit.linter.flow.fields import bind_fields
 from ampaudit.linter.flow.gradient_facts import clear_gradients
-from ampaudit.linter.flow.half_ops import check_rounded_timesteps, check_same_dtype
 from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.joining import flattened
-from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
-from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
+from ampaudit.linter.flow.model_calls import call_model, guessed_model, method_of
+from ampaudit.linter.flow.tensors import dtype_named, requested_dtype
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     DtypeChoice,
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODULE_METHODS",
-    "call_model",
     "make_instance",
     "make_model",
     "model_method",
@@ -145,8 +140,8 @@ def model_method(
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
     if model.instance is None and model.key.startswith("name ") and name not in _WITHOUT_FORWARD:
-        model = _guessed(interpreter, node, model, arguments, name)
-    if _TRAINS.search(name) and _method_of(model, name) is None:
+        model = guessed_model(interpreter, node, model, arguments, name)
+    if _TRAINS.search(name) and method_of(model, name) is None:
         from ampaudit.linter.flow.gradients import unknown_backward
 
         unknown_backward(interpreter)
@@ -155,7 +150,7 @@ def model_method(
         return UNKNOWN
     method = "forward" if name in ("forward", "__call__") else name
     value = call_model(interpreter, node, model, arguments, method)
-    if method == "forward" or not isinstance(value, Tensor) or _method_of(model, method) is not None:
+    if method == "forward" or not isinstance(value, Tensor) or method_of(model, method) is not None:
         return value
     return Tensor(computed_under=value.computed_under)  # what it returns may be of several graphs
 
@@ -178,142 +173,6 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
     ):
         interpreter.state.set_fact(HALF_WEIGHTS, PERHAPS, model.key)
         interpreter.state.set_fact(BFLOAT16_WEIGHTS, None, model.key)
-
-
-def _method_of(model: Model, name: str) -> FunctionInfo | None:
-    return None if model.instance is None else model.instance.info.method(name)
-
-
-def call_model(
-    interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str = "forward"
-) -> Value:
-    """Interpret a forward pass, or another method, under the current autocast context."""
-    cast = autocast_dtype(interpreter) if applies_to_device(interpreter, node, model) else ""
-    root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
-    given: frozenset[str] | None = frozenset({root})
-    for value in flattened(arguments.all()):
-        if isinstance(value, Tensor) and given is not None:
-            given = (
-                None
-                if value.model_calls is None and value.node is not None
-                else given | (value.model_calls or frozenset())
-            )
-    interpreter.state.set_fact(FREED, None, root)
-    called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
-    called = called or interpreter.script.usage.is_model(dotted_name(node.func))
-    for value in arguments.all() if model.instance is None else ():
-        check_rounded_timesteps(interpreter, value)
-    _check_input(interpreter, node, model, arguments)
-    modes = tuple(interpreter.grad_modes)
-    interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
-    halved = interpreter.state.trained_cast(HALF_WEIGHTS, model.key)
-    if cast and halved is not None and not _has_own_switch(interpreter):
-        interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
-    if model.instance is None and model.key.startswith("name "):
-        model = _guessed(interpreter, node, model, arguments, method)
-    info = _method_of(model, method)
-    if info is not None and (info.relevant or not file_number(info.node)):
-        outer = interpreter.weights[-1:] or [""]
-        interpreter.weights.append(_weights_dtype(interpreter, model) or outer[0])
-        # an input that is cast to float32 need not be a request for products in float32
-        given_here = {
-            k: replace(v, upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()
-        }
-        returned = inline_call(interpreter, info, node, given_here, model.instance)
-        interpreter.weights.pop()
-        return _from_model(returned, cast, given, node)
-    return Tensor(
-        dtype=cast if _ends_in_product(model, arguments) or _is_known_network(interpreter, model) else "",
-        weights_dtype=_weights_dtype(interpreter, model),
-        computed_under=cast,
-        model_calls=given,
-        node=node,
-    )
-
-
-def _is_known_network(interpreter: Interpreter, model: Model) -> bool:
-    """Return whether a model is of a package whose networks end in a matrix product or a convolution."""
-    is_known = model.origin.startswith(_NETWORKS)
-    interpreter.guesses = interpreter.guesses or is_known
-    return is_known
-
-
-_NETWORKS: Final = ("segmentation_models_pytorch.", "timm.create_model", "monai.networks.nets.")
-
-
-def _guessed(
-    interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str
-) -> Model:
-    """Return a model that a caller elsewhere makes as one of the file's only class for it."""
-    root = interpreter.script.root_module
-    forward = None if root is None else root.method(method)
-    if root is None or forward is None or len(arguments.all()) > len(forward.node.args.args) - 1:
-        return model
-    interpreter.guesses = True
-    guessed, start = Instance(f"class {root.node.name}", root), root.method("__init__")
-    if start is not None and guessed.key not in interpreter.state.scopes:
-        inline_call(interpreter, start, node, {}, guessed)
-    return replace(model, instance=guessed)
-
-
-def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> None:
-    """Check that a layer whose weights are float32 is not given what autocast has cast, outside of it."""
-    is_plain = bool(model.layers) and model.layers[0] in MATRIX_LAYERS
-    is_plain = is_plain and "dtype" not in _keywords(model.node)
-    state = interpreter.state
-    is_cast = state.may_hold(HALF_WEIGHTS, model.key) or state.may_hold(BFLOAT16_WEIGHTS, model.key)
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
-    by_autocast = isinstance(first, Tensor) and first.computed_under != ""
-    if interpreter.autocast.enabled is False and is_plain and not is_cast and by_autocast:
-        check_same_dtype(interpreter, node, "this layer", [first, Tensor(dtype="float32")])
-
-
-def _keywords(node: ast.AST | None) -> set[str | None]:
-    return {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else set()
-
-
-def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
-    """Return the 16-bit dtype in which a model computes by its weights, outside autocast."""
-    if interpreter.autocast.enabled is True:
-        return ""
-    kinds = ((HALF_WEIGHTS, "float16"), (BFLOAT16_WEIGHTS, "bfloat16"))
-    return next((name for kind, name in kinds if interpreter.state.known_at(kind, model.key)), "")
-
-
-def _has_own_switch(interpreter: Interpreter) -> bool:
-    """Return whether another condition than the one that is assumed enables autocast."""
-    call = interpreter.autocast.node
-    if not interpreter.assumptions or not interpreter.autocast.conditional or not isinstance(call, ast.Call):
-        return False
-    enabled = next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "enabled"), "")
-    return enabled not in interpreter.assumptions
-
-
-def _from_model(returned: Value, cast: str, given: frozenset[str] | None, node: ast.Call) -> Value:
-    """Return what a followed method returned, as the result of a call of the model."""
-    if isinstance(returned, KnownItems):
-        items = tuple(_from_model(item, cast, given, node) for item in returned.items)
-        return replace(returned, items=items)
-    if not isinstance(returned, Tensor):
-        return Tensor(computed_under=cast, model_calls=given, node=node)
-    return replace(
-        returned,
-        computed_under=cast or returned.computed_under,
-        model_calls=given,
-        node=node,
-        weights_dtype="",
-    )
-
-
-def _ends_in_product(model: Model, arguments: Arguments) -> bool:
-    """Return whether the output certainly has autocast's dtype, as that of a linear layer has."""
-    for layer in reversed(model.layers):
-        if layer in MATRIX_LAYERS:
-            return True
-        if layer not in LAYERS_WITHOUT_DTYPE:
-            return False
-    first = arguments.positional[0] if arguments.positional else None
-    return bool(model.layers) and isinstance(first, Tensor) and bool(first.cast)
 
 
 def scheduler_method(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, Fix, position_of
 from ampaudit.linter.flow.events import ScalerUpdate, of_type
 from ampaudit.linter.flow.facts import (
+    FROZEN,
     HALF_WEIGHTS,
     HALVED_IN_LOOP,
     STEPPED,
@@ -26,7 +28,7 @@ from ampaudit.linter.flow.gradient_facts import (
     has_single_optimizer,
 )
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
-from ampaudit.linter.flow.statement_context import in_same_function
+from ampaudit.linter.flow.statement_context import in_same_function, nodes_around
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import Optimizer, Scaler
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = [
+    "check_adapters",
     "check_bfloat16",
     "check_early",
     "check_gradients",
@@ -87,6 +90,32 @@ def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimi
                 "keep the parameters in float32 and let autocast choose the dtype of each op",
                 certainty=certainty,
             )
+
+
+def check_adapters(interpreter: Interpreter, node: ast.Call) -> None:
+    """Report adapters that are cast to float16 together with the frozen model that they were put into."""
+    state = interpreter.state
+    for (model, *_), fact in state.matching(HALF_WEIGHTS):
+        if not isinstance(fact, ast.AST) or state.get(FROZEN, model) is None:
+            continue
+        line = getattr(fact, "lineno", 0)
+        calls = (
+            n for n in nodes_around(interpreter.linked, fact) if isinstance(n, ast.Call) and n.lineno < line
+        )
+        put_before = any(_ADAPTS.search(dotted_name(call.func).lower()) for call in calls)
+        if put_before and not interpreter.linked.mentions(_CASTS_BACK):
+            interpreter.report(
+                "AMP801",
+                fact,
+                "this casts the adapters that the frozen model was given before to float16 as well, and the "
+                f"scaler of line {node.lineno} cannot unscale float16 gradients",
+                "cast the frozen model first, or cast what is trained back to float32",
+                certainty=Certainty.LIKELY,
+            )
+
+
+_ADAPTS: Final = re.compile(r"inject|adapter|peft|lora")
+_CASTS_BACK: Final = r"\.data = |cast_training_params|\(torch\.float32\)|dtype=torch\.float32|upcast"
 
 
 def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:

@@ -38,6 +38,7 @@ from ampaudit.linter.flow.gradient_facts import (
     has_single_optimizer,
 )
 from ampaudit.linter.flow.scaler_checks import (
+    check_adapters,
     check_bfloat16,
     check_early,
     check_gradients,
@@ -150,6 +151,7 @@ def _step(
         return
     if scaler.enabled is True:
         check_parameters(interpreter, scaler, optimizer, node)
+        check_adapters(interpreter, node)
     check_gradients(interpreter, scaler, optimizer, node)
     check_paired(interpreter, optimizer, node)
     check_unscaled_by_another(interpreter, scaler, optimizer, node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ampaudit.linter.diagnostic import Certainty
@@ -25,6 +25,7 @@ __all__ = [
     "UNKNOWN_GRADIENTS",
     "AccumulatedGradients",
     "Contribution",
+    "LoopExits",
     "State",
     "join",
 ]
@@ -220,3 +221,11 @@ def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, 
         if second is not value:
             joined[name] = join_values(value, second)
     return joined
+
+
+@dataclass(slots=True)
+class LoopExits:
+    """States in which a loop's body is left early."""
+
+    continues: list[State] = field(default_factory=list)
+    breaks: list[State] = field(default_factory=list)

@@ -6,14 +6,14 @@ import ast
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.contexts import Autocast, ContextManager
-from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo, Instance
+from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo
 from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered
 from ampaudit.linter.flow.expressions import truth_of
 from ampaudit.linter.flow.gradient_facts import replace_gradients
 from ampaudit.linter.flow.half_ops import check_same_dtype
-from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
-from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
+from ampaudit.linter.flow.loops import execute_break, execute_continue, execute_for, execute_while
 from ampaudit.linter.flow.module_names import module_of
 from ampaudit.linter.flow.state import State, join
 from ampaudit.linter.flow.syntax import dotted_name
@@ -21,13 +21,9 @@ from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     ImportedName,
-    KnownItems,
     LiteralValue,
     Managed,
-    Model,
-    Optimizer,
     Parameters,
-    Scaler,
     Tensor,
     Value,
 )
@@ -100,76 +96,6 @@ def _if(interpreter: Interpreter, node: ast.If) -> None:
     if (then is None) != (otherwise is None):
         # what follows in this block runs only where the branch that continues was taken
         interpreter.guards = (*interpreter.guards, Guard("if", node))
-
-
-def _repeat(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, item: Value | None) -> None:
-    """Execute the body twice, so that the state after one iteration meets the next."""
-    entry = interpreter.state.copy()
-    breaks: list[State] = []
-    for again in range(2):
-        interpreter.repetitions += again
-        before = interpreter.state.copy()
-        if isinstance(node, ast.For | ast.AsyncFor):
-            interpreter.assign_item(node.target, item if item is not None else UNKNOWN)
-        else:
-            interpreter.evaluate(node.test)
-        loop = LoopExits()
-        interpreter.loops.append(loop)
-        with interpreter.guarded("loop", node):
-            interpreter.execute(node.body)
-        interpreter.loops.pop()
-        interpreter.repetitions -= again
-        breaks += loop.breaks
-        after = interpreter.path_state
-        for state in loop.continues:
-            after = join(after, state)
-        interpreter.path_state = after
-        if after is None or after.equals(before):
-            break
-    for state in breaks:
-        interpreter.path_state = join(interpreter.path_state, state)
-    if interpreter.path_state is None:  # every path leaves the function; but the loop may not run at all
-        interpreter.path_state = entry
-    interpreter.execute(node.orelse)
-
-
-def _for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
-    items = interpreter.evaluate(node.iter)
-    if isinstance(items, KnownItems) and not items.repeated and _are_objects(items) and not node.orelse:
-        _unroll(interpreter, node, items)
-    else:
-        _repeat(interpreter, node, item_of(items))
-
-
-def _are_objects(items: KnownItems) -> bool:
-    """Return whether some items are a few objects, each of which is known."""
-    kinds = (Optimizer, Model, Scaler, Instance)
-    return 0 < len(items.items) <= _MAX_UNROLLED and all(isinstance(item, kinds) for item in items.items)
-
-
-_MAX_UNROLLED: Final = 4
-
-
-def _unroll(interpreter: Interpreter, node: ast.For | ast.AsyncFor, items: KnownItems) -> None:
-    """Execute the body once for each item."""
-    breaks: list[State] = []
-    for item in items.items:
-        if interpreter.path_state is None:
-            break
-        interpreter.assign(node.target, item)
-        loop = LoopExits()
-        interpreter.loops.append(loop)
-        interpreter.execute(node.body)
-        interpreter.loops.pop()
-        breaks += loop.breaks
-        for state in loop.continues:
-            interpreter.path_state = join(interpreter.path_state, state)
-    for state in breaks:
-        interpreter.path_state = join(interpreter.path_state, state)
-
-
-def _while(interpreter: Interpreter, node: ast.While) -> None:
-    _repeat(interpreter, node, None)
 
 
 def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
@@ -262,20 +188,6 @@ def _raise(interpreter: Interpreter, node: ast.Raise) -> None:
     interpreter.path_state = None
 
 
-def _break(interpreter: Interpreter, node: ast.Break) -> None:
-    del node
-    if interpreter.loops:
-        interpreter.loops[-1].breaks.append(interpreter.state)
-    interpreter.path_state = None
-
-
-def _continue(interpreter: Interpreter, node: ast.Continue) -> None:
-    del node
-    if interpreter.loops:
-        interpreter.loops[-1].continues.append(interpreter.state)
-    interpreter.path_state = None
-
-
 def _delete(interpreter: Interpreter, node: ast.Delete) -> None:
     for target in node.targets:
         if isinstance(target, ast.Name):
@@ -329,9 +241,9 @@ STATEMENTS: Handlers = {
     ast.AnnAssign: _annotated,
     ast.AugAssign: _augmented,
     ast.If: _if,
-    ast.For: _for,
-    ast.AsyncFor: _for,
-    ast.While: _while,
+    ast.For: execute_for,
+    ast.AsyncFor: execute_for,
+    ast.While: execute_while,
     ast.With: _with,
     ast.AsyncWith: _with,
     ast.Try: _try,
@@ -339,8 +251,8 @@ STATEMENTS: Handlers = {
     ast.Match: _match,
     ast.Return: _return,
     ast.Raise: _raise,
-    ast.Break: _break,
-    ast.Continue: _continue,
+    ast.Break: execute_break,
+    ast.Continue: execute_continue,
     ast.Delete: _delete,
     ast.Assert: _assert,
     ast.Import: _import,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
+from ampaudit.linter.flow.builtin_calls import call_builtin
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
 from ampaudit.linter.flow.contexts import ContextManager
 from ampaudit.linter.flow.devices import device_of
-from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, NumberRead, ThreadStarted
+from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, ThreadStarted
 from ampaudit.linter.flow.frameworks import framework_of
 from ampaudit.linter.flow.gradient_uses import gradient_method, gradient_norm, is_norm_function
 from ampaudit.linter.flow.half_ops import (
@@ -110,7 +111,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if path in _PASS_THROUGH:
         return arguments.positional[0] if arguments.positional else UNKNOWN
     if path.startswith("builtins."):
-        return _call_builtin(interpreter, node, name, arguments)
+        return call_builtin(interpreter, node, name, arguments)
     return unknown_call(interpreter, node, path, arguments)
 
 
@@ -225,38 +226,6 @@ def _dtype(interpreter: Interpreter, name: str, given: list[Tensor]) -> str:
     off = interpreter.autocast.enabled is False
     keeps = name in KEEPS_DTYPE or (off and name in AUTOCAST_FLOAT32)
     return by_autocast or (own.pop() if keeps and len(own) == 1 else "")
-
-
-def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
-    if name == "float" and isinstance(first, Tensor) and first.node is not None:
-        interpreter.record(NumberRead(interpreter.at(node), first))
-        return UNSCALED_TENSOR
-    if name == "str" and isinstance(first, DeviceValue) and first.has_index:
-        return LiteralValue(f"{first.type}:0")
-    if name == "dict" and not arguments.positional:
-        return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
-    if name == "sum" and isinstance(first, KnownItems | Tensor):
-        return item_of(first)
-    if name in ("enumerate", "zip"):
-        return KnownItems(
-            (
-                KnownItems(
-                    (
-                        UNKNOWN if name == "enumerate" else item_of(first),
-                        *map(item_of, ([first] if name == "enumerate" else arguments.positional[1:])),
-                    )
-                ),
-            ),
-            repeated=True,
-        )
-    if name == "next" and isinstance(first, Parameters):
-        return first
-    return (
-        UNSCALED_TENSOR
-        if name in ("len", "range", "int", "str", "min", "max", "round", "abs", "print")
-        else UNKNOWN
-    )
 
 
 def _context(kind: str) -> Handler:

@@ -6,32 +6,19 @@ import ast
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Iterator, Set
+from dataclasses import replace
 
 import re2
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.flow.dtype_uses import DtypeUses
 from ampaudit.linter.flow.relevance import matching_lines
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
-from ampaudit.linter.flow.torch_names import (
-    BFLOAT16_ROUNDS_TO_ONE,
-    FLOAT16_ROUNDS_TO_ONE,
-    FLOAT16_ROUNDS_TO_ZERO,
-)
+from ampaudit.linter.rules.constant_finder import IN_BFLOAT16, ConstantFinder, number_of
 
 __all__ = ["check_constants"]
-
-_BFLOAT16: Final = "bfloat16"
-_FLOAT16_MAX: Final = 65504.0
-# autocast computes these in float32, and so what is added to them
-_FLOAT32_FUNCTIONS: Final = frozenset(
-    "norm sum exp softmax log_softmax pow prod cumsum dist logsumexp float double item".split()
-)
-_FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
 def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
@@ -45,7 +32,7 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     if not lines:
         return
     known, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
-    finder = _ConstantFinder(_named_constants(script, lines), bfloat16)
+    finder = ConstantFinder(_named_constants(script, lines), bfloat16)
     if finder.named:
         names = "|".join(map(re.escape, finder.named))
         lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
@@ -54,7 +41,7 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
         is_likely = statement.lineno in uses.half_lines or (module and bool(uses.half_lines))
         likely = Certainty.LIKELY if is_likely else Certainty.UNKNOWN
         for found in finder.check(statement, module or bool(known) or bool(bfloat16)):
-            rounded = bfloat16 if _BFLOAT16 in found.cause else known
+            rounded = bfloat16 if IN_BFLOAT16 in found.cause else known
             by_flow = rounded.get(position_of(found.node))
             if position_of(found.node) in exempt and by_flow is None:
                 continue
@@ -115,196 +102,10 @@ def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
         arguments = function.args
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
         found |= dict(zip(names[::-1], arguments.defaults[::-1], strict=False))
-    found = {name: value for name, value in found.items() if _number(value) is not None}
+    found = {name: value for name, value in found.items() if number_of(value) is not None}
     if found:
         stored = Counter(a.name for a in script.assignments)
         nodes = script.nodes()
         stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
         found = {name: value for name, value in found.items() if stored[name] == (1 if name in stored else 0)}
     return found
-
-
-def _number(node: ast.AST) -> float | None:
-    """Return the value of an expression of literal numbers, or of the limits of float32."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        operand = _number(node.operand)
-        return None if operand is None else -operand
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return float(node.value)  # type: ignore[arg-type]
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _number(node.left), _number(node.right)
-        if left is None or right is None or abs(right) > _MAX_OPERAND or abs(left) > _MAX_OPERAND:
-            return None
-        return _OPERATORS[type(node.op)](left, right)
-    if isinstance(node, ast.Attribute) and node.attr in ("min", "max"):
-        limit = _FINFO.fullmatch(ast.unparse(node.value))
-        return (-_FLOAT32_MAX if node.attr == "min" else _FLOAT32_MAX) if limit is not None else None
-    return None
-
-
-_MAX_OPERAND: Final = 1e12
-_FLOAT32_MAX: Final = float.fromhex("0x1.fffffep127")
-_FINFO: Final = re.compile(r"(?:torch|np|numpy)\.finfo\((?:torch|np|numpy)\.float(?:32)?\)")
-_OPERATORS: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
-    ast.Mult: lambda left, right: left * right,
-    ast.Pow: lambda left, right: float(left**right) if 0 < abs(left) <= 2**10 and abs(right) <= 2**6 else 0.0,
-}
-
-
-def _is_float32(node: ast.AST) -> bool:
-    """Return whether an expression is float32 under autocast whatever its inputs are."""
-    while isinstance(node, ast.BinOp | ast.UnaryOp):
-        if isinstance(node, ast.BinOp):
-            return _is_float32(node.left) or _is_float32(node.right)
-        node = node.operand
-    if not isinstance(node, ast.Call):
-        return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if name in _FLOAT32_FUNCTIONS or "float32" in ast.unparse(node):
-        return True
-    return (
-        isinstance(node.func, ast.Attribute)
-        and name in ("clamp", "mean", "sqrt", "masked_fill")
-        and _is_float32(node.func.value)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _ConstantFinder:
-    """Finds the numbers that float16 cannot represent.
-
-    Attributes:
-        named: values of names that stand for such numbers.
-        bfloat16: positions of ops with a bfloat16 operand.
-    """
-
-    named: dict[str, ast.expr]
-    bfloat16: Mapping[tuple[int, int], Certainty]
-
-    def check(self, statement: ast.stmt, module: bool) -> Iterator[Diagnostic]:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call):
-                yield from self._check_fill(node)
-                if module:
-                    yield from self._check_clamp(node)
-            elif isinstance(node, ast.BinOp):
-                if isinstance(node.op, ast.Mult):
-                    yield from self._check_product(node)
-                elif isinstance(node.op, ast.Add) and module:
-                    yield from self._check_sum(node)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                yield from self._check_assignment(node, node.targets[0])
-
-    def _literal(self, node: ast.AST) -> float | None:
-        sign = 1.0
-        if (
-            isinstance(node, ast.UnaryOp)
-            and isinstance(node.op, ast.USub)
-            and isinstance(node.operand, ast.Name | ast.Attribute)
-        ):
-            node, sign = node.operand, -1.0
-        if isinstance(node, ast.Name | ast.Attribute) and dotted_name(node) in self.named:
-            node = self.named[dotted_name(node)]
-        value = _number(node)
-        return None if value is None else sign * value
-
-    def _too_large(self, node: ast.AST) -> bool:
-        value = self._literal(node)
-        return value is not None and _FLOAT16_MAX < abs(value) < float("inf")
-
-    def _mask_diagnostic(self, node: ast.AST, place: ast.expr, fix: Fix | None) -> Diagnostic:
-        return Diagnostic(
-            "AMP860",
-            node,
-            f"{self._literal(place):g} is outside the range of float16, whose minimum "
-            "is -65504: filling with it raises, a product is -inf",
-            "use torch.finfo(x.dtype).min of the tensor to fill",
-            fix,
-        )
-
-    def _check_fill(self, node: ast.Call) -> Iterator[Diagnostic]:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name in _FILLS and isinstance(node.func, ast.Attribute):
-            index = 2 if dotted_name(node.func.value) == "torch" else 1
-            values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
-            for value in values:
-                receiver = node.args[0] if index == 2 and node.args else node.func.value
-                if self._too_large(value) and not _is_float32(receiver):
-                    text = dotted_name(receiver)
-                    yield self._mask_diagnostic(value, value, self._finfo_fix(value, text) if text else None)
-        elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
-            for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
-                # two numbers create a float32 tensor, which promotes what it is added to
-                if self._too_large(value) and self._literal(other) is None and not _is_float32(other):
-                    yield self._mask_diagnostic(
-                        value,
-                        value,
-                        self._finfo_fix(value, dotted_name(other)) if dotted_name(other) else None,
-                    )
-
-    def _finfo_fix(self, value: ast.expr, text: str) -> Fix:
-        limit = "min" if (self._literal(value) or 0) < 0 else "max"
-        return Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}")
-
-    def _check_product(self, node: ast.BinOp) -> Iterator[Diagnostic]:
-        for value, other in ((node.left, node.right), (node.right, node.left)):
-            if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_float32(other):
-                yield self._mask_diagnostic(node, value, None)
-
-    def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[Diagnostic]:
-        # a large positive number initializes the search for a minimum, mostly outside 16 bits
-        low = (self._literal(node.value) or 0) < 0
-        if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
-            name = dotted_name(target.value)
-            if name and not name.startswith("np"):
-                yield self._mask_diagnostic(node.value, node.value, self._finfo_fix(node.value, name))
-
-    def _rounds_to_zero(self, node: ast.AST) -> bool:
-        value = self._literal(node)
-        return value is not None and 0 < abs(value) <= FLOAT16_ROUNDS_TO_ZERO
-
-    def _rounds_to_one(self, node: ast.AST, limit: float) -> bool:
-        """Return whether an expression is ``1 - eps``, or such a number, that 16 bits round to 1."""
-        value = self._literal(node)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and self._literal(node.left) == 1:
-            eps = self._literal(node.right)
-            value = None if eps is None else 1 - eps
-        return value is not None and 1 - limit <= value < 1
-
-    def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> Diagnostic:
-        return Diagnostic(
-            "AMP861",
-            node,
-            f"{self._literal(value):g} rounds to zero in float16, whose smallest number is 6e-8",
-            "use at least 1e-6, or compute this in float32",
-        )
-
-    def _check_sum(self, node: ast.BinOp) -> Iterator[Diagnostic]:
-        for value, other in ((node.left, node.right), (node.right, node.left)):
-            if self._rounds_to_zero(value) and self._literal(other) is None and not _is_float32(other):
-                yield self._eps_diagnostic(value, value)
-
-    def _check_clamp(self, node: ast.Call) -> Iterator[Diagnostic]:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
-            return
-        receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
-        if dotted_name(receiver) == "torch":
-            receiver = node.args[0] if node.args else node
-        values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
-        for value in values:
-            if self._rounds_to_zero(value) and not _is_float32(receiver):
-                yield self._eps_diagnostic(value, value)
-        largest = node.args[-1:] if name.startswith(("clamp", "clip")) and len(node.args) > 1 else []
-        is_bfloat16 = position_of(node) in self.bfloat16
-        limit = BFLOAT16_ROUNDS_TO_ONE if is_bfloat16 else FLOAT16_ROUNDS_TO_ONE
-        below, most = ("0.996", "0.99") if is_bfloat16 else ("0.9995", "0.999")
-        for value in (*largest, *(k.value for k in node.keywords if k.arg == "max")):
-            if self._rounds_to_one(value, limit) and not _is_float32(receiver):
-                yield Diagnostic(
-                    "AMP861",
-                    node,
-                    f"{ast.unparse(value)} rounds to 1 in {_BFLOAT16 if is_bfloat16 else 'float16'}, whose "
-                    f"largest number below 1 is {below}",
-                    f"use at most {most}, or compute this in float32",
-                )
