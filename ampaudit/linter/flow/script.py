@@ -153,8 +153,8 @@ class Script:
 
     @cached_property
     def scales_losses(self) -> bool:
-        """Whether code, and not only an import or a comment, names a scaler or a loss scale."""
-        if not _SCALES.search(self.text):
+        """Whether code, and not only an import or a comment, names a scaler or a loss scale, or uses one."""
+        if "scal" not in self.text.lower():
             return False
         names = (
             getattr(node, field)
@@ -162,7 +162,7 @@ class Script:
             for kind, field in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.arg, "arg"))
             if isinstance(node, kind)
         )
-        return any(map(_SCALES.search, names))
+        return any(map(_SCALES.search, names)) or any(map(_multiplies_loss_by_scale, self.nodes()))
 
     def is_relevant(self, node: ast.stmt) -> bool:
         """Return whether any line of a statement matters."""
@@ -278,3 +278,10 @@ def _record_call(usage: NameUsage, node: ast.Call) -> None:
             usage.methods.setdefault(text, set()).add(node.func.attr)
         if node.func.attr in ("step", "unscale_") and node.args and (given := dotted_name(node.args[0])):
             usage.stepped.setdefault(text, set()).add(given)
+
+
+def _multiplies_loss_by_scale(node: ast.AST) -> bool:
+    if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Mult):
+        return False
+    text = ast.unparse(node).lower()
+    return "loss" in text and "scale" in text

@@ -128,7 +128,7 @@ def _check_divided_twice(interpreter: Interpreter, event: ManagedBackward) -> No
             )
 
 
-_COUNTS = re.compile(r"accum|grad_acc|\bgas\b")
+_COUNTS = re.compile(r"accum|grad_acc|\bgas\b", re.IGNORECASE)
 
 
 def _report_own_backward(

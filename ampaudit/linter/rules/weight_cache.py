@@ -57,6 +57,7 @@ def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]
         return
     blocks = {id(e.block): e.context for e in of_type(events, AutocastEntered) if e.context.caches}
     calls = of_type(events, ModelCall)
+    reported: set[int] = set()
     for index, event in enumerate(calls):
         if "no_grad" not in event.grad_modes or not event.autocast.is_certain:
             continue
@@ -74,16 +75,24 @@ def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]
             ),
             None,
         )
-        if again is not None:
+        block = _block_without_gradients(event, start)
+        if again is not None and id(block) not in reported:
+            reported.add(id(block))
             interpreter.report(
                 "AMP875",
-                event.node,
-                "autocast keeps the casts of weights that this call makes without gradients, and the call at "
+                event.node if block is None else block.context_expr,
+                "autocast keeps the casts of weights that are made here without gradients, and the call at "
                 f"line {getattr(again.node, 'lineno', 0)} uses them: in older versions of torch, these get "
                 "no gradients",
-                "make this call in an autocast block of its own, or with cache_enabled=False",
+                "use an autocast block of its own for what needs no gradients, or cache_enabled=False",
                 certainty=Certainty.LIKELY,
             )
+
+
+def _block_without_gradients(event: Event, start: int) -> ast.withitem | None:
+    """Return the ``no_grad`` inside the autocast block that a call is in; None is for a decorator."""
+    items = [item for g in event.guards[start + 1 :] if isinstance(g.node, ast.With) for item in g.node.items]
+    return next((i for i in items if "no_grad" in ast.unparse(i.context_expr)), None)
 
 
 def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
