@@ -4,8 +4,11 @@ Each file names its source, and marks the lines where a linter should speak. The
 their names were not looked at until the rules were written. The second corpus is of other sources. The
 third, which names none, was written without sight of the rules: at the first look 10 of its 14 mistakes were
 found, with one alarm on its 8 correct loops. So was the fourth, which leans to frameworks and numerics: 6 of
-14, and one alarm on its 10 correct loops. ``correct/repositories`` has code of public
-repositories on which rules were wrong.
+14, and one alarm on its 10 correct loops. The fifth to the ninth name a public source for each mistake, and
+their authors had not seen the rules either. At the first look, 22 of the 34 mistakes of ``fifth_aside`` were
+found, then 32 of 48, 39 of 48, 48 of 60 and 42 of 48; 2 of its 32 correct loops raised an alarm, then 4 of
+48, 3 of 48, 2 of 60 and 1 of 48. ``correct/repositories`` has code of public repositories on which rules were
+wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +64,19 @@ MISSED_FOURTH = {
     "03_segmentation_dice": "no rule: how many numbers of what size a float16 sum has is not known",
     "12_grpo_token_logprobs": "the dtype of the model's output is not known",
 }
-MISSED_ANYWHERE = MISSED | MISSED_ASIDE | MISSED_SECOND | MISSED_SECOND_ASIDE | MISSED_FOURTH
+# of the fifth to the ninth, at whose first look 183 of 238 were found
+MISSED_LATER = {
+    "w_09_event_tagger": "the losses of a ModuleDict are chosen by a name that is not known",
+    "u_23_master_copy_cifar": "no rule: a loss scale of its own, without a scaler",
+    "x_25_cell_query_matcher": "how many numbers an einsum sums is not known",
+    "y_15_asr_accum_nan": "no rule: gradients that are not zeroed after a skipped step",
+    "y_27_apex_pointer_o2": "no rule: the log of a probability that float16 rounds to zero",
+    "p_01_agc_unet3d": "a helper that clips by the norms of units, without a name that says so",
+    "p_14_probe_features_numpy": "the dtype of a field of the model's output is not known",
+    "p_24_recompute_function": "no rule: autocast that is not restored when a forward pass runs again",
+    "q_23_handmade_fp16_diffusion": "no rule: a loss scale of its own, without a scaler",
+}
+MISSED_ANYWHERE = MISSED | MISSED_ASIDE | MISSED_SECOND | MISSED_SECOND_ASIDE | MISSED_FOURTH | MISSED_LATER
 
 
 def alarms(path: Path) -> list[LintFinding]:
@@ -90,6 +105,6 @@ def test_a_correct_loop_of_the_field_raises_no_alarm(path: Path) -> None:
 
 
 def test_the_corpus_is_whole() -> None:
-    assert (len(MISTAKES), len(CORRECT)) == (132, 129)
-    assert len({path.stem for path in MISTAKES}) == 132
+    assert (len(MISTAKES), len(CORRECT)) == (408, 405)
+    assert len({path.stem for path in MISTAKES}) == 408
     assert MISSED_ANYWHERE.keys() <= {path.stem for path in MISTAKES}
