@@ -12,6 +12,7 @@ from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance, fu
 from ampaudit.linter.flow.events import PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.gradient_uses import use_gradient
 from ampaudit.linter.flow.joining import choice_of_dtypes, item_of, join_values
+from ampaudit.linter.flow.state import join
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product
 from ampaudit.linter.flow.values import (
@@ -162,8 +163,12 @@ def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
     interpreter.evaluate(node.test)
     if truth is not None:
         return interpreter.evaluate(node.body if truth else node.orelse)
+    before = interpreter.state.copy()
     with interpreter.guarded("if", node):
-        one, other = interpreter.evaluate(node.body), interpreter.evaluate(node.orelse)
+        one = interpreter.evaluate(node.body)
+        then, interpreter.path_state = interpreter.path_state, before
+        other = interpreter.evaluate(node.orelse)
+    interpreter.path_state = join(then, interpreter.path_state)
     if isinstance(one, Function | BoundMethod) and isinstance(other, Function | BoundMethod):
         interpreter.record(PrecisionChosen(interpreter.at(node)))
     return join_values(one, other)

@@ -41,8 +41,8 @@ _KEEPS_GRADIENT: Final = frozenset(
 
 
 _HARMLESS_ON_GRADIENTS: Final = frozenset(
-    "isnan isinf isfinite zero_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage data_ptr"
-    " any all is_sparse type record_stream".split()
+    "isnan isinf isfinite zero_ fill_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage"
+    " data_ptr any all is_sparse type record_stream".split()
 )
 
 
@@ -72,7 +72,7 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
     """Record that ``p.grad`` is read, and report it if it is still scaled."""
     interpreter.record(GradientRead(interpreter.at(node)))
     certainty = still_scaled(interpreter)
-    if _is_normalized(interpreter, node):
+    if _is_normalized(interpreter, node) or isinstance(interpreter.statement, ast.Assert):
         return
     place = call_beside_scaler(interpreter.linked, node, interpreter.calls)
     line = getattr(place, "lineno", 0)

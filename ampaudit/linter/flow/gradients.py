@@ -144,7 +144,9 @@ def check_sharded(interpreter: Interpreter, node: ast.Call, arguments: Arguments
     """Check that torch does not clip what FSDP shards, whose norm each process sees a part of."""
     given = arguments.get(0, "parameters")
     models = given.models if isinstance(given, Parameters) else None
-    if models and models & interpreter.sharded - interpreter.replicated:
+    tests = [ast.unparse(guard.node.test) for guard in interpreter.guards if isinstance(guard.node, ast.If)]
+    chosen = any("clip_grad_norm_" in test for test in tests)
+    if models and not chosen and models & interpreter.sharded - interpreter.replicated:
         interpreter.report(
             "AMP871",
             node,

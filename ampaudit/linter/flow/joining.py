@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
@@ -23,6 +24,7 @@ from ampaudit.linter.flow.values import (
     Parameters,
     Scaler,
     Tensor,
+    Unknown,
     Value,
 )
 
@@ -41,6 +43,9 @@ def join_values(one: Value, other: Value) -> Value:
         models = None if one.models is None or other.models is None else one.models | other.models
         (class_name,) = _agreement(one, other, "class_name", otherwise="")
         return replace(one, class_name=class_name, models=models)
+    for managed, plain in ((one, other), (other, one)):
+        if isinstance(managed, Managed) and isinstance(plain, Optimizer | Unknown):  # prepared in one branch
+            return replace(managed, scales=Certainty.UNKNOWN, divides=False)
     if isinstance(one, Scaler) and isinstance(other, Scaler):
         enabled = one.enabled if one.enabled == other.enabled else None
         return replace(one, enabled=enabled, optional=one.optional or other.optional)

@@ -79,8 +79,8 @@ def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
 def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
     """Check that no own scaler scales the loss once more."""
     for event in of_type(events, ScalerScale):
-        own = branch_of(event.loop, event)
-        beside = [e for e in of_type(events, ManagedBackward) if not excludes(own, branch_of(event.loop, e))]
+        own = branch_of(None, event)
+        beside = [e for e in of_type(events, ManagedBackward) if not excludes(own, branch_of(None, e))]
         certainty = max((e.managed.scales for e in beside), default=Certainty.UNKNOWN)
         if not certainty:
             continue
