@@ -26,7 +26,7 @@ from ampaudit.linter.flow.events import (
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["Branch", "branch_of", "check_accumulation", "excludes"]
+__all__ = ["Branch", "branch_of", "check_accumulation", "excludes", "side_of"]
 
 Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
@@ -75,7 +75,7 @@ def branch_of(loop: ast.AST | None, event: Event) -> Branch:
     guards = event.guards_inside(loop)
     following = (*(guard.node for guard in guards[1:]), event.node)
     return tuple(
-        (guard.node, _side(guard.node, node))
+        (guard.node, side_of(guard.node, node))
         for guard, node in zip(guards, following, strict=False)
         if guard.kind == "if" and not _tests_remainder(guard)
     )
@@ -87,7 +87,7 @@ def excludes(one: Branch, other: Branch) -> bool:
     return any(sides.get(condition, side) != side for condition, side in other)
 
 
-def _side(condition: ast.AST, node: ast.AST) -> str:
+def side_of(condition: ast.AST, node: ast.AST) -> str:
     """Return in which part of a condition a node is."""
     line = getattr(node, "lineno", 0)
     for name in ("body", "orelse"):

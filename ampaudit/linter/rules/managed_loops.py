@@ -24,7 +24,7 @@ from ampaudit.linter.flow.managed_events import ManagedBackward, ManagedClip, Ma
 from ampaudit.linter.flow.statement_context import nodes_around, tests_around
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.values import Managed, Tensor
-from ampaudit.linter.rules.accumulation import branch_of, excludes
+from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -35,7 +35,7 @@ __all__ = ["check_lightning_module", "check_managed_loops", "check_training_step
 def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
     for index, event in enumerate(events):
-        own = isinstance(event, Backward | UnknownBackward)
+        own = isinstance(event, Backward | UnknownBackward) and not _is_alternative(interpreter, event)
         managed = _steps_next(events[index:]) if own else None
         if managed is not None and managed.scales:
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
@@ -47,6 +47,16 @@ def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
         _check_updated(interpreter, update)
     for clip in of_type(events, ManagedClip):
         _check_accumulated(interpreter, clip)
+
+
+def _is_alternative(interpreter: Interpreter, event: Event) -> bool:
+    """Return whether a condition chooses between this backward and another, which is the framework's."""
+    for choice in nodes_around(interpreter.linked, event.node):
+        if isinstance(choice, ast.If) and (side := side_of(choice, event.node)):
+            other = choice.orelse if side == "body" else choice.body
+            if any(".backward(" in ast.unparse(statement) for statement in other):
+                return True
+    return False
 
 
 def _backwards(events: list[Event]) -> list[Event]:
