@@ -238,6 +238,11 @@ class ModelCall(Event):
     grad_modes: tuple[str, ...]
     is_called: bool
 
+    @property
+    def callee(self) -> str:
+        """The text of what is called, by which models are told apart that one name stands for."""
+        return ast.unparse(self.node.func) if isinstance(self.node, ast.Call) else ""
+
 
 @dataclass(frozen=True, slots=True)
 class PrecisionChosen(Event):

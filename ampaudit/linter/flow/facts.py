@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 __all__ = [
     "BFLOAT16_WEIGHTS",
+    "CAST_BY_DTYPE",
     "DEVICE",
     "FREED",
     "FRESH",
@@ -101,7 +102,9 @@ TOUCHED: Final = FactKind[Literal[True]]("touched")  # unknown code had access t
 HALF_WEIGHTS: Final = FactKind[ast.AST | PerhapsHalf]("half")  # what has cast its parameters to float16
 BFLOAT16_WEIGHTS: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16
 FROZEN: Final = FactKind[Literal[True]]("frozen")  # its parameters require no gradients
-HALVED_IN_LOOP: Final = FactKind[ast.AST]("halved in loop")  # the same, if only some iterations do it
+HALVED_IN_LOOP: Final = FactKind[ast.AST]("halved in loop")  # a cast to float16 in only some iterations
 DEVICE: Final = FactKind[str]("device")
 # per call of a model
 FREED: Final = FactKind[ast.AST]("freed")  # the backward that has freed its graph
+
+CAST_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF_WEIGHTS, "bfloat16": BFLOAT16_WEIGHTS}

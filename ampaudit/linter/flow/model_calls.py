@@ -129,8 +129,8 @@ def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
     """Return the 16-bit dtype in which a model computes by its weights, outside autocast."""
     if interpreter.autocast.enabled is True:
         return ""
-    kinds = ((HALF_WEIGHTS, "float16"), (BFLOAT16_WEIGHTS, "bfloat16"))
-    return next((name for kind, name in kinds if interpreter.state.known_at(kind, model.key)), "")
+    known = interpreter.state.weights_cast(model.key)
+    return "" if known is None else known[0]
 
 
 def _has_own_switch(interpreter: Interpreter) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow.contexts import ContextManager
@@ -14,11 +14,11 @@ from ampaudit.linter.flow.devices import move_model
 from ampaudit.linter.flow.events import PrecisionChosen, SchedulerStep, ZeroGrad
 from ampaudit.linter.flow.facts import (
     BFLOAT16_WEIGHTS,
+    CAST_BY_DTYPE,
     DEVICE,
     HALF_WEIGHTS,
     HALVED_IN_LOOP,
     PERHAPS,
-    FactKind,
     PerhapsHalf,
 )
 from ampaudit.linter.flow.fields import bind_fields
@@ -73,12 +73,9 @@ def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments:
     is_quantized = "quantization_config" in arguments.keywords  # which is trained through adapters
     for name in () if is_quantized else ("dtype", "torch_dtype"):
         dtype = dtype_named(arguments.keywords.get(name, UNKNOWN))
-        if dtype in _KIND_BY_DTYPE:
-            interpreter.state.set_fact(_KIND_BY_DTYPE[dtype], node, model.key)
+        if dtype in CAST_BY_DTYPE:
+            interpreter.state.set_fact(CAST_BY_DTYPE[dtype], node, model.key)
     return model
-
-
-_KIND_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF_WEIGHTS, "bfloat16": BFLOAT16_WEIGHTS}
 
 
 def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:

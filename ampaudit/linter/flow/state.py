@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.facts import (
     BFLOAT16_WEIGHTS,
+    CAST_BY_DTYPE,
     DEVICE,
     FROZEN,
     HALF_WEIGHTS,
@@ -145,6 +146,11 @@ class State:
     def trained_cast(self, kind: FactKind[Any], model: str) -> ast.AST | None:
         """Return the cast of a model to a 16-bit dtype, unless its parameters are frozen."""
         return self.known_at(kind, model) if self.get(FROZEN, model) is None else None
+
+    def weights_cast(self, model: str) -> tuple[str, ast.AST] | None:
+        """Return the 16-bit dtype of a model's parameters and what has cast them, if that is certain."""
+        casts = ((dtype, self.known_at(kind, model)) for dtype, kind in CAST_BY_DTYPE.items())
+        return next(((dtype, node) for dtype, node in casts if node is not None), None)
 
     def set_fact(self, kind: FactKind[T], value: T | Perhaps | None, *key: str) -> None:
         """Set a fact."""

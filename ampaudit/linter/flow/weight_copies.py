@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.facts import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS
+from ampaudit.linter.flow.facts import FROZEN
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.tensors import requested_dtype
 from ampaudit.linter.flow.values import UNKNOWN, LiteralValue, Parameters, Value
@@ -67,9 +67,7 @@ def _averages_itself(node: ast.Call) -> bool:
 def _report_average(interpreter: Interpreter, node: ast.AST, copies: Parameters) -> None:
     cast, dtype = copies.cast, copies.dtype
     for model in copies.models or () if cast is None and not copies.dtype else ():
-        for kind, name in ((HALF_WEIGHTS, "float16"), (BFLOAT16_WEIGHTS, "bfloat16")):
-            known = interpreter.state.known_at(kind, model)
-            cast, dtype = (known, name) if known is not None else (cast, dtype)
+        dtype, cast = interpreter.state.weights_cast(model) or (dtype, cast)
     if cast is None:
         return
     interpreter.report(

@@ -24,7 +24,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.managed_events import ManagedZeroGrad
 from ampaudit.linter.flow.statement_context import assigned_texts
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.rules.accumulation import Branch, branch_of, excludes
+from ampaudit.linter.rules.accumulation import branch_of, excludes
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -50,7 +50,7 @@ def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) 
     for event in of_type(inside, Backward):
         branch = branch_of(loop, event)
         alone = all(excludes(branch, other) for other in (*zeroed, *unknown))
-        if event.loop is loop and branch and alone and any(_agrees(branch, other) for other in stepped):
+        if event.loop is loop and branch and alone and branch in stepped:
             _report_unzeroed(interpreter, event)
 
 
@@ -73,9 +73,9 @@ def check_stepped_either_way(interpreter: Interpreter, one: list[Event], other: 
         if any(isinstance(e, UnknownEffect | UnknownBackward) for e in run) or not of_type(run, Backward):
             continue
         called = {e.model.key for e in of_type(run, ModelCall)}
-        texts = {_called_text(e) for e in of_type(run, ModelCall)}  # a name may hold one model of several
+        texts = {e.callee for e in of_type(run, ModelCall)}  # a name may hold one model of several
         trained = [e for e in of_type(counterpart, ModelCall) if "no_grad" not in e.grad_modes]
-        elsewhere = {e.model.key for e in trained if _called_text(e) not in texts}
+        elsewhere = {e.model.key for e in trained if e.callee not in texts}
         for step in of_type(run, ScalerStep):
             models = interpreter.models_by_optimizer.get(step.optimizer, frozenset())
             if models and models <= elsewhere and not models & called and step.loop is not None:
@@ -87,10 +87,6 @@ def check_stepped_either_way(interpreter: Interpreter, one: list[Event], other: 
                     "step it under the condition under which its loss is computed",
                     certainty=Certainty.LIKELY,
                 )
-
-
-def _called_text(event: ModelCall) -> str:
-    return ast.unparse(event.node.func) if isinstance(event.node, ast.Call) else ""
 
 
 def _may_zero_itself(interpreter: Interpreter, step: StepEvent) -> bool:
@@ -132,10 +128,6 @@ def _check_exchanged(
                 "step each optimizer after the backward of its own loss",
                 certainty=Certainty.LIKELY,
             )
-
-
-def _agrees(one: Branch, other: Branch) -> bool:
-    return other == one
 
 
 def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None:

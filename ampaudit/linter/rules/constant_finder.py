@@ -16,10 +16,7 @@ from ampaudit.linter.flow.torch_names import (
     FLOAT16_ROUNDS_TO_ZERO,
 )
 
-__all__ = ["IN_BFLOAT16", "ConstantFinder", "number_of"]
-
-
-IN_BFLOAT16: Final = "bfloat16"
+__all__ = ["ConstantFinder", "UnfitNumber", "number_of"]
 
 
 _FLOAT16_MAX: Final = 65504.0
@@ -31,6 +28,11 @@ _FLOAT32_FUNCTIONS: Final = frozenset(
 )
 
 
+# from where a number rounds to 1, the largest below that, and one that is surely not rounded to it
+_BELOW_ONE: Final = {
+    "float16": (FLOAT16_ROUNDS_TO_ONE, "0.9995", "0.999"),
+    "bfloat16": (BFLOAT16_ROUNDS_TO_ONE, "0.996", "0.99"),
+}
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
@@ -39,8 +41,8 @@ def number_of(node: ast.AST) -> float | None:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         operand = number_of(node.operand)
         return None if operand is None else -operand
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return float(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return None if isinstance(node.value, bool) else float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = number_of(node.left), number_of(node.right)
         if left is None or right is None or abs(right) > _MAX_OPERAND or abs(left) > _MAX_OPERAND:
@@ -86,6 +88,13 @@ def _is_float32(node: ast.AST) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfitNumber(Diagnostic):
+    """A number that a 16-bit ``dtype`` cannot hold."""
+
+    dtype: str = "float16"
+
+
+@dataclass(frozen=True, slots=True)
 class ConstantFinder:
     """Finds the numbers that float16 cannot represent.
 
@@ -97,7 +106,7 @@ class ConstantFinder:
     named: dict[str, ast.expr]
     bfloat16: Mapping[tuple[int, int], Certainty]
 
-    def check(self, statement: ast.stmt, module: bool) -> Iterator[Diagnostic]:
+    def check(self, statement: ast.stmt, module: bool) -> Iterator[UnfitNumber]:
         """Yield the numbers in a statement, those of a module's ops as well if it is in one."""
         for node in ast.walk(statement):
             if isinstance(node, ast.Call):
@@ -129,8 +138,8 @@ class ConstantFinder:
         value = self._literal(node)
         return value is not None and _FLOAT16_MAX < abs(value) < float("inf")
 
-    def _mask_diagnostic(self, node: ast.AST, place: ast.expr, fix: Fix | None) -> Diagnostic:
-        return Diagnostic(
+    def _mask_diagnostic(self, node: ast.AST, place: ast.expr, fix: Fix | None) -> UnfitNumber:
+        return UnfitNumber(
             "AMP860",
             node,
             f"{self._literal(place):g} is outside the range of float16, whose minimum "
@@ -139,7 +148,7 @@ class ConstantFinder:
             fix,
         )
 
-    def _check_fill(self, node: ast.Call) -> Iterator[Diagnostic]:
+    def _check_fill(self, node: ast.Call) -> Iterator[UnfitNumber]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name in _FILLS and isinstance(node.func, ast.Attribute):
             index = 2 if dotted_name(node.func.value) == "torch" else 1
@@ -163,12 +172,12 @@ class ConstantFinder:
         limit = "min" if (self._literal(value) or 0) < 0 else "max"
         return Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}")
 
-    def _check_product(self, node: ast.BinOp) -> Iterator[Diagnostic]:
+    def _check_product(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
             if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_float32(other):
                 yield self._mask_diagnostic(node, value, None)
 
-    def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[Diagnostic]:
+    def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[UnfitNumber]:
         # a large positive number initializes the search for a minimum, mostly outside 16 bits
         low = (self._literal(node.value) or 0) < 0
         if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
@@ -188,20 +197,20 @@ class ConstantFinder:
             value = None if eps is None else 1 - eps
         return value is not None and 1 - limit <= value < 1
 
-    def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> Diagnostic:
-        return Diagnostic(
+    def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> UnfitNumber:
+        return UnfitNumber(
             "AMP861",
             node,
             f"{self._literal(value):g} rounds to zero in float16, whose smallest number is 6e-8",
             "use at least 1e-6, or compute this in float32",
         )
 
-    def _check_sum(self, node: ast.BinOp) -> Iterator[Diagnostic]:
+    def _check_sum(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
             if self._rounds_to_zero(value) and self._literal(other) is None and not _is_float32(other):
                 yield self._eps_diagnostic(value, value)
 
-    def _check_clamp(self, node: ast.Call) -> Iterator[Diagnostic]:
+    def _check_clamp(self, node: ast.Call) -> Iterator[UnfitNumber]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
             return
@@ -213,15 +222,14 @@ class ConstantFinder:
             if self._rounds_to_zero(value) and not _is_float32(receiver):
                 yield self._eps_diagnostic(value, value)
         largest = node.args[-1:] if name.startswith(("clamp", "clip")) and len(node.args) > 1 else []
-        is_bfloat16 = position_of(node) in self.bfloat16
-        limit = BFLOAT16_ROUNDS_TO_ONE if is_bfloat16 else FLOAT16_ROUNDS_TO_ONE
-        below, most = ("0.996", "0.99") if is_bfloat16 else ("0.9995", "0.999")
+        dtype = "bfloat16" if position_of(node) in self.bfloat16 else "float16"
+        limit, below, most = _BELOW_ONE[dtype]
         for value in (*largest, *(k.value for k in node.keywords if k.arg == "max")):
             if self._rounds_to_one(value, limit) and not _is_float32(receiver):
-                yield Diagnostic(
+                yield UnfitNumber(
                     "AMP861",
                     node,
-                    f"{ast.unparse(value)} rounds to 1 in {IN_BFLOAT16 if is_bfloat16 else 'float16'}, whose "
-                    f"largest number below 1 is {below}",
+                    f"{ast.unparse(value)} rounds to 1 in {dtype}, whose largest number below 1 is {below}",
                     f"use at most {most}, or compute this in float32",
+                    dtype=dtype,
                 )

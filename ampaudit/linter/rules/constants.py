@@ -16,7 +16,7 @@ from ampaudit.linter.flow.dtype_uses import DtypeUses
 from ampaudit.linter.flow.relevance import matching_lines
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
-from ampaudit.linter.rules.constant_finder import IN_BFLOAT16, ConstantFinder, number_of
+from ampaudit.linter.rules.constant_finder import ConstantFinder, number_of
 
 __all__ = ["check_constants"]
 
@@ -32,6 +32,7 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     if not lines:
         return
     known, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
+    by_dtype = {"float16": known, "bfloat16": bfloat16}
     finder = ConstantFinder(_named_constants(script, lines), bfloat16)
     if finder.named:
         names = "|".join(map(re.escape, finder.named))
@@ -41,8 +42,7 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
         is_likely = statement.lineno in uses.half_lines or (module and bool(uses.half_lines))
         likely = Certainty.LIKELY if is_likely else Certainty.UNKNOWN
         for found in finder.check(statement, module or bool(known) or bool(bfloat16)):
-            rounded = bfloat16 if IN_BFLOAT16 in found.cause else known
-            by_flow = rounded.get(position_of(found.node))
+            by_flow = by_dtype[found.dtype].get(position_of(found.node))
             if position_of(found.node) in exempt and by_flow is None:
                 continue
             certainty = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, position_of
 from ampaudit.linter.flow.events import Event, HalfLayer, ScalerStep, ScalerUnscale, of_type
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def check_half_layers(interpreter: Interpreter, events_by_entry: list[list[Event
         interpreter.report(
             "AMP801",
             event.node,
-            f"these parameters are float16, and the scaler at line {steps[0].node.lineno} cannot unscale"  # type: ignore[attr-defined]
-            " float16 gradients",
+            f"these parameters are float16, and the scaler at line {position_of(steps[0].node)[0]} cannot "
+            "unscale float16 gradients",
             "make the layer in float32 and let autocast choose the dtype of each op",
             certainty=Certainty.LIKELY,
         )

@@ -35,9 +35,9 @@ __all__ = ["check_lightning_module", "check_managed_loops", "check_training_step
 def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
     for index, event in enumerate(events):
-        own = isinstance(event, Backward | UnknownBackward) and not _is_alternative(interpreter, event)
+        own = isinstance(event, Backward | UnknownBackward)
         managed = _steps_next(events[index:]) if own else None
-        if managed is not None and managed.scales:
+        if managed is not None and managed.scales and not _is_alternative(interpreter, event):
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
     _check_clipped(interpreter, events)
     _check_scaled_twice(interpreter, events)
@@ -79,8 +79,7 @@ def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
                 "AMP807",
                 event.node,
                 "DeepSpeed keeps the gradients in buffers of its own, scaled by the loss scale: this "
-                "clips nothing, or"
-                " the wrong ones",
+                "clips nothing, or the wrong ones",
                 'set "gradient_clipping" in its configuration',
                 certainty=Certainty.LIKELY,
             )

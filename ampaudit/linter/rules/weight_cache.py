@@ -41,9 +41,9 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
         interpreter.report(
             "AMP852",
             event.node,
-            f"this step is in a loop inside the autocast block of line {block.lineno}, which casts "
-            "each weight"
-            " once and keeps the copy: from the second iteration on, the model computes with the old weights",
+            f"this step is in a loop inside the autocast block of line {block.lineno}, which casts each "
+            "weight once and keeps the copy: from the second iteration on, the model computes with the old "
+            "weights",
             "enter autocast anew in each iteration, around the forward pass and the loss only",
         )
 
@@ -57,12 +57,15 @@ def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]
         return
     blocks = {id(e.block): e.context for e in of_type(events, AutocastEntered) if e.context.caches}
     calls = of_type(events, ModelCall)
-    reported: set[int] = set()
+    reported: set[ast.withitem | None] = set()
     for index, event in enumerate(calls):
         if "no_grad" not in event.grad_modes or not event.autocast.is_certain:
             continue
         start = next((i for i, g in enumerate(event.guards) if id(g.node) in blocks), None)
         if start is None:
+            continue
+        block = _block_without_gradients(event, start)
+        if block in reported:
             continue
         same_block = event.guards[: start + 1]
         again = next(
@@ -75,9 +78,8 @@ def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]
             ),
             None,
         )
-        block = _block_without_gradients(event, start)
-        if again is not None and id(block) not in reported:
-            reported.add(id(block))
+        if again is not None:
+            reported.add(block)
             interpreter.report(
                 "AMP875",
                 event.node if block is None else block.context_expr,
@@ -97,8 +99,8 @@ def _block_without_gradients(event: Event, start: int) -> ast.withitem | None:
 
 def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
     """Return whether two calls are of one model; the name of one from elsewhere may stand for several."""
-    texts = {ast.unparse(e.node.func) if isinstance(e.node, ast.Call) else "" for e in (one, other)}
-    return one.model.key == other.model.key and (one.model.node is not None or len(texts) == 1)
+    is_one = one.model.node is not None or one.callee == other.callee
+    return one.model.key == other.model.key and is_one
 
 
 def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:
