@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def number_of(node: ast.AST) -> float | None:
         operand = number_of(node.operand)
         return None if operand is None else -operand
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return None if isinstance(node.value, bool) else float(node.value)
+        return None if isinstance(node.value, bool) else _as_float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = number_of(node.left), number_of(node.right)
         if left is None or right is None or abs(right) > _MAX_OPERAND or abs(left) > _MAX_OPERAND:
@@ -54,6 +55,28 @@ def number_of(node: ast.AST) -> float | None:
     return None
 
 
+def _as_float(value: float) -> float:
+    """Return a literal as a float, which is infinite if it is a larger integer."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _power(base: float, exponent: float) -> float:
+    """Return a power; 0 stands for one that no script writes, or that is complex or too large."""
+    if base < 0 and not exponent.is_integer():
+        return 0.0
+    if not 0 < abs(base) <= _MAX_BASE or abs(exponent) > _MAX_EXPONENT:
+        return 0.0
+    try:
+        return float(base**exponent)
+    except OverflowError:
+        return 0.0
+
+
+_MAX_BASE: Final = 2.0**10
+_MAX_EXPONENT: Final = 2.0**6
 _MAX_OPERAND: Final = 1e12
 
 
@@ -65,7 +88,7 @@ _FINFO: Final = re.compile(r"(?:torch|np|numpy)\.finfo\((?:torch|np|numpy)\.floa
 
 _OPERATORS: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
     ast.Mult: lambda left, right: left * right,
-    ast.Pow: lambda left, right: float(left**right) if 0 < abs(left) <= 2**10 and abs(right) <= 2**6 else 0.0,
+    ast.Pow: _power,
 }
 
 
