@@ -32,8 +32,21 @@ def _fixed_seed(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.fixture
-def cli(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the program in a process of its own, as a user does."""
+def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the program in this process."""
+    from tests.support.program import run_program
+
+    def call(
+        *arguments: object, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return run_program(*arguments, cwd=cwd, environment=environment)
+
+    return call
+
+
+@pytest.fixture
+def process(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the program in a process of its own, as a user does: for what the interpreter takes part in."""
 
     def call(
         *arguments: object, cwd: Path | None = None, **environment: str

@@ -71,7 +71,7 @@ class _Worker:
         question = folder / "request.json"
         question.write_bytes(TypeAdapter(Request).dump_json(request))
         self._process = ChildProcess(
-            "ampaudit.ci.worker",
+            "ampaudit.ci.worker:main",
             str(question),
             str(self._result),
             log=folder / "stderr",

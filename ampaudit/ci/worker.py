@@ -1,12 +1,10 @@
 """Checks one target in this process and writes the result as JSON.
 
-Run as ``python -m ampaudit.ci.worker REQUEST RESULT``; the model's code runs here: whatever it does
-to the process, other targets continue.
+The model's code runs here: whatever it does to the process, other targets continue.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +18,6 @@ from ampaudit.audit.metric import metric_of
 from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
 from ampaudit.core.config import Config
-from ampaudit.core.confinement import die_with_parent
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
@@ -162,8 +159,7 @@ def _checked(request: Request) -> TargetResult:
 
 
 def main() -> None:
-    """Read the request, check, and write the result; user errors become part of it."""
-    die_with_parent(os.getppid())
+    """Check the request in the file of the first argument, and write the result to that of the second."""
     request = TypeAdapter(Request).validate_json(Path(sys.argv[1]).read_bytes())
     try:
         result = _checked(request)
@@ -178,7 +174,3 @@ def main() -> None:
     part = Path(f"{sys.argv[2]}.part")
     part.write_bytes(TypeAdapter(TargetResult).dump_json(result))
     part.replace(sys.argv[2])
-
-
-if __name__ == "__main__":
-    main()

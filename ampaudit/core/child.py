@@ -1,4 +1,4 @@
-"""Starts interpreters that import nothing from the current folder, and ends them with their children."""
+"""Starts processes that import nothing from the current folder, and ends them with their children."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,17 +16,11 @@ from typing import Literal
 import psutil
 
 from ampaudit.core import interrupts
+from ampaudit.core.forkserver import ForkedProcess, start_forked, start_interpreter
 from ampaudit.core.text import escape_control, format_bytes
 
 __all__ = ["ChildLimits", "ChildProcess", "child_environment"]
 
-# the package may be importable from the folder in which this process was started, and from nowhere else;
-# last, so that nothing in that folder takes the place of another module
-_START = (
-    "import sys; sys.path.append(sys.argv.pop(1)); "
-    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-_ROOT = str(Path(__file__).resolve().parents[2])
 _MAX_LINE = 200
 
 
@@ -39,37 +33,49 @@ class ChildLimits:
 
 
 class ChildProcess:
-    """A fresh interpreter that runs one of our modules, with all processes that it starts.
+    """A process that calls one of our functions, with all processes that it starts.
 
     Args:
-        module: what to run, as with ``python -m``.
-        arguments: its arguments.
+        target: ``module:function``, called without arguments.
+        arguments: what it finds in ``sys.argv``.
         log: file for what it prints.
         environment: its environment; see ``child_environment``.
+        own: further variables, which differ between processes that are otherwise alike.
+        imports: modules that it needs; such processes share the time that these take to import (Linux).
         folder: its current directory, if it is not this process's.
     """
 
     def __init__(
         self,
-        module: str,
+        target: str,
         *arguments: str,
         log: Path,
         environment: Mapping[str, str],
+        own: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
         folder: Path | None = None,
     ) -> None:
         self._log = log
         self._started = time.perf_counter()
         self.peak_bytes = 0
-        with log.open("wb") as stream, interrupts.Deferred():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env=dict(environment),
-                cwd=folder,
-                start_new_session=True,  # so that its children are stopped with it
-            )
+        own = own or {}
+        self._process: ForkedProcess | subprocess.Popen[bytes]
+        with log.open("wb") as stream, open(os.devnull, "r+b") as null, interrupts.Deferred():
+            streams = null, stream, stream
+            if sys.platform == "linux":
+                self._process = start_forked(
+                    target,
+                    *arguments,
+                    imports=imports,
+                    environment=environment,
+                    own=own,
+                    streams=streams,
+                    folder=folder,
+                )
+            else:
+                self._process = start_interpreter(
+                    target, *arguments, environment={**environment, **own}, streams=streams, folder=folder
+                )
             interrupts.at_end(self._kill)
 
     @property
@@ -121,7 +127,7 @@ class ChildProcess:
         if self.killed_by is not None:
             return f"its process was killed by {self.killed_by}"
         last = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        code = self._process.returncode
+        code = self._process.wait()
         # Windows ends a process that crashes with a number that is known in hexadecimal
         return f"its process ended with exit code {code if code < 1 << 31 else hex(code)}" + (
             f": {escape_control(last[0][:_MAX_LINE])}" if last else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,9 @@ _KEPT = (
     *("LD_LIBRARY_PATH", "DYLD_", "SYSTEMROOT", "WINDIR", "NUMBER_OF_PROCESSORS", "PROCESSOR_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "ONEDNN_", "DNNL_", "TORCH_", "CUDA_", "CUBLAS_", "NVIDIA_"),
 )
+
+
+_FOLDERS = ("TMPDIR", "TEMP", "TMP", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +56,24 @@ class Sandbox:
         request: what it is asked, as values that JSON can hold.
         limits: what it may use.
         environment: variables to set.
+        imports: further modules that it needs, which are imported before the limits begin.
     """
 
     def __init__(
-        self, target: str, request: Any, limits: SandboxLimits, environment: dict[str, str] | None = None
+        self,
+        target: str,
+        request: Any,
+        limits: SandboxLimits,
+        environment: dict[str, str] | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         self._limits = limits
         self._resources = ExitStack()
         try:
             self._folder = self._resources.enter_context(temporary_directory("ampaudit-sandbox-"))
-            self._process = self._start(target, request, environment or {})
+            self._process = self._start(
+                target, request, environment or {}, (target.partition(":")[0], *imports)
+            )
         except OSError as error:
             self._resources.close()
             raise CouldNotAudit(
@@ -71,17 +82,21 @@ class Sandbox:
             ) from error
         self._resources.callback(self._process.stop)
 
-    def _start(self, target: str, request: Any, environment: dict[str, str]) -> ChildProcess:
+    def _start(
+        self, target: str, request: Any, environment: dict[str, str], imports: Sequence[str]
+    ) -> ChildProcess:
         scratch = self.folder
         scratch.mkdir()
-        order = {"target": target, "limits": asdict(self._limits), "request": request, "parent": os.getpid()}
+        order = {"target": target, "imports": imports, "limits": asdict(self._limits), "request": request}
         (self._folder / REQUEST).write_text(json.dumps(order), encoding="utf-8")
         return ChildProcess(
-            "ampaudit.core.sandboxed",
+            "ampaudit.core.sandboxed:answer_request",
             str(self._folder / REQUEST),
             str(scratch),
             log=self._folder / "log",
-            environment=_environment(scratch) | environment,
+            environment=_environment() | environment,
+            own=dict.fromkeys(_FOLDERS, str(scratch)),
+            imports=imports,
             folder=scratch,
         )
 
@@ -144,12 +159,10 @@ def _message(what: str, why: str) -> str:
     return describe(f"{what}: {why}", MAX_MESSAGE)
 
 
-def _environment(scratch: Path) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     kept = {name: value for name, value in child_environment().items() if name.upper().startswith(_KEPT)}
-    folders = ("TMPDIR", "TEMP", "TMP", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")
     return {
         **kept,
-        **dict.fromkeys(folders, str(scratch)),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "OPENBLAS_NUM_THREADS": "1",  # threads that numpy starts would not be confined

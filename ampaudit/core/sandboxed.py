@@ -1,7 +1,4 @@
-"""Answers one request in confinement.
-
-Run as ``python -m ampaudit.core.sandboxed REQUEST FOLDER``, with FOLDER as the only place to write to.
-"""
+"""Answers one request in confinement."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ampaudit.core import confinement
 from ampaudit.core.errors import AuditError
 from ampaudit.core.sandbox import ANSWER
 
-__all__: list[str] = []
+__all__ = ["answer_request"]
 
 _MAX_WORDS = 160  # of an error of another package
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc")
@@ -28,6 +25,8 @@ def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     limits = order["limits"]
     attempts: list[str] = []
     try:
+        for needed in order["imports"]:
+            import_module(needed)
         work = getattr(import_module(module), name)(order["request"])
         confinement.confine_process()
         confinement.limit_resources(limits["memory"], limits["processor_seconds"])
@@ -47,16 +46,12 @@ def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     return answer
 
 
-def _main() -> None:
+def answer_request() -> None:
+    """Answer the request in the file of the first argument; the second is the only folder to write to."""
     order, folder = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
-    confinement.die_with_parent(order["parent"])
     confinement.confine_files(folder)
     part = folder / f"{ANSWER}.part"
     part.write_text(json.dumps(_answer(order, folder)), encoding="utf-8")
     part.replace(folder / ANSWER)
     sys.stdout.flush()
     os._exit(0)  # nothing is left to clean up
-
-
-if __name__ == "__main__":
-    _main()

@@ -49,6 +49,12 @@ from ampaudit.source.user_code import calling_user_code
 
 __all__ = ["from_directory"]
 
+# what the sandbox and this process both import
+_IMPORTS = (
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+)
 _SLACK = 256_000_000  # bytes of a head without weights, or of tables that the model computes
 _ANSWER = TypeAdapter(Rehearsed)
 _LIMITS = SandboxLimits(seconds=120, memory=500_000_000, processor_seconds=5)
@@ -98,7 +104,8 @@ def _untrusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs
     if request["inputs"] is not None and has_processor(beside):
         limits, hint = _PROCESSING_LIMITS, f"{hint}, or pass --inputs FILE.py with example_inputs()"
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with Sandbox("ampaudit.source.rehearsal:rehearse", request, limits, environment) as sandbox:
+    target = "ampaudit.source.rehearsal:rehearse"
+    with Sandbox(target, request, limits, environment, _IMPORTS) as sandbox:
         transformers = _transformers()
         named_class(table)  # imports it, as the sandbox does at the same time
         what = describe_path(path / CONFIG_FILE)

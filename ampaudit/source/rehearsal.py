@@ -60,8 +60,6 @@ def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
     """
     table, inputs = request["table"], request["inputs"]
     architecture = named_architecture(table)
-    if inputs is not None:
-        _import_processors()
 
     def work() -> Rehearsed:
         config = configured(architecture, table, Path.cwd())
@@ -90,14 +88,6 @@ def _saved_inputs(model: Any, request: InputRequest, directory: Path) -> MadeInp
         raise InputError(f"inputs of {format_bytes(size)} are too large", hint="lower --batches")
     save_file({name: tensor.contiguous().clone() for name, tensor in named.items()}, INPUTS_FILE)
     return made
-
-
-def _import_processors() -> None:
-    """Import what loads processors, before the limits begin."""
-    import transformers
-
-    for name in ("AutoProcessor", "AutoTokenizer", "AutoImageProcessor", "AutoFeatureExtractor"):
-        getattr(transformers, name)
 
 
 def named_architecture(table: dict[str, Any]) -> Any:

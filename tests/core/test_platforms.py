@@ -116,9 +116,12 @@ def test_a_lock_of_another_process_is_respected(tmp_path: Path, monkeypatch: pyt
 
 GRANDCHILD = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
-time.sleep(600)
+
+
+def main():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(child.pid, flush=True)
+    time.sleep(600)
 """
 
 
@@ -128,7 +131,7 @@ def test_children_of_children_are_killed_without_process_groups(
     (tmp_path / "busy_module.py").write_text(GRANDCHILD)
     log = tmp_path / "log"
     environment = {**child_environment(), "PYTHONPATH": str(tmp_path)}
-    child = ChildProcess("busy_module", log=log, environment=environment)
+    child = ChildProcess("busy_module:main", log=log, environment=environment)
     end = time.monotonic() + 60
     while not log.read_text().strip() and time.monotonic() < end:
         time.sleep(0.05)

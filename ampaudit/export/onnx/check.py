@@ -32,7 +32,7 @@ def checking(path: Path, *, runtime: bool) -> Iterator[None]:
     """
     request = {"path": str(path.resolve()), "runtime": runtime}
     target = "ampaudit.export.onnx.check:check_in_sandbox"
-    with Sandbox(target, request, SandboxLimits(_SECONDS)) as sandbox:
+    with Sandbox(target, request, SandboxLimits(_SECONDS), imports=("onnx", "onnxruntime")) as sandbox:
         yield
         fault = sandbox.answer("could not be checked", CouldNotAudit, _REPORT)
     if fault:
@@ -42,9 +42,6 @@ def checking(path: Path, *, runtime: bool) -> Iterator[None]:
 def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
     """Return a function that returns what is wrong with the file, or nothing."""
     import onnx
-
-    if request["runtime"]:
-        import onnxruntime  # noqa: F401  (before the confinement)
 
     def check() -> str:
         path = Path(request["path"])

@@ -1,0 +1,300 @@
+"""Starts processes that share the time of their imports: a server imports packages once and forks.
+
+Only on Linux; elsewhere each process is a fresh interpreter. ``multiprocessing``'s fork server is not used,
+since it would import the user's main script again in every child.
+
+A request is one message with four file descriptors: a connection, standard input, output and error. Over the
+connection the child sends its process id, and the server how it ended. Whoever closes the connection before
+that ends the child and its process group, so none outlives the process that asked for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from ampaudit.core.confinement import die_with_parent
+
+__all__ = ["ForkedProcess", "start_forked", "start_interpreter"]
+
+# the package may be importable from the folder in which this process was started, and from nowhere else;
+# last, so that nothing in that folder takes the place of another module
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from importlib import import_module; module, _, name = sys.argv.pop(1).partition(':'); "
+    "getattr(import_module(module), name)()"
+)
+_ROOT = str(Path(__file__).resolve().parents[2])
+_MAX_SERVERS = 3
+_MAX_MESSAGE = 1 << 20
+_STOP_SECONDS = 5.0
+
+
+def start_interpreter(
+    target: str,
+    *arguments: str,
+    environment: Mapping[str, str],
+    streams: Sequence[BinaryIO],
+    folder: Path | None = None,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Call a function in a fresh interpreter; arguments as for ``start_forked``, options as for ``Popen``."""
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, _ROOT, target, *arguments],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=dict(environment),
+        cwd=folder,
+        start_new_session=True,  # so that its children are stopped with it
+        **options,
+    )
+
+
+_Children = dict[int, tuple[int, socket.socket]]  # by pidfd: the process and its connection
+
+
+class ForkedProcess:
+    """A child of a fork server, with the part of ``subprocess.Popen`` that is used here.
+
+    Attributes:
+        pid: of the process, which leads a group of its own.
+        returncode: as in ``Popen``; ``None`` while it runs.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._replies = connection.makefile("r", encoding="ascii")
+        self.returncode: int | None = None
+        line = self._replies.readline()
+        if not line:
+            raise OSError("the fork server has ended")
+        self.pid = int(line)
+
+    def poll(self) -> int | None:
+        """Return how it ended, or ``None`` while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process.
+
+        Raises:
+            TimeoutExpired: it still runs after so many seconds.
+        """
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            # without a reply, the server was killed, and its children were with it
+            self.returncode = int(self._replies.readline() or -signal.SIGKILL)
+            self._replies.close()
+            self._connection.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill the process alone."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class _Server:
+    """The process that imports and forks, as seen by those who ask it for children."""
+
+    def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(os.devnull, "r+b") as null:
+            self._process = start_interpreter(
+                f"{__name__}:serve",
+                str(theirs.fileno()),
+                *imports,
+                environment=environment,
+                streams=[null] * 3,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def fork(self, order: Mapping[str, Any], streams: Sequence[int]) -> ForkedProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"fork"], [theirs.fileno(), *streams])
+        ours.sendall(json.dumps(order).encode() + b"\n")
+        return ForkedProcess(ours)
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@functools.cache
+def _servers() -> dict[object, _Server]:
+    """Return the servers that this process has started, the least recently used first."""
+    servers: dict[object, _Server] = {}
+    owner = os.getpid()
+    atexit.register(lambda: _stop_all(servers) if os.getpid() == owner else None)
+    return servers
+
+
+def _stop_all(servers: dict[object, _Server]) -> None:
+    while servers:
+        servers.popitem()[1].stop()
+
+
+def start_forked(
+    target: str,
+    *arguments: str,
+    imports: Sequence[str],
+    environment: Mapping[str, str],
+    own: Mapping[str, str],
+    streams: Sequence[BinaryIO],
+    folder: Path | None = None,
+) -> ForkedProcess:
+    """Call a function in a process forked from one that has imported its module.
+
+    Args:
+        target: ``module:function``, called without arguments.
+        arguments: what it finds in ``sys.argv``.
+        imports: further modules to import before the fork.
+        environment: variables that the server and the process share, as libraries read some when they load.
+        own: variables of this process alone.
+        streams: its standard input, output and error.
+        folder: its current directory, if it is not this process's.
+
+    Raises:
+        OSError: the server cannot be started, or has ended.
+    """
+    imports = (target.partition(":")[0], *imports)
+    key = (imports, tuple(sorted(environment.items())))
+    servers = _servers()
+    server = servers.pop(key, None)
+    if server is None or not server.is_running():
+        server = _Server(imports, environment)
+    servers[key] = server
+    while len(servers) > _MAX_SERVERS:
+        servers.pop(next(iter(servers))).stop()
+    order = {
+        "target": target,
+        "arguments": arguments,
+        "environment": {**environment, **own},
+        "folder": os.fspath(folder or Path.cwd()),
+    }
+    return server.fork(order, [stream.fileno() for stream in streams])
+
+
+def serve() -> None:
+    """Fork a child for each request, until nobody can ask any more.
+
+    Run with a file descriptor, that of the requests, and the modules to import as arguments.
+    """
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        with contextlib.suppress(Exception):  # the child will fail at it, and say so
+            import_module(name)
+    children: _Children = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        open_for_requests = True
+        while open_for_requests or children:
+            for key, _ in selector.select():
+                if key.fileobj is control:
+                    open_for_requests = _accept(control, selector, children)
+                    if not open_for_requests:
+                        selector.unregister(control)
+                elif key.fd in children:
+                    _end(key.fd, selector, children)
+                elif (handle := key.data) in children:  # its connection was closed
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(children[handle][0], signal.SIGKILL)
+                    selector.unregister(key.fileobj)
+
+
+def _accept(control: socket.socket, selector: selectors.BaseSelector, children: _Children) -> bool:
+    """Fork a child for the next request; return False if there will be no more."""
+    message, handles, _, _ = socket.recv_fds(control, 16, 4)
+    if not message:
+        return False
+    connection, streams = socket.socket(fileno=handles[0]), handles[1:]
+    with connection.makefile("r", encoding="ascii") as lines:
+        order = json.loads(lines.readline(_MAX_MESSAGE))
+    server = os.getpid()
+    child = os.fork()
+    if child == 0:
+        selector.close()
+        for handle in (control.fileno(), *children, *(c.fileno() for _, c in children.values())):
+            os.close(handle)
+        _run(order, streams, connection, server)
+    for handle in streams:
+        os.close(handle)
+    process = os.pidfd_open(child)
+    children[process] = child, connection
+    selector.register(process, selectors.EVENT_READ)
+    selector.register(connection, selectors.EVENT_READ, process)
+    return True
+
+
+def _end(process: int, selector: selectors.BaseSelector, children: _Children) -> None:
+    """Send how a child ended."""
+    child, connection = children.pop(process)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    selector.unregister(process)
+    os.close(process)
+    with contextlib.suppress(KeyError):
+        selector.unregister(connection)
+    with contextlib.suppress(OSError), connection:
+        connection.sendall(f"{code}\n".encode())
+
+
+def _run(order: dict[str, Any], streams: Sequence[int], connection: socket.socket, server: int) -> NoReturn:
+    """Become the process that was asked for."""
+    code = 1
+    try:
+        die_with_parent(server)
+        os.setsid()
+        with connection:
+            connection.sendall(f"{os.getpid()}\n".encode())
+        for number, handle in enumerate(streams):
+            os.dup2(handle, number)
+            os.close(handle)
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        tempfile.tempdir = None  # an import may have asked for it, with other variables
+        os.chdir(order["folder"])
+        sys.argv = [order["target"], *order["arguments"]]
+        module, _, name = order["target"].partition(":")
+        getattr(import_module(module), name)()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        os._exit(code)
