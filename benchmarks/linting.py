@@ -96,9 +96,8 @@ from torch.utils.data import Dataset
 
 def project(folder: Path, count: int, *, only_loops: bool) -> int:
     """Writes the files; the number of their bytes."""
-    loops = [
-        path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests/linter/correct").glob("*.py"))
-    ]
+    with (ROOT / "tests/data/lint/correct-styles.jsonl").open(encoding="utf-8") as scripts:
+        loops = [json.loads(script)["source"] for script in scripts]
     around = itertools.cycle(loops)
     size = 0
     for number in range(count):

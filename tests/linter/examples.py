@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from ampaudit.linter.linting import LintedFile, RuleSelection, lint_text
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
+from tests.linter.corpora import read_set
 from tests.linter.field_twins import FIELD_TWINS
 from tests.linter.twins import TWINS as OLDER_TWINS
 from tests.linter.twins import script
@@ -32,7 +32,7 @@ FIXABLE = frozenset(
     "AMP802 AMP803 AMP804 AMP807 AMP809 AMP817 AMP818 AMP819 AMP820 AMP836 AMP840 AMP841 AMP844 AMP850"
     " AMP860 AMP864".split()
 )
-CORRECT = sorted((Path(__file__).parent / "correct").glob("*.py"))
+CORRECT = read_set("correct-styles")
 BAD = {code: page.bad.code for code, page in PAGES.items()} | {
     f"{code} again": script(template, bad) for code, (template, bad, _) in TWINS.items()
 }

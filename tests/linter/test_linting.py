@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampaudit.linter.linting import RuleSelection, lint_file
+from tests.linter.corpora import Script
 from tests.linter.examples import BAD, CORRECT, lint
 
 
@@ -85,8 +86,8 @@ def test_no_script_makes_it_stumble(parts: list[tuple[str, int]]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(CORRECT), st.data())
-def test_correct_loops_without_some_lines_make_no_trouble(path: Path, data: st.DataObject) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
+def test_correct_loops_without_some_lines_make_no_trouble(script: Script, data: st.DataObject) -> None:
+    lines = script.source.splitlines()
     keep = data.draw(st.lists(st.booleans(), min_size=len(lines), max_size=len(lines)))
     text = "\n".join(line for line, kept in zip(lines, keep, strict=True) if kept) + "\n"
     once = lint(text, fix=True)

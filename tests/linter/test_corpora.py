@@ -1,0 +1,64 @@
+"""What the linter says of the scripts in ``tests/data/lint`` is what is recorded there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ampaudit.report.finding import Severity
+from ampaudit.report.lint import LintFinding
+from tests.linter.corpora import SETS, Script, read_set, write_set
+from tests.linter.examples import lint
+
+STYLES = "correct-styles"  # of loops that raise no note either
+
+
+def relevant(script: Script, *, notes: bool) -> list[LintFinding]:
+    """Return errors and warnings: of a mistake, those on or next to a marked line."""
+    linted = lint(script.source)
+    assert not linted.unread, script.name
+    heard = [finding for finding in linted.findings if notes or finding.severity != Severity.NOTE]
+    if not script.marked:
+        return heard
+    return [f for f in heard if any(f.line - 1 <= mark <= f.end_line + 1 for mark in script.marked)]
+
+
+def codes_of(findings: list[LintFinding]) -> list[str]:
+    return sorted({finding.code for finding in findings})
+
+
+def difference(script: Script, findings: list[LintFinding]) -> str | None:
+    """Return how the findings differ from those recorded, or why those must not be recorded."""
+    codes = codes_of(findings)
+    should_be_found = bool(script.marked) and script.missed is None
+    if codes == script.codes and bool(codes) == should_be_found:
+        return None
+    if should_be_found:
+        expected = f"{script.codes or 'a code, or a reason in `missed`'} near line {script.marked}"
+    else:
+        expected = f"nothing (missed: {script.missed})" if script.missed else "nothing, as it is correct"
+    lines = [f"    line {finding.line}, {finding.code}: {finding.source.strip()}" for finding in findings]
+    return "\n".join([f"{script.name}: expected {expected}; the linter says {codes or 'nothing'}", *lines])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_findings_are_those_recorded(name: str, pytestconfig: pytest.Config) -> None:
+    scripts = read_set(name)
+    findings = [relevant(script, notes=name == STYLES) for script in scripts]
+    if pytestconfig.getoption("--refresh-golden"):
+        scripts = [replace(s, codes=codes_of(said)) for s, said in zip(scripts, findings, strict=True)]
+        write_set(name, scripts)
+    differences = [text for text in map(difference, scripts, findings) if text is not None]
+    if differences:
+        text = "\n".join([f"{name}: {len(differences)} of {len(scripts)} scripts differ", *differences])
+        pytest.fail(text, pytrace=False)
+
+
+def test_the_sets_are_whole() -> None:
+    mistakes = [script for name in SETS if name.startswith("mistakes-") for script in read_set(name)]
+    correct = [script for name in SETS if name.startswith("correct-") for script in read_set(name)]
+    assert (len(mistakes), len(correct), len(read_set(STYLES))) == (408, 413 + 89, 89)
+    assert len({script.name for script in mistakes}) == 408
+    assert all(script.marked for script in mistakes)
+    assert not any(script.marked for script in correct)
