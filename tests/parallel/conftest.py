@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.parallel import written
+from tests.support.program import Program
 
 
 @pytest.fixture
@@ -19,10 +19,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[subprocess.Popen[str]]]:
+def ranks() -> Iterator[list[Program]]:
     """Take processes, and end those that still run."""
-    found: list[subprocess.Popen[str]] = []
+    found: list[Program] = []
     yield found
     for process in found:
-        process.kill()
-        process.communicate()
+        process.close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.parallel import SCAN, alone, started, without_times, written
+from tests.support.program import Program
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 
@@ -30,7 +30,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_kill_never_hangs_and_never_leaves_half_a_report(
-    ranks: list[subprocess.Popen[str]], usual: tuple[Path, str, float], seed: int
+    ranks: list[Program], usual: tuple[Path, str, float], seed: int
 ) -> None:
     folder, whole, seconds = usual
     report = folder / "ranks.json"

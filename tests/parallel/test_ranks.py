@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,12 +15,12 @@ from tests.support.parallel import (
     MODEL,
     SCAN,
     alone,
-    environment,
     started,
     torchrun,
     without_times,
     written,
 )
+from tests.support.program import Program
 
 
 @pytest.mark.parametrize(
@@ -36,9 +34,7 @@ def test_torchrun_gives_one_report(folder: Path, count: int) -> None:
     assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
 
 
-def test_all_ranks_end_with_the_exit_code_of_the_first(
-    folder: Path, ranks: list[subprocess.Popen[str]]
-) -> None:
+def test_all_ranks_end_with_the_exit_code_of_the_first(folder: Path, ranks: list[Program]) -> None:
     ranks += started(folder, 2, "scan", "mixed.py", "--batches", "4", "--policy", "half", "--min-sqnr", "200")
     first, second = (process.communicate(timeout=120) for process in ranks)
     assert [process.returncode for process in ranks] == [1, 1], first
@@ -51,7 +47,7 @@ STOPS = MODEL.replace("    made = torch", """    if os.environ["RANK"] == "1":
     made = torch""", 1)  # fmt: skip
 
 
-def told(ranks: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+def told(ranks: list[Program], seconds: float) -> list[str]:
     """Return the lines of rank 0, which ends in time, and see that no report was printed."""
     out, err = ranks[0].communicate(timeout=seconds)
     assert out == ""
@@ -59,7 +55,7 @@ def told(ranks: list[subprocess.Popen[str]], seconds: float) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("ampaudit: ")]
 
 
-def test_a_rank_that_is_killed_is_named(folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
+def test_a_rank_that_is_killed_is_named(folder: Path, ranks: list[Program]) -> None:
     written(folder, STOPS.replace("ACT", "open('waiting', 'w').close(); import time; time.sleep(600)"))
     ranks += started(folder, 2, *SCAN)
     while not (folder / "waiting").exists():
@@ -70,13 +66,13 @@ def test_a_rank_that_is_killed_is_named(folder: Path, ranks: list[subprocess.Pop
     assert told(ranks, 60) == ["ampaudit: rank 1 has ended: nothing was reported"]
 
 
-def test_a_rank_that_hangs_is_named(folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
+def test_a_rank_that_hangs_is_named(folder: Path, ranks: list[Program]) -> None:
     written(folder, STOPS.replace("ACT", "import time; time.sleep(600)"))
     ranks += started(folder, 2, *SCAN, AMPAUDIT_RANK_TIMEOUT="8")
     assert told(ranks, 60) == ["ampaudit: rank 1 has finished no batch for 8 s: nothing was reported"]
 
 
-def test_the_error_of_a_rank_is_told(folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
+def test_the_error_of_a_rank_is_told(folder: Path, ranks: list[Program]) -> None:
     written(folder, STOPS.replace("ACT", "raise FileNotFoundError('no data on this machine')"))
     ranks += started(folder, 2, *SCAN)
     (line,) = told(ranks, 60)
@@ -96,7 +92,7 @@ def test_the_error_of_a_rank_is_told(folder: Path, ranks: list[subprocess.Popen[
     ],
 )
 def test_a_rank_with_another_model_is_named(
-    folder: Path, ranks: list[subprocess.Popen[str]], change: str, what: str
+    folder: Path, ranks: list[Program], change: str, what: str
 ) -> None:
     body = MODEL.replace("    return Mixed()", f"""    model = Mixed()
     if os.environ["RANK"] == "1":
@@ -113,9 +109,7 @@ def test_a_rank_with_another_model_is_named(
     assert ranks[1].wait(60) == ranks[0].returncode
 
 
-def test_a_rank_that_runs_out_of_index_tells_the_first_batch(
-    folder: Path, ranks: list[subprocess.Popen[str]]
-) -> None:
+def test_a_rank_that_runs_out_of_index_tells_the_first_batch(folder: Path, ranks: list[Program]) -> None:
     written(
         folder, MODEL.replace("yield {", "ids = ids + (1000 if number in (3, 6) else 0)\n        yield {")
     )
@@ -123,12 +117,9 @@ def test_a_rank_that_runs_out_of_index_tells_the_first_batch(
     out, err = ranks[0].communicate(timeout=120)
     assert (out, ranks[0].returncode) == ("", 2)
     assert "an index is beyond its table" in err
-    alone = subprocess.run(
-        [sys.executable, "-m", "ampaudit", *SCAN],
-        cwd=folder, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    one = alone(folder, *SCAN)
     last = [line for line in err.splitlines() if line.startswith("ampaudit: ")]
-    assert last == [line for line in alone.stderr.splitlines() if line.startswith("ampaudit: ")]
+    assert last == [line for line in one.stderr.splitlines() if line.startswith("ampaudit: ")]
 
 
 @pytest.mark.parametrize("body", [MODEL, pytest.param(MODEL + METRIC, marks=pytest.mark.slow)])
@@ -163,7 +154,7 @@ def test_what_is_not_divided_is_done_once(folder: Path, words: tuple[str, ...]) 
     assert done.stderr.count("written to ranks.json") == 1
 
 
-def test_progress_tells_how_far_all_ranks_are(folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
+def test_progress_tells_how_far_all_ranks_are(folder: Path, ranks: list[Program]) -> None:
     body = MODEL.replace("    made = torch", '''    if os.environ.get("RANK") == "1":
         import time; time.sleep(6)
     made = torch''', 1).replace("def forward(self, ids, gain):", '''def forward(self, ids, gain):

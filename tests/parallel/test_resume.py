@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from ampaudit.core.files import temporary_directory
 from ampaudit.parallel.identity import Identity
 from ampaudit.parallel.resume import ResumedShare, _Kept
 from tests.support.parallel import MODEL, PROMOTING, alone, run, started, torchrun, without_times, written
+from tests.support.program import Program
 
 slow = pytest.mark.slow
 SCAN = ("scan", "mixed.py", "--batches", "9", "--policy", "promoting.yaml", "--fail-on", "never", "--force")
@@ -104,7 +104,7 @@ def watched(original: object) -> object:
     [(0, SEGMENTS), *(pytest.param(n, (SEGMENTS, ())[n % 2], marks=slow) for n in range(1, 9))],
 )
 def test_a_scan_that_is_killed_twice_ends_with_the_same_report(
-    folder: Path, ranks: list[subprocess.Popen[str]], usual: str, seed: int, more: tuple[str, ...]
+    folder: Path, ranks: list[Program], usual: str, seed: int, more: tuple[str, ...]
 ) -> None:
     chance = random.Random(seed)
     began = time.monotonic()

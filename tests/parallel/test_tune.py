@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.parallel import METRIC, MODEL, alone, started, torchrun, without_times, written
+from tests.support.program import Program
 
 TUNE = ("tune", "mixed.py", "--batches", "5", "--force", "--format", "json")
 
@@ -68,9 +68,7 @@ def test_ranks_tune_as_one_process_does(
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
-def test_a_rank_that_is_killed_while_tuning_is_named(
-    folder: Path, ranks: list[subprocess.Popen[str]], seed: int
-) -> None:
+def test_a_rank_that_is_killed_while_tuning_is_named(folder: Path, ranks: list[Program], seed: int) -> None:
     chance = random.Random(seed)
     ranks += started(folder, 3, *TUNE, "--min-sqnr", "75", "-o", "ranks.json", AMPAUDIT_RANK_TIMEOUT="30")
     victim = chance.randrange(1, 3)

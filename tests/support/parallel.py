@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from ampaudit.cli.program import main
 from ampaudit.core.errors import AuditError
+from tests.support.program import Program, run_program
 
 __all__ = [
     "BATCHES",
@@ -109,10 +110,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run ampaudit in one process."""
-    return subprocess.run(
-        [sys.executable, "-m", "ampaudit", *words],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return run_program(*words, cwd=folder)
 
 
 def torchrun(folder: Path, count: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -123,23 +121,14 @@ def torchrun(folder: Path, count: int, *words: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def started(folder: Path, count: int, *words: str, **more: str) -> list[subprocess.Popen[str]]:
+def started(folder: Path, count: int, *words: str, **more: str) -> list[Program]:
     """Start the ranks as a scheduler without an agent does, which does not end the others with one."""
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         port = str(made.getsockname()[1])
+    place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "ampaudit", *words],
-            cwd=folder,
-            env=environment(
-                RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
+        Program(*words, cwd=folder, environment={"RANK": str(rank), **place, **more}) for rank in range(count)
     ]
 
 

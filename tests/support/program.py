@@ -1,4 +1,4 @@
-"""Runs the program in this process: its own streams, arguments, folder, environment and exit code."""
+"""Runs the program in this process, or in one forked from a server that has imported what it needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,68 @@ from typing import IO
 import torch
 
 from ampaudit.cli.program import run_command
+from ampaudit.core.forkserver import start_forked
 from ampaudit.core.interrupts import INTERRUPTED
 from tests.support.paths import ROOT
 
-__all__ = ["run_program"]
+__all__ = ["Program", "run_program"]
 
+_IMPORTS = ("torch.export", "torch.distributed", "ampaudit.ci.worker", "ampaudit.cli.program")
 _INSTALLED = (sys.prefix, sys.base_prefix, str(ROOT))
+
+
+class Program:
+    """The program in a process of its own, with the part of ``subprocess.Popen`` that tests use.
+
+    It has imported torch and more before it starts: tests of imports need ``subprocess`` itself.
+    """
+
+    def __init__(self, *arguments: object, cwd: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed by ``close``)
+        variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        with open(os.devnull, "rb") as null:
+            self._process = start_forked(
+                "ampaudit.cli.main:run",
+                *map(str, arguments),
+                imports=_IMPORTS,
+                environment=variables,
+                own=environment or {},
+                streams=[null, *self._files],
+                folder=cwd,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._process.wait(timeout)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end, and return what it has printed."""
+        self.wait(timeout)
+        return _text(self._files[0]), _text(self._files[1])
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and close the files of its output."""
+        self.kill()
+        self.wait()
+        for file in self._files:
+            file.close()
 
 
 def run_program(
@@ -59,8 +115,8 @@ def _streams() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     before = sys.stdin, sys.stdout, sys.stderr
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as null:
         sys.stdin = null
-        sys.stdout = open(out.fileno(), "w", encoding="utf-8", closefd=False)
-        sys.stderr = open(err.fileno(), "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        sys.stdout = open(out.fileno(), "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(err.fileno(), "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         try:
             yield out, err
         finally:
