@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,10 +25,13 @@ __all__ = [
     "staged_directory",
     "temporary_directory",
     "write_bytes",
+    "write_private",
     "write_text",
 ]
 
 _MAX_ATTEMPTS = 5  # against another process or thread that does something to the same directory
+# names of what is temporary; in the system's folder, only those with both are removed
+_OURS, _SUFFIX = "ampaudit-", ".tmp"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
@@ -71,6 +75,17 @@ def replace_bytes(path: Path, data: bytes) -> None:
     _replace(path, data, lambda target: target.stat().st_mode & 0o7777)
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user may read, replacing one that is there, also a link.
+
+    Raises:
+        OSError: it cannot be written; what was there before is untouched.
+    """
+    with _temporary_beside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+
+
 def _is_stream(path: Path) -> bool:
     """Return whether a path names a terminal, ``/dev/null`` or a pipe, which are written to, not replaced."""
     return path.is_char_device() or path.is_fifo()
@@ -99,44 +114,110 @@ def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
 @contextlib.contextmanager
 def _temporary_beside(target: Path) -> Iterator[Path]:
     """Create an empty file, which is removed if it is still there at the end."""
-    with interrupts.Deferred():
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        os.close(handle)
-        remove = partial(Path(name).unlink, missing_ok=True)
-        interrupts.at_end(remove)
-    try:
-        yield Path(name)
-    finally:
-        with interrupts.Deferred():
-            interrupts.forget(remove)
-            with contextlib.suppress(OSError):
-                remove()
+    with _temporary(_make_file, target.parent, f".{target.name}.") as path:
+        yield path
 
 
 @contextlib.contextmanager
-def temporary_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Create a directory, which is removed at the end, also if a signal ends the program.
+def temporary_directory(prefix: str) -> Iterator[Path]:
+    """Create a directory in the system's temporary folder, which is removed at the end.
+
+    It is removed also if a signal ends the program. If nothing can, as after SIGKILL, the next command of
+    this user that makes such a directory removes it; so does a process whose child was killed.
+
+    Args:
+        prefix: of its name, beginning with ``ampaudit-``.
 
     Raises:
         OSError: it cannot be created.
     """
+    folder = Path(tempfile.gettempdir())
+    try:
+        with _temporary(tempfile.mkdtemp, folder, prefix, leftovers=_OURS) as directory:
+            yield directory
+    finally:
+        _remove_leftovers(folder, _OURS)
+
+
+@contextlib.contextmanager
+def _temporary(
+    make: Callable[..., str], parent: Path, prefix: str, leftovers: str | None = None
+) -> Iterator[Path]:
+    """Create a file or directory that is locked while this process lives, and remove it at the end.
+
+    First, those whose maker has died are removed. A rival may remove this one before it is locked, and then
+    another is created.
+
+    Args:
+        make: creates it, as ``tempfile.mkdtemp`` does.
+        parent: where.
+        prefix: of its name.
+        leftovers: prefix of the names of those that are removed, if it is another.
+    """
+    _remove_leftovers(parent, leftovers or prefix)
+    create = partial(make, suffix=_SUFFIX, prefix=prefix, dir=parent)
+    with contextlib.ExitStack() as stack:
+        for _ in range(_MAX_ATTEMPTS):
+            path = stack.enter_context(_removed_at_end(create))
+            release = locked(path)
+            if release is not None:
+                stack.callback(release)
+                if path.exists():
+                    break
+        yield path
+
+
+@contextlib.contextmanager
+def _removed_at_end(make: Callable[[], str]) -> Iterator[Path]:
     with interrupts.Deferred():
-        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        remove = partial(_remove_tree, directory)
+        path = Path(make())
+        remove = partial(_remove, path)
         interrupts.at_end(remove)
     try:
-        yield directory
+        yield path
     finally:
         with interrupts.Deferred():
             interrupts.forget(remove)
             remove()
 
 
-def _remove_tree(directory: Path) -> None:
+def _make_file(suffix: str, prefix: str, dir: Path) -> str:
+    handle, name = tempfile.mkstemp(suffix, prefix, dir)
+    os.close(handle)
+    return name
+
+
+def _remove(path: Path) -> None:
     for _ in range(_MAX_ATTEMPTS):
-        shutil.rmtree(directory, ignore_errors=True)
-        if not directory.exists():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if not path.exists():
             return
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Remove temporary files and directories whose maker has died, which releases their locks."""
+    with contextlib.suppress(OSError):  # a folder may be writable and not readable
+        for name in os.listdir(parent):
+            path = parent / name
+            ours = name.startswith(prefix) and name.endswith(_SUFFIX) and _is_own(path)
+            if ours and (release := locked(path)) is not None:
+                _remove(path)
+                release()
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether it is a file or directory of this user, and no link."""
+    try:
+        found = path.lstat()
+    except OSError:  # somebody else has removed it
+        return False
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        return False
+    return not hasattr(os, "getuid") or found.st_uid == os.getuid()
 
 
 def check_directory(path: Path, *, force: bool, ours: str) -> None:
@@ -178,10 +259,8 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
     """
     check_directory(path, force=force, ours=ours)
     target = path.resolve()
-    prefix = f".{target.name}.part-"
     try:
-        _remove_leftovers(target.parent, prefix)
-        with _locked_directory(prefix, target.parent) as stage:
+        with _temporary(tempfile.mkdtemp, target.parent, f".{target.name}.part-") as stage:
             yield stage
             _flush(stage)
             stage.chmod(0o777 & ~_umask())
@@ -190,7 +269,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
                 with interrupts.Committing(path):
                     _swap(stage, target)  # what is then there, the old one, is removed
             except (OSError, OutputError) as error:
-                place = stage.rename(stage.with_name(stage.name.removeprefix(".")))
+                place = stage.rename(stage.with_name(stage.name.removeprefix(".").removesuffix(_SUFFIX)))
                 refused = error if isinstance(error, OutputError) else _cannot_write(path, error)
                 refused.add_note(f"the result is kept in {place}")
                 raise refused from error.__cause__
@@ -198,20 +277,6 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
         if error.filename is not None and not Path(error.filename).is_relative_to(target.parent):
             raise  # about something that was read
         raise _cannot_write(path, error) from error
-
-
-@contextlib.contextmanager
-def _locked_directory(prefix: str, parent: Path) -> Iterator[Path]:
-    """Create a directory with a lock, which a rival's removal of leftovers may take from under us."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(_MAX_ATTEMPTS):
-            directory = stack.enter_context(temporary_directory(prefix, parent))
-            release = locked(directory)
-            if release is not None:
-                stack.callback(release)
-                if directory.is_dir():
-                    break
-        yield directory
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:
@@ -273,15 +338,6 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove staging directories whose writer has died, which releases their lock."""
-    for found in parent.iterdir():
-        ours = found.name.startswith(prefix) and found.is_dir() and not found.is_symlink()
-        if ours and (release := locked(found)) is not None:
-            shutil.rmtree(found, ignore_errors=True)
-            release()
 
 
 def _umask() -> int:

@@ -1,4 +1,4 @@
-"""Locks a directory while the process that fills it lives."""
+"""Locks a file or directory while the process that fills it lives."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["locked"]
 _LOCKS_DIRECTORIES = os.name != "nt"  # Windows opens no directories
 
 
-def locked(directory: Path) -> Callable[[], None] | None:
-    """Lock a directory while its writer lives, and return what releases it.
+def locked(path: Path) -> Callable[[], None] | None:
+    """Lock a file or directory while its writer lives, and return what releases it.
 
     ``None`` if it is gone, locked, or cannot be locked.
     """
     if not _LOCKS_DIRECTORIES:
-        return _locked_by_file(directory)
+        return _locked_by_file(path)
     import fcntl
 
     try:
-        handle = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,11 +34,11 @@ def locked(directory: Path) -> Callable[[], None] | None:
     return partial(os.close, handle)
 
 
-def _locked_by_file(directory: Path) -> Callable[[], None] | None:
-    """Lock the file beside a directory that stands for it."""
+def _locked_by_file(path: Path) -> Callable[[], None] | None:
+    """Lock a file beside it that stands for it."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(f"{directory}.lock")
+    lock = FileLock(f"{path}.lock")
     try:
         lock.acquire(timeout=0)
     except (Timeout, OSError):

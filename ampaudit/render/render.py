@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.files import write_text
+from ampaudit.core.files import write_private, write_text
 from ampaudit.core.text import shell_quoted
 from ampaudit.render.documents import view_class, view_of
 from ampaudit.render.formats import FORMAT_REGISTRY, chosen_format
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["as_file", "check_format", "for_terminal", "formats_of", "keeping", "write_document"]
 
 _KEPT = "the result is"
+_TIMES = re.compile(r'"(timings|seconds)": (\{[^}]*\}|[^,\n]*)')  # which differ each time
 
 
 def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
@@ -96,19 +99,16 @@ def keeping(document: Document) -> Iterator[None]:
 
 
 def _keep(document: Document) -> str:
+    """Keep a result and say where: under a name that is the same if the command fails so again."""
     from ampaudit.render.json import to_json
 
     text = to_json(document)
+    digest = hashlib.sha256(_TIMES.sub("", text).encode()).hexdigest()[:16]
     for folder in (tempfile.gettempdir, os.getcwd, Path.home):
         with contextlib.suppress(OSError, RuntimeError):  # the latter if nobody's home is known
-            handle, name = tempfile.mkstemp(".json", f"ampaudit-{document.kind}-", folder())
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(text)
-            except OSError:
-                os.unlink(name)
-                raise
-            return f"kept in {name}: ampaudit report {shell_quoted(name)} shows it"
+            path = Path(folder(), f"ampaudit-{document.kind}-{digest}.json")
+            write_private(path, text)
+            return f"kept in {path}: ampaudit report {shell_quoted(str(path))} shows it"
     sys.stdout.write(text)
     sys.stdout.flush()
     return "printed as JSON, since no temporary file can be written"

@@ -138,17 +138,20 @@ def test_cuda_without_a_device(cli: Cli, model_file: Write) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_behind_stdout(model_file: Write) -> None:
+def test_a_full_disk_behind_stdout(model_file: Write, tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "ampaudit", "scan", str(model_file(HEALTHY)), "--format", "json"],
             stdout=full,
             stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
             text=True,
             check=False,
         )
     assert done.returncode == 2
     assert "No space left" in done.stderr
+    (kept,) = tmp_path.glob("ampaudit-scan-*.json")
+    assert f"the result is kept in {kept}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -282,6 +282,26 @@ def test_a_directory_removed_meanwhile_loses_nothing(
     kept = kept_in(result.exception)
     assert kept.parent == tmp_path
     assert parse_document(kept.read_text(encoding="utf-8"), "kept") == stage.document
+
+
+@pytest.mark.parametrize("stage", ["scan"], indirect=True)
+def test_a_command_that_fails_again_keeps_its_result_once(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(**changes: object) -> Path:
+        assert isinstance(stage.document, Report)
+        stage.document = replace(stage.document, **changes)  # type: ignore[arg-type]
+        (stage.place / "gone").mkdir()
+        return kept_in(stage.run("-o", "gone/result.html").exception)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stage.meanwhile = lambda: shutil.rmtree("gone")
+    first, again = kept(timings={"run": 1.0}), kept(timings={"run": 2.0})
+    assert again == first
+    assert parse_document(again.read_text(encoding="utf-8"), "kept") == stage.document
+    other = kept(notes=("another",))
+    assert sorted(tmp_path.glob("ampaudit-*")) == sorted({first, other})
+    assert len({first, other}) == 2
 
 
 @pytest.mark.parametrize("stage", ["scan"], indirect=True)

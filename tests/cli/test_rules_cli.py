@@ -223,7 +223,10 @@ def test_plan_of_a_measured_policy_runs_fp32_once() -> None:
     assert plan["notes"]
 
 
-def test_plan_is_written_to_a_file_and_mistakes_are_told(model: str, tmp_path: Path) -> None:
+def test_plan_is_written_to_a_file_and_mistakes_are_told(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a plan without that layer is kept
     output = tmp_path / "plan.txt"
     written = run("plan", model, "--policy", "half", "-o", str(output))
     assert written.exit_code == 0

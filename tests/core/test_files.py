@@ -11,12 +11,14 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ampaudit.core import files
 from ampaudit.core.errors import OutputError
-from ampaudit.core.files import staged_directory, write_text
+from ampaudit.core.files import staged_directory, temporary_directory, write_private, write_text
 
 OURS = "manifest.json"
 
@@ -191,3 +193,145 @@ def test_without_exchange_two_renames_do_it(tmp_path: Path, monkeypatch: pytest.
     fill(out, "two")
     assert (out / OURS).read_text() == "two"
     assert names(tmp_path) == ["out"]
+
+
+HOLDS = """
+    import sys, time
+    from pathlib import Path
+    from ampaudit.core.files import _temporary_beside, temporary_directory
+    {code}
+        (path / "weights" if path.is_dir() else path).write_text("half")
+        print("ready", flush=True)
+        time.sleep(60)
+"""
+DIRECTORY = "with temporary_directory('ampaudit-sandbox-') as path:"
+FILE = "with _temporary_beside(Path('report.json')) as path:"
+
+
+def holder(place: Path, code: str) -> subprocess.Popen[str]:
+    """Start a process that has something temporary, and wait until it has."""
+    command = [sys.executable, "-c", textwrap.dedent(HOLDS).format(code=code)]
+    environment = {**os.environ, "TMPDIR": str(place)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=place, env=environment)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_a_directory_of_a_killed_process_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = holder(tmp_path, DIRECTORY)
+    (left,) = names(tmp_path)
+    alive = holder(tmp_path, DIRECTORY)
+    (kept,) = set(names(tmp_path)) - {left}
+    kill(dead)
+    assert names(tmp_path) == sorted((left, kept))
+    with temporary_directory("ampaudit-check-") as own:
+        assert names(tmp_path) == sorted((kept, own.name)), "what a dead process left goes, and nothing else"
+    assert (tmp_path / kept / "weights").read_text() == "half"
+    kill(alive)
+    with temporary_directory("ampaudit-check-"):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_a_process_removes_what_its_killed_child_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_directory("ampaudit-check-"):
+        kill(holder(tmp_path, DIRECTORY))
+        assert len(names(tmp_path)) == 2
+    assert names(tmp_path) == []
+
+
+def test_a_file_of_a_killed_writer_is_removed_by_the_next(tmp_path: Path) -> None:
+    writer = holder(tmp_path, FILE)
+    write_text(tmp_path / "report.json", "a rival's", force=False)
+    assert len(names(tmp_path)) == 2
+    kill(writer)
+    write_text(tmp_path / "other.json", "of another name", force=False)
+    assert len(names(tmp_path)) == 3
+    write_text(tmp_path / "report.json", "whole", force=True)
+    assert names(tmp_path) == ["other.json", "report.json"]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, elsewhere = tmp_path / "tmp", tmp_path / "elsewhere"
+    for made in (elsewhere, place / "ampaudit-results", place / "other-1a2b3c4d.tmp"):
+        made.mkdir(parents=True)
+    (elsewhere / "thesis.txt").write_text("years")
+    (place / "ampaudit-link-1a2b3c4d.tmp").symlink_to(elsewhere)
+    (place / "ampaudit-scan-1a2b3c4d.json").write_text("a result that was kept")
+    os.mkfifo(place / "ampaudit-pipe-1a2b3c4d.tmp")
+    before = names(place)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with temporary_directory("ampaudit-check-"):
+        pass
+    assert names(place) == before
+    assert names(elsewhere) == ["thesis.txt"]
+
+
+def test_a_directory_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "ampaudit-sandbox-1a2b3c4d.tmp"
+    theirs.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: theirs.stat().st_uid + 1)
+        with temporary_directory("ampaudit-check-"):
+            pass
+    assert theirs.exists()
+    with temporary_directory("ampaudit-check-"):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_a_rival_that_removes_a_directory_before_it_is_locked_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, seen = files.locked, list[Path]()
+
+    def late(path: Path) -> Callable[[], None] | None:
+        seen.append(path)
+        if len(seen) == 1:
+            path.rmdir()
+        release = lock(path)
+        if len(seen) == 2:
+            path.rmdir()
+        return release
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "locked", late)
+    with temporary_directory("ampaudit-check-") as directory:
+        assert directory == seen[2]
+        assert directory.is_dir()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_listed_holds_temporary_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "listdir", refused)
+    with temporary_directory("ampaudit-check-") as directory:
+        assert directory.is_dir()
+
+
+def test_a_private_file_replaces_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("years")
+    (tmp_path / "kept.json").symlink_to(tmp_path / "precious")
+    write_private(tmp_path / "kept.json", "a result")
+    assert (tmp_path / "precious").read_text() == "years"
+    assert (tmp_path / "kept.json").read_text() == "a result"
+    assert (tmp_path / "kept.json").lstat().st_mode & 0o777 == 0o600
+    assert names(tmp_path) == ["kept.json", "precious"]

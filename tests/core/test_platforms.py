@@ -88,7 +88,7 @@ def test_a_staging_directory_is_removed_when_its_writer_has_died(
     if directories and os.name == "nt":
         pytest.skip("Windows opens no directories")
     monkeypatch.setattr(locks, "_LOCKS_DIRECTORIES", directories)
-    dead, alive = tmp_path / ".out.part-dead", tmp_path / ".out.part-alive"
+    dead, alive = tmp_path / ".out.part-dead.tmp", tmp_path / ".out.part-alive.tmp"
     for place in (dead, alive):
         place.mkdir()
     release = locks.locked(alive)
