@@ -19,6 +19,7 @@ from ampaudit.recording.calls import record
 from ampaudit.render.render import as_file
 from ampaudit.source import Batch, ModelSource
 from tests.fuzz.mutators import Files
+from tests.linter.corpora import read_set
 from tests.support.paths import ROOT
 from tests.support.recorded import Colour, Pair, Points, Sink
 from tests.support.rule_file import GOOD
@@ -253,11 +254,11 @@ fail-on = "error"
 @cache
 def scripts() -> list[Files]:
     """Return training scripts, and Markdown around them."""
-    paths = sorted((ROOT / "tests" / "linter" / "correct").glob("*.py"))[::6]
-    plain: list[Files] = [{"train.py": path.read_bytes()} for path in paths]
+    texts = [script.source.encode() for script in read_set("correct-styles")[::6]]
+    plain: list[Files] = [{"train.py": text} for text in texts]
     return [
         *plain,
-        *({"README.md": b"# How\n\n```python\n" + path.read_bytes() + b"```\n"} for path in paths[:4]),
+        *({"README.md": b"# How\n\n```python\n" + text + b"```\n"} for text in texts[:4]),
     ]
 
 
@@ -265,8 +266,8 @@ def scripts() -> list[Files]:
 def notebooks() -> list[Files]:
     """Return training scripts as notebooks."""
     made: list[Files] = []
-    for path in sorted((ROOT / "tests" / "linter" / "correct").glob("*.py"))[:4]:
-        parts = path.read_text(encoding="utf-8").split("\n\n")
+    for script in read_set("correct-styles")[:4]:
+        parts = script.source.split("\n\n")
         cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": part} for part in parts]
         notebook = {"cells": cells, "metadata": {"language_info": {"name": "python"}}, "nbformat": 4}
         made.append({"train.ipynb": json.dumps(notebook).encode()})
