@@ -5,12 +5,11 @@ start of Python and torch, and peak memory above a Python process that has impor
 model whose weights are four times a memory limit, scanned with and without ``--stream``; resident memory of
 the process, file pages included, sampled.
 
-    python benchmarks/checkpoints.py [--gigabytes 2] [--repeats 5] [--json FILE]
+    python -m benchmarks.checkpoints [--gigabytes 2] [--repeats 5] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shutil
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 
 from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.write import write_safetensors
+from benchmarks.options import parser
 
 WIDTH = 5000  # a weight of 100 MB
 LIMITS = {"convert": 1.5, "memory_mb": 300, "stream": 2.0, "limit": 4.0}
@@ -123,10 +123,10 @@ def time_conversion(folder: Path, source: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def time_streaming(folder: Path, source: Path, layers: int, repeats: int) -> dict[str, Any]:
+def time_streaming(folder: Path, source: Path, layers: int, width: int, repeats: int) -> dict[str, Any]:
     """Scans with and without ``--stream``, interleaved."""
     model = folder / "model.py"
-    model.write_text(MODEL.format(layers=layers, width=WIDTH))
+    model.write_text(MODEL.format(layers=layers, width=width))
     limit = source.stat().st_size / 4 / 1e6
     ratios, peaks, resident_peaks = [], [], []
     for _ in range(repeats):
@@ -146,24 +146,22 @@ def time_streaming(folder: Path, source: Path, layers: int, repeats: int) -> dic
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint that is converted")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__, repeats=5)
+    words.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint that is converted")
+    chosen = words.parse_args(arguments)
+    width, layers = (50, 2) if chosen.smoke else (WIDTH, round(chosen.gigabytes * 1e9 / (4 * WIDTH * WIDTH)))
     with tempfile.TemporaryDirectory(prefix="ampaudit-bench-") as name:
         folder = Path(name)
-        layers = round(chosen.gigabytes * 1e9 / (4 * WIDTH * WIDTH))
-        make_checkpoint(folder / "small.safetensors", layers)
+        make_checkpoint(folder / "small.safetensors", layers, width)
         conversion = time_conversion(folder, folder / "small.safetensors", chosen.repeats)
         print(f"convert {layers * 0.1:.1f} GB, less the cast: {conversion['ratio']:.2f} x cp", end=" ")
         print(f"({conversion['spread'][0]:.2f} to {conversion['spread'][1]:.2f}); limit {LIMITS['convert']}")
         print(f"  without starting Python and torch: {conversion['ratio_without_start']:.2f} x cp")
         print(f"  peak {conversion['peak_mb_above_torch']:.0f} MB above torch; limit {LIMITS['memory_mb']}")
-        make_checkpoint(folder / "large.safetensors", 2 * layers)
+        make_checkpoint(folder / "large.safetensors", 2 * layers, width)
         repeats = max(1, chosen.repeats // 2)
-        streaming = time_streaming(folder, folder / "large.safetensors", 2 * layers, repeats)
+        streaming = time_streaming(folder, folder / "large.safetensors", 2 * layers, width, repeats)
         ratio = streaming["ratio_to_resident"]
         print(f"scan --stream: {ratio:.2f} x the resident scan; limit {LIMITS['stream']}")
         print(f"  peak {streaming['peak_mb']:.0f} MB, weights {streaming['weights_mb']:.0f} MB;", end=" ")

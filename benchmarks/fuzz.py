@@ -4,7 +4,7 @@ Each input is made from the name of its format and a number, so that ``--formats
 makes it again. Inputs run in forked processes, 200 in each; a process that dies or hangs is a defect of the
 input that it was reading.
 
-    python benchmarks/fuzz.py [--minutes 60 | --inputs 2000] [--formats pt2,report] [--first 0] [--jobs 2]
+    python -m benchmarks.fuzz [--minutes 60 | --inputs 2000] [--formats pt2,report] [--first 0] [--jobs 2]
                               [--keep DIR] [--json FILE]
 """
 
@@ -18,13 +18,12 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests are not installed
-
+from benchmarks.options import parser
 from tests.fuzz.formats import FORMATS, judged, mutated
 from tests.fuzz.judge import PATIENCE, write_files
 
@@ -135,18 +134,17 @@ def summary(results: Any, jobs: int) -> dict[str, Any]:
     return formats
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--inputs", type=int, default=10**9)
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
-    parser.add_argument("--first", type=int, default=0, help="number of the first input of each format")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--keep", type=Path, help="keep the inputs with defects in a folder")
-    parser.add_argument("--json", type=Path, help="keep the numbers in a file")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__)
+    words.add_argument("--minutes", type=float, default=60.0)
+    words.add_argument("--inputs", type=int, default=10**9)
+    words.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
+    words.add_argument("--first", type=int, default=0, help="number of the first input of each format")
+    words.add_argument("--jobs", type=int, default=2)
+    words.add_argument("--keep", type=Path, help="keep the inputs with defects in a folder")
+    options = words.parse_args(arguments)
+    if options.smoke:
+        options.formats, options.inputs, options.jobs = ["report"], 4, 1
     for name in options.formats:
         FORMATS[name].honest()  # once, before processes are forked
     context = multiprocessing.get_context("fork")
@@ -168,7 +166,8 @@ def main() -> None:
     print(f"{total} inputs in {time.monotonic() - started:.0f} s, {found} defects")
     if options.json is not None:
         options.json.write_text(json.dumps(formats, indent=1) + "\n", encoding="utf-8")
-    sys.exit(1 if found else 0)
+    if found:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ stamp=$(date -u +%Y-%m-%d)
 mkdir -p "$results"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -m pytest -m gpu -p no:randomly
-"$python" benchmarks/scan_overhead.py --device cuda --json "$results/$stamp-cuda-scan_overhead.json"
-"$python" benchmarks/checkpoints.py --repeats 3 --json "$results/$stamp-cuda-checkpoints.json"
-"$python" benchmarks/training.py --device cuda --json "$results/$stamp-cuda-training.json"
+"$python" -m benchmarks.scan_overhead --device cuda --json "$results/$stamp-cuda-scan_overhead.json"
+"$python" -m benchmarks.checkpoints --repeats 3 --json "$results/$stamp-cuda-checkpoints.json"
+"$python" -m benchmarks.training --device cuda --json "$results/$stamp-cuda-training.json"
 for example in examples/training/*.py; do
   name=$(basename "$example" .py)
   case $name in

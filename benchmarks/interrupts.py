@@ -5,7 +5,6 @@ python -m benchmarks.interrupts --tries 300 --seed 0
 
 from __future__ import annotations
 
-import argparse
 import collections
 import random
 import shutil
@@ -14,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.options import parser
 from tests.support.signals import end_by_signal
 
 MODEL = """
@@ -70,20 +71,20 @@ COMMANDS = {
 }
 
 
-def prepare(place: Path) -> None:
-    """Write the inputs of all commands."""
+def prepare(place: Path, count: int) -> None:
+    """Write the inputs of all commands: so many large weights, and copies of each script."""
     import torch
     from safetensors.torch import save_file
 
     (place / "model.py").write_text(MODEL)
     (place / "other.py").write_text(MODEL)
-    save_file({f"w{i}.weight": torch.ones(1024, 1024) for i in range(40)}, place / "big.safetensors")
+    save_file({f"w{i}.weight": torch.ones(1024, 1024) for i in range(count)}, place / "big.safetensors")
     space: dict[str, object] = {}
     exec(MODEL, space)
     state = space["get_model"]().half().state_dict()  # type: ignore[operator]
     save_file(state, place / "half.safetensors")
     (place / "scripts").mkdir()
-    for number in range(40):
+    for number in range(count):
         for path in SCRIPT.glob("*.py"):
             (place / "scripts" / f"{path.stem}_{number}.py").write_text(path.read_text())
     for words in ("convert model.py -o done", "scan model.py --policy half --fail-on never -o old.json"):
@@ -93,19 +94,21 @@ def prepare(place: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tries", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__)
+    words.add_argument("--tries", type=int, default=300)
+    words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--only", default="")
+    options = words.parse_args(arguments)
+    if options.smoke:
+        options.tries, options.only = 1, "explain"
     chance = random.Random(options.seed)
     wrong = 0
     outcomes: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         place, temporary = Path(folder) / "place", Path(folder) / "tmp"
         place.mkdir()
-        prepare(place)
+        prepare(place, 1 if options.smoke else 40)
         names = [name for name in COMMANDS if options.only in name]
         durations: dict[str, float] = {}
         for number in range(options.tries):

@@ -2,18 +2,17 @@
 
 Exported programs: ``torch.export.load``. Checkpoints: ``torch.load(weights_only=True, mmap=True)``.
 
-    python benchmarks/loading.py [--repeats 9] [--json FILE]
+    python -m benchmarks.loading [--repeats 9] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 
 from ampaudit.checkpoint.pickled import read_state_dict
 from ampaudit.source.pt2.program import read_program
+from benchmarks.options import parser
 
 LIMIT = 1.5
 Pair = tuple[str, Callable[[], Any], Callable[[], Any]]
@@ -39,19 +39,21 @@ def bert() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return BertModel(BertConfig()).eval(), {"input_ids": torch.ones(2, 16, dtype=torch.long)}
 
 
-def pairs(folder: Path) -> Iterator[Pair]:
+def pairs(folder: Path, *, smoke: bool) -> Iterator[Pair]:
     """The name, our reader and torch's of each file."""
-    for layers in (1, 10, 100, 400):
+    torch.save({f"layers.{i}.weight": torch.randn(8, 8) for i in range(2000)}, folder / "many.pt")
+    yield "checkpoint of 2,000 tensors", *checkpoints(folder / "many.pt")
+    for layers in (1,) if smoke else (1, 10, 100, 400):
         path = folder / f"{layers}.pt2"
         torch.export.save(torch.export.export(stack(layers).eval(), (torch.randn(2, 64),)), path)
         yield f"program of {3 * layers} ops", *loaders(path)
+    if smoke:
+        return
     model, inputs = bert()
     torch.export.save(torch.export.export(model, (), inputs, strict=False), folder / "bert.pt2")
     yield "program of BERT-base (440 MB)", *loaders(folder / "bert.pt2")
     torch.save(model.state_dict(), folder / "bert.pt")
     yield "checkpoint of BERT-base (440 MB)", *checkpoints(folder / "bert.pt")
-    torch.save({f"layers.{i}.weight": torch.randn(8, 8) for i in range(2000)}, folder / "many.pt")
-    yield "checkpoint of 2,000 tensors", *checkpoints(folder / "many.pt")
 
 
 def loaders(path: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -68,14 +70,11 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=9).parse_args(arguments)
     found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.processor()}
     with tempfile.TemporaryDirectory() as folder:
-        for name, ours, theirs in pairs(Path(folder)):
+        for name, ours, theirs in pairs(Path(folder), smoke=options.smoke):
             ours(), theirs()  # the first call imports
             times = [(seconds(ours), seconds(theirs)) for _ in range(options.repeats)]
             ratios = sorted(one / other for one, other in times)

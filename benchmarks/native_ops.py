@@ -8,16 +8,16 @@ the format's eps times the peak. ``--scale`` multiplies the inputs, so that what
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
+from benchmarks.options import parser
 from tests.support.native import Comparison, compared, sample_calls
 
 RUNS = (("half", torch.float16), ("half", torch.bfloat16), ("torch-cpu", torch.bfloat16))
@@ -56,13 +56,14 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ops", nargs="*")
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--scale", type=float, nargs="+", default=[1.0, 200.0])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__)
+    words.add_argument("ops", nargs="*")
+    words.add_argument("--samples", type=int, default=4)
+    words.add_argument("--scale", type=float, nargs="+", default=[1.0, 200.0])
+    options = words.parse_args(arguments)
+    if options.smoke:
+        options.ops, options.samples, options.scale = ["add"], 1, [1.0]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = rows(options.ops, options.samples, options.scale)

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +33,7 @@ import onnx
 from onnx import TensorProto
 
 from benchmarks.onnx_peers import PEERS
+from benchmarks.options import parser
 from tests.support.onnx_models import GENERATED, build
 from tests.support.onnx_strict import float_types, run_fp32, run_strict, subgraphs
 
@@ -209,17 +210,18 @@ def versions(python: str) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(GENERATED))
-    parser.add_argument("--tools", default=",".join(COMMANDS))
-    parser.add_argument("--size", choices=("full", "small"), default="full")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter of the other converters")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=300, help="seconds that one conversion may take")
-    parser.add_argument("--folder", type=Path, help="where models and conversions are written")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__, repeats=3)
+    words.add_argument("--models", default=",".join(GENERATED))
+    words.add_argument("--tools", default=",".join(COMMANDS))
+    words.add_argument("--size", choices=("full", "small"), default="full")
+    words.add_argument("--python", default=sys.executable, help="the interpreter of the other converters")
+    words.add_argument("--limit", type=float, default=300, help="seconds that one conversion may take")
+    words.add_argument("--folder", type=Path, help="where models and conversions are written")
+    options = words.parse_args(arguments)
+    if options.smoke:
+        options.models, options.size, options.tools = "mixed", "small", "onnxruntime-float16"
+        print("only ONNX Runtime's converter: others need the extra onnx-peers, or start slowly")
     found: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": platform.processor() or platform.machine(),

@@ -3,19 +3,17 @@
 The two models compute the same, but one of them asks in each layer whether its values are too large.
 Layers are added to show that the cost grows linearly.
 
-python benchmarks/paths.py [--json FILE]
+python -m benchmarks.paths [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import load_policy
 from ampaudit.trace import trace
 from ampaudit.trace.path.recorder import PathTracing
+from benchmarks.options import parser
 
 LAYERS = (12, 24, 48, 96)
 
@@ -86,13 +85,10 @@ def measured(layers: int, width: int, rows: int, repeats: int) -> dict[str, floa
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = [measured(n, 64, 8, options.repeats) for n in LAYERS]
-    rows += [measured(n, 768, 512, options.repeats) for n in LAYERS[:2]]
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=3).parse_args(arguments)
+    sizes = [(n, 64, 8) for n in LAYERS] + [(n, 768, 512) for n in LAYERS[:2]]
+    rows = [measured(*size, options.repeats) for size in ([(1, 8, 2)] if options.smoke else sizes)]
     for row in rows:
         print(row, flush=True)
     if options.json is not None:

@@ -4,12 +4,11 @@ Prints the load time of all policies in a fresh process (and proves that torch s
 policy the time to plan graphs of 100 to 10,000 sites and the exponent of the power law through them (1 is
 linear).
 
-    python benchmarks/planning.py [--repeats 5] [--json FILE]
+    python -m benchmarks.planning [--repeats 5] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -17,12 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ampaudit.policy import Measurement, OpFacts, load_policy, policy_names
 from ampaudit.policy.planning import PlanSite, plan_graph
+from benchmarks.options import parser
 
 LIMITS = {"load all": 0.2, "plan 10000 sites": 1.0}
 SIZES = (100, 300, 1000, 3000, 10000)
@@ -94,19 +94,17 @@ def seconds(name: str, sites: list[PlanSite], repeats: int) -> list[float]:
     return spent
 
 
-def exponent(times: list[float]) -> float:
+def exponent(times: dict[int, float]) -> float:
     """Slope of log(time) against log(sites), least squares."""
-    xs, ys = [math.log(n) for n in SIZES], [math.log(t) for t in times]
+    xs, ys = [math.log(n) for n in times], [math.log(t) for t in times.values()]
     mx, my = statistics.fmean(xs), statistics.fmean(ys)
     rise = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True))
     return rise / sum((x - mx) ** 2 for x in xs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=5).parse_args(arguments)
+    sizes = SIZES[:2] if options.smoke else SIZES
     loads = [
         subprocess.run(
             [sys.executable, "-c", LOAD], capture_output=True, text=True, check=True
@@ -118,16 +116,16 @@ def main() -> None:
     load = statistics.median(times)
     spread = f"{min(times):.3f} to {max(times):.3f}"
     print(f"loading {len(policy_names())} policies: {load:.3f} s ({spread}), limit 0.2 s")
-    graphs = {size: graph(size) for size in SIZES}
+    graphs = {size: graph(size) for size in sizes}
     rows: dict[str, Any] = {}
-    print(f"{'policy':<20}{'10,000 sites':>14}{'spread':>20}{'exponent':>10}")
+    print(f"{'policy':<20}{f'{sizes[-1]:,} sites':>14}{'spread':>20}{'exponent':>10}")
     for name in policy_names():
-        spent = {size: seconds(name, graphs[size], options.repeats) for size in SIZES}
-        medians = [statistics.median(values) for values in spent.values()]
-        largest, power = spent[SIZES[-1]], exponent(medians)
-        rows[name] = {"medians": dict(zip(SIZES, medians, strict=True)), "exponent": power}
+        spent = {size: seconds(name, graphs[size], options.repeats) for size in sizes}
+        medians = {size: statistics.median(values) for size, values in spent.items()}
+        largest, power = spent[sizes[-1]], exponent(medians)
+        rows[name] = {"medians": medians, "exponent": power}
         spread = f"{min(largest):.3f} to {max(largest):.3f}"
-        print(f"{name:<20}{medians[-1]:>12.3f} s{spread:>20}{power:>10.2f}")
+        print(f"{name:<20}{medians[sizes[-1]]:>12.3f} s{spread:>20}{power:>10.2f}")
     if options.json:
         found = {
             "when": datetime.now(UTC).isoformat(timespec="seconds"),

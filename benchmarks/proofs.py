@@ -3,19 +3,18 @@
 Both are timed side by side, forward and bound pass in turns. The pass is also timed on encoders of 1 to 12
 layers: it reads each weight once, so its time grows with their number.
 
-    python benchmarks/proofs.py [--repeats 9] [--json FILE]
+    python -m benchmarks.proofs [--repeats 9] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,22 +28,24 @@ from ampaudit.trace import Role, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.flow import Flow
+from benchmarks.options import TINY_BERT, parser
 
 LIMITS = {"forward multiples": 1.0, "proved share": 0.7}
 LAYERS = (1, 3, 6, 12)
 
 
-def encoder(layers: int, attention: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def encoder(layers: int, attention: str, smoke: bool) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    model = BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention)).eval()
+    size = {**(TINY_BERT if smoke else {}), "num_hidden_layers": layers}
+    model = BertModel(BertConfig(attn_implementation=attention, **size)).eval()
     ids = torch.randint(0, 30_000, (4, 128))
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def measured(layers: int, attention: str, policy: str, repeats: int) -> dict[str, Any]:
-    model, inputs = encoder(layers, attention)
+def measured(layers: int, attention: str, policy: str, repeats: int, smoke: bool) -> dict[str, Any]:
+    model, inputs = encoder(layers, attention, smoke)
     rules, author = load_policy(policy), load_policy("torch-cuda")
     traced = trace(model, (), inputs, rules, author, FLOAT16)
     domain = assumptions(traced, [tensor_leaves((), inputs)], [])
@@ -72,9 +73,9 @@ def measured(layers: int, attention: str, policy: str, repeats: int) -> dict[str
     }
 
 
-def attacked(sites: int, steps: int) -> dict[str, Any]:
+def attacked(layers: int, sites: int, steps: int, smoke: bool) -> dict[str, Any]:
     """Proved sites of BERT-base nearest to the limit by their bound, searched for an input that passes it."""
-    model, _ = encoder(12, "eager")
+    model, _ = encoder(layers, "eager", smoke)
     ids = torch.randint(0, 30_000, (1, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     traced = trace(model, (), inputs, load_policy("half"), load_policy("torch-cuda"), FLOAT16)
@@ -90,17 +91,12 @@ def attacked(sites: int, steps: int) -> dict[str, Any]:
     return {"sites": len(reached), "steps": steps, "largest_share_of_bound": max(reached.values())}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = [
-        measured(12, attention, policy, options.repeats)
-        for attention in ("sdpa", "eager")
-        for policy in ("ampaudit", "torch-cuda", "half")
-    ]
-    print("BERT-base, 12 layers, 4 x 128")
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=9).parse_args(arguments)
+    smoke, layers = options.smoke, (1, 1, 2) if options.smoke else LAYERS
+    cases = [(kind, policy) for kind in ("sdpa", "eager") for policy in ("ampaudit", "torch-cuda", "half")]
+    rows = [measured(layers[-1], *case, options.repeats, smoke) for case in (cases[:1] if smoke else cases)]
+    print(f"BERT-base, {layers[-1]} layers, 4 x 128")
     for row in rows:
         share = row["proved"] / row["sites"]
         print(
@@ -108,13 +104,13 @@ def main() -> None:
             f"({row['ratio_low']:.2f} to {row['ratio_high']:.2f})  proved {row['proved']} of {row['sites']} "
             f"({share:.0%})"
         )
-    growing = [measured(layers, "sdpa", "torch-cuda", options.repeats) for layers in LAYERS]
+    growing = [measured(count, "sdpa", "torch-cuda", options.repeats, smoke) for count in layers]
     first, last = growing[1], growing[-1]
     exponent = math.log(last["bound_s"] / first["bound_s"]) / math.log(last["layers"] / first["layers"])
     print(
         "seconds by layers:", {row["layers"]: round(row["bound_s"], 3) for row in growing}, f"{exponent:.2f}"
     )
-    attack = attacked(12, 24)
+    attack = attacked(layers[-1], *((1, 2) if smoke else (12, 24)), smoke)
     print(
         f"attacked {attack['sites']} proved sites: {attack['largest_share_of_bound']:.2g} of a bound reached"
     )

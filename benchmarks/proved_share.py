@@ -9,14 +9,13 @@ the batch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.trace import trace
 from ampaudit.trace.entry import tensor_leaves
+from benchmarks.options import parser
 from tests.support.zoo import ZOO, ZooModel
 
 MODELS = ("bert", "llama", "vit", "t5", "resnet")
@@ -93,15 +93,12 @@ def measured(name: str, size: str, policy: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=5).parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     cases = [(name, size, policy) for size in ("tiny", "full") for name in MODELS for policy in POLICIES]
-    rows = [measured(*case, options.repeats) for case in cases]
+    rows = [measured(*case, options.repeats) for case in (cases[:1] if options.smoke else cases)]
     for row in rows:
         share = row["proved"] / row["sites"]
         unproved = ", ".join(f"{op} {count}" for op, count in row["unproved"].items())

@@ -1,18 +1,17 @@
 """What recording a call costs, in multiples of copying its inputs to a file, and in memory, in turns.
 
-python benchmarks/recording.py [--repeats 15] [--json FILE]
+python -m benchmarks.recording [--repeats 15] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 import ampaudit
+from benchmarks.options import parser
 
 
 class Takes(nn.Module):
@@ -38,10 +38,12 @@ def cache(layers: int, length: int) -> Any:
     )
 
 
+TOKEN = {"one token": {"ids": torch.ones(1, 1, dtype=torch.long)}}
+
+
 def inputs() -> dict[str, Any]:
     """Calls of different sizes: of a decoder, of a diffusion model, and of large activations."""
-    return {
-        "one token": {"ids": torch.ones(1, 1, dtype=torch.long)},
+    return TOKEN | {
         "a latent of 64 x 64 and its text": {"x": torch.randn(2, 4, 64, 64), "text": torch.randn(2, 77, 768)},
         "a cache of 12 layers, 512 tokens": {"past": cache(12, 512)},
         "activations of 128 MB": {"x": torch.randn(32, 1024, 1024)},
@@ -113,15 +115,12 @@ def unrecorded(repeats: int, folder: Path) -> dict[str, Any]:
     return {"microseconds": round(statistics.median(a - b for a, b in times) / 10_000 * 1e6, 2)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=15).parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.processor()}
     with tempfile.TemporaryDirectory() as folder:
-        for name, given in inputs().items():
+        for name, given in (TOKEN if options.smoke else inputs()).items():
             found[name] = measured(given, options.repeats, Path(folder))
             print(name, found[name])
         found["a call that is not recorded"] = unrecorded(options.repeats, Path(folder))

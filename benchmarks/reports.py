@@ -3,12 +3,11 @@
 Prints the time of each format in this process (medians), the time of the whole command, which is what a user
 waits for, and the size of the page; and the exponent of the power law of time against sites (1 is linear).
 
-    python benchmarks/reports.py [--repeats 9] [--json FILE]
+    python -m benchmarks.reports [--repeats 9] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +27,7 @@ from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
 from ampaudit.report.model import Report
 from ampaudit.report.saved import parse_document, read_document
+from benchmarks.options import parser
 
 SAVED = Path(__file__).parents[1] / "tests" / "data" / "reports" / "overflow.json"
 SIZES = (500, 1000, 2500, 5000, 10_000)
@@ -67,15 +67,14 @@ def exponent(times: dict[int, float]) -> float:
     return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=9).parse_args(arguments)
+    sites, sizes = (50, (20, 50)) if options.smoke else (5000, SIZES)
     base = parse_document(SAVED.read_text(encoding="utf-8"), SAVED.name)
     assert isinstance(base, Report)
-    report = stretched(base, 5000)
+    report = stretched(base, sites)
     found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.processor()}
+    found["sites"] = sites
     found["rendering"] = {form: spread(lambda f=form: as_file(report, f), options.repeats) for form in FORMS}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
@@ -85,7 +84,7 @@ def main() -> None:
         found["command"] = {
             f: spread(lambda f=f: command(path, f), options.repeats) for f in ("html", "sarif")
         }
-    pages = {size: stretched(base, size) for size in SIZES}
+    pages = {size: stretched(base, size) for size in sizes}
     found["page bytes"] = {size: len(as_file(page, "html").encode()) for size, page in pages.items()}
     times = {s: spread(lambda p=p: as_file(p, "html"), options.repeats)["median"] for s, p in pages.items()}
     found["page seconds"], found["exponent"] = times, exponent(times)
@@ -96,7 +95,8 @@ def main() -> None:
 
 def show(found: dict[str, Any]) -> None:
     print(
-        f"5,000 sites, {found['json bytes'] / 1e6:.1f} MB of JSON, read in {found['reading']['median']:.2f} s"
+        f"{found['sites']:,} sites, {found['json bytes'] / 1e6:.1f} MB of JSON, "
+        f"read in {found['reading']['median']:.2f} s"
     )
     for form, row in found["rendering"].items():
         print(f"{form:10} {row['median']:.3f} s ({row['least']:.3f} to {row['most']:.3f})")

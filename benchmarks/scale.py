@@ -9,17 +9,15 @@ own. What docs/scale.md derives from the results is computed by ``benchmarks/sca
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from ampaudit.policy import load_policy
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import PartDone, PartRecords, joined_in_order
 from ampaudit.source import Batch, ModelSource
+from benchmarks.options import TINY_BERT, parser
 from benchmarks.scan_overhead import _reset_peak, _resident, time_subject
 
 BATCHES = 2
@@ -56,11 +55,11 @@ NUMBER = 987_654  # stands for the number of the batch
 DISTINCT = 4  # records that are made; ranks send them in turn, each under its own batch's number
 
 
-def bert() -> tuple[nn.Module, list[Any]]:
+def bert(**size: int) -> tuple[nn.Module, list[Any]]:
     """BERT-base, 1 x 128."""
     from transformers import BertConfig, BertModel
 
-    return BertModel(BertConfig()).eval(), [
+    return BertModel(BertConfig(**size)).eval(), [
         {"input_ids": torch.randint(0, 30000, (1, 128))} for _ in range(BATCHES)
     ]
 
@@ -181,7 +180,7 @@ def fold(record: bytes, ranks: int, sites: int, connection: Any) -> None:
         {
             "ranks": ranks,
             "sites": sites,
-            "seconds": round(seconds, 2),
+            "seconds": round(seconds, 4),
             "reading_s": round(reading, 2),
             "us_per_record_and_site": round(1e6 * seconds / ranks / sites, 2),
             "record_mb": round(len(lines[0]) / 1e6, 3),
@@ -226,11 +225,8 @@ def power(rows: list[dict[str, Any]], axis: str) -> float:
     return round(math.log(last["seconds"] / first["seconds"]) / math.log(last[axis] / first[axis]), 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=9).parse_args(arguments)
     torch.set_num_threads(1)
     cases = {
         "BERT-base, torch-cuda": (bert, "torch-cuda", False),
@@ -239,6 +235,8 @@ def main() -> None:
         "LLaMA of 4 layers, half, --backward": (llama, "half", True),
         "ResNet-50, torch-cuda": (resnet, "torch-cuda", False),
     }
+    if options.smoke:
+        cases = {"BERT-base, half": (lambda: bert(**TINY_BERT), "half", False)}
     sizes, real = {}, None
     for name, (case, policy, backward) in cases.items():
         records = recorded(case, policy, backward=backward)
@@ -246,15 +244,16 @@ def main() -> None:
         sizes[name] = size(records)
         print(f"{name}: {sizes[name]}")
     assert real is not None
-    ways = reading(real, 10_000, options.repeats)
+    less = 100 if options.smoke else 1
+    ways = reading(real, 10_000 // less, options.repeats)
     print(f"10,000 sites, ms: {ways}")
     rows = []
     for ranks, sites in FOLDS:
-        rows.append(in_a_process(fold, records_to_json([real]), ranks, sites))
+        rows.append(in_a_process(fold, records_to_json([real]), max(1, ranks // less), sites // less))
         print(rows[-1])
     exponents = {"ranks": power(rows[3:], "ranks"), "sites": power([rows[1], rows[4]], "sites")}
     print(f"exponents: {exponents}")
-    overhead = time_subject("bert", options.repeats, torch.device("cpu"))
+    overhead = time_subject("bert", options.repeats, torch.device("cpu"), smoke=options.smoke)
     print(f"scan of BERT-base: {overhead['ratio']['scan']}")
     if options.json:
         found = {

@@ -3,16 +3,18 @@
 What is computed here was not run. All inputs are in ``MODELS``, ``MACHINE`` and the dated result of
 ``benchmarks/scale.py``; rates and memory of the GPU are the maker's.
 
-    python benchmarks/scale_figures.py
+    python -m benchmarks.scale_figures
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.options import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "2026-11-23-cpu-scale.json"
@@ -248,5 +250,14 @@ def rewritten(text: str) -> str:
     return text
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__).parse_args(arguments)
+    text = rewritten(PAGE.read_text(encoding="utf-8"))
+    if options.smoke:
+        print(text)
+    else:
+        PAGE.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    main()

@@ -4,12 +4,11 @@ Prints, per model: tracing apart, then the whole scan and ``--ranges`` in multip
 forward (median and spread over interleaved repetitions), and peak memory in multiples of the plain
 forward's, each measured in a process of its own.
 
-    python benchmarks/scan_overhead.py [--repeats 9] [--device cpu|cuda] [--json FILE]
+    python -m benchmarks.scan_overhead [--repeats 9] [--device cpu|cuda] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import platform
@@ -17,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +30,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.source import Batch
+from benchmarks.options import TINY_BERT, TINY_RESNET, parser
 
 LIMITS = {"scan": 3.0, "ranges": 1.3, "memory": 3.0}
 
@@ -41,23 +41,25 @@ class BenchCase:
     batch: Batch
 
 
-def bert() -> BenchCase:
+def bert(smoke: bool) -> BenchCase:
     """BERT-base, batch 4 x 128, eager model as Transformers builds it."""
     from transformers import BertConfig, BertModel
 
     ids = torch.randint(0, 30000, (4, 128))
-    return BenchCase(BertModel(BertConfig()).eval(), Batch((), {"input_ids": ids}))
+    model = BertModel(BertConfig(**(TINY_BERT if smoke else {})))
+    return BenchCase(model.eval(), Batch((), {"input_ids": ids}))
 
 
-def resnet() -> BenchCase:
+def resnet(smoke: bool) -> BenchCase:
     """A ResNet-50, batch 4 of 224 x 224."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     pixels = torch.randn(4, 3, 224, 224)
-    return BenchCase(ResNetForImageClassification(ResNetConfig()).eval(), Batch((), {"pixel_values": pixels}))
+    model = ResNetForImageClassification(ResNetConfig(**(TINY_RESNET if smoke else {})))
+    return BenchCase(model.eval(), Batch((), {"pixel_values": pixels}))
 
 
-CASES: dict[str, Callable[[], BenchCase]] = {"bert": bert, "resnet": resnet}
+CASES: dict[str, Callable[[bool], BenchCase]] = {"bert": bert, "resnet": resnet}
 
 
 def forward(case: BenchCase, device: torch.device) -> None:
@@ -73,10 +75,10 @@ def runner(case: BenchCase, level: str, device: torch.device) -> Runner:
     return Runner(case.model, plan)
 
 
-def time_subject(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
+def time_subject(name: str, repeats: int, device: torch.device, *, smoke: bool = False) -> dict[str, Any]:
     """Interleaved times of the plain forward, the scan and the ranges, after a warm-up of each."""
     torch.manual_seed(0)
-    case = CASES[name]()
+    case = CASES[name](smoke)
     runners = {level: runner(case, level, device) for level in ("scan", "ranges")}
     for one in runners.values():
         one.run(case.batch, 0)
@@ -105,10 +107,10 @@ def time_subject(name: str, repeats: int, device: torch.device) -> dict[str, Any
     return {"plain_seconds": plain, "trace_seconds": tracing, "ratio": ratios}
 
 
-def _memory(name: str, level: str, connection: Any) -> None:
+def _memory(name: str, level: str, smoke: bool, connection: Any) -> None:
     """Peak resident bytes above those before the run, in a fresh process."""
     torch.manual_seed(0)
-    case = CASES[name]()
+    case = CASES[name](smoke)
     if level == "plain":
         weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
         before = _resident("VmRSS") - weights
@@ -117,7 +119,7 @@ def _memory(name: str, level: str, connection: Any) -> None:
         weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
         one = runner(case, level, torch.device("cpu"))
         # importing and tracing are not the run: the executor is made, and peak memory reset, before it
-        one.executor(case.batch)
+        one.executors.get(case.batch, 0)
         before = _resident("VmRSS") - weights
         _reset_peak()
         one.run(case.batch, 0)
@@ -142,20 +144,20 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def memory_of(name: str) -> dict[str, float]:
+def memory_of(name: str, *, smoke: bool) -> dict[str, float]:
     """Peak memory (weights and activations) in bytes, each level in its own process."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, float] = {}
     for level in ("plain", "scan", "ranges"):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_memory, args=(name, level, theirs))
+        process = context.Process(target=_memory, args=(name, level, smoke, theirs))
         process.start()
         found[level] = float(ours.recv())
         process.join()
     return found
 
 
-def help_seconds(repeats: int = 5) -> float:
+def help_seconds(repeats: int) -> float:
     """Median wall time of ``ampaudit --help`` in a process of its own."""
     times = []
     for _ in range(repeats):
@@ -165,12 +167,10 @@ def help_seconds(repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__, repeats=9)
+    words.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options = words.parse_args(arguments)
     device = torch.device(options.device)
     keep_freed_memory()
     results: dict[str, Any] = {
@@ -181,10 +181,10 @@ def main() -> None:
         "limits": LIMITS,
         "models": {},
     }
-    results["help_seconds"] = help_seconds()
+    results["help_seconds"] = help_seconds(1 if options.smoke else 5)
     print(f"ampaudit --help: {results['help_seconds']:.2f} s, limit 0.3 s")
     for name in CASES:
-        found = time_subject(name, options.repeats, device)
+        found = time_subject(name, options.repeats, device, smoke=options.smoke)
         print(f"{name}: plain FP32 forward {found['plain_seconds']:.3f} s (the unit of what follows)")
         for level, ratio in found["ratio"].items():
             print(
@@ -192,7 +192,7 @@ def main() -> None:
                 f"limit {LIMITS[level]} x; tracing apart {found['trace_seconds'][level]:.2f} s"
             )
         if device.type == "cpu" and Path("/proc/self/clear_refs").exists():
-            memory = memory_of(name)
+            memory = memory_of(name, smoke=options.smoke)
             found["memory_bytes"] = memory
             for level in ("scan", "ranges"):
                 print(f"  {level:7} peak memory {memory[level] / memory['plain']:.2f} x, limit 3.0 x")

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from benchmarks.checkpoints import MODEL, make_checkpoint, run
+from benchmarks.options import parser
 
 WIDTH = 2000  # a weight of 16 MB
 
@@ -55,25 +56,26 @@ def scan_and_count(counts: Path, words: list[str]) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def command(folder: Path, counts: Path, layers: int, batches: int) -> list[str]:
+def command(folder: Path, counts: Path, layers: int, width: int, batches: int) -> list[str]:
     """Write a model, and return the command that scans it and counts."""
     model, weights = folder / f"{layers}.py", folder / f"{layers}.safetensors"
-    make_checkpoint(weights, layers, WIDTH)
-    model.write_text(MODEL.format(layers=layers, width=WIDTH) + BATCHES.format(batches=batches))
+    make_checkpoint(weights, layers, width)
+    model.write_text(MODEL.format(layers=layers, width=width) + BATCHES.format(batches=batches))
     words = ["scan", str(model), "--weights", str(weights), "--policy", "torch-cuda", "-q"]
     words += ["--batches", str(batches), "--fail-on", "never"]
     return [sys.executable, "-m", "benchmarks.segments", "--count", str(counts), *words]
 
 
-def measure(folder: Path, layers: int, batches: int, repeats: int) -> dict[str, Any]:
+def measure(folder: Path, layers: int, width: int, batches: int, repeats: int) -> dict[str, Any]:
     """Scan by segment and with all weights in memory, in turns."""
     counts = folder / "counts.json"
-    child = command(folder, counts, layers, batches)
+    child = command(folder, counts, layers, width, batches)
     size = (folder / f"{layers}.safetensors").stat().st_size
-    base = run([*command(folder, counts, 2, 2), "--stream"])[1]
+    memory = max(size // 4, 10_000_000)  # a smoke run's ops are run as one group
+    base = run([*command(folder, counts, 2, width, 2), "--stream"])[1]
     ratios, seconds, peaks, whole = [], [], [], []
     for _ in range(repeats):
-        by_segment, peak = run([*child, "--stream", "--memory", str(size // 4)])
+        by_segment, peak = run([*child, "--stream", "--memory", str(memory)])
         moves = json.loads(counts.read_text())
         resident, resident_peak = run(child)
         ratios.append(by_segment / resident)
@@ -83,7 +85,7 @@ def measure(folder: Path, layers: int, batches: int, repeats: int) -> dict[str, 
     return {
         "batches": batches,
         "weights_mb": size / 1e6,
-        "memory_mb": size / 4e6,
+        "memory_mb": memory / 1e6,
         "ratio_to_resident": statistics.median(ratios),
         "spread": [min(ratios), max(ratios)],
         "seconds": seconds,
@@ -95,19 +97,18 @@ def measure(folder: Path, layers: int, batches: int, repeats: int) -> dict[str, 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--batches", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--count", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__, repeats=3)
+    words.add_argument("--gigabytes", type=float, default=1.0)
+    words.add_argument("--batches", type=int, default=16)
+    words.add_argument("--count", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = words.parse_args(arguments)
     if chosen.count:
         scan_and_count(Path(chosen.count[0]), chosen.count[1:])
-    layers = round(chosen.gigabytes * 1e9 / (4 * WIDTH * WIDTH))
+    width, layers = (50, 4) if chosen.smoke else (WIDTH, round(chosen.gigabytes * 1e9 / (4 * WIDTH * WIDTH)))
+    batches = 2 if chosen.smoke else chosen.batches
     with tempfile.TemporaryDirectory(prefix="ampaudit-bench-") as name:
-        found = measure(Path(name), layers, chosen.batches, chosen.repeats)
+        found = measure(Path(name), layers, width, batches, chosen.repeats)
     print(f"{found['batches']} batches by segment: {found['ratio_to_resident']:.2f} x the scan", end=" ")
     print(f"with all weights in memory ({found['spread'][0]:.2f} to {found['spread'][1]:.2f});", end=" ")
     print(f"limit {LIMITS['ratio']}")

@@ -9,7 +9,6 @@ own sample inputs, ``--samples`` for every op, on their own ranges and wider one
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import multiprocessing
@@ -17,12 +16,13 @@ import re
 import time
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
+from benchmarks.options import parser
 from tests.support.soundness.fuzz import (
     BRANCHES,
     RAISED,
@@ -103,22 +103,24 @@ def of_op(task: tuple[int, int]) -> list[str]:
     return [problem for problems in found for problem in problems]
 
 
-def sampled(count: int, processes: int) -> list[str]:
-    """What is wrong with the bounds of torch's samples of every op."""
-    tasks = [(index, count) for index in range(len(op_db))] if count else []
+def sampled(ops: int, count: int, processes: int) -> list[str]:
+    """What is wrong with the bounds of torch's samples of so many ops."""
+    tasks = [(index, count) for index in range(ops)] if count else []
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         return [problem for problems in pool.map(of_op, tasks, chunksize=10) for problem in problems]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--graphs", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__)
+    words.add_argument("--graphs", type=int, default=100_000)
+    words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--processes", type=int, default=2)
+    words.add_argument("--rounds", type=int, default=7)
+    words.add_argument("--samples", type=int, default=4)
+    options = words.parse_args(arguments)
+    ops = len(op_db)
+    if options.smoke:
+        ops, options.graphs, options.processes, options.rounds, options.samples = 1, 1, 1, 1, 1
     started = time.perf_counter()
     total, crashed = run(options.graphs, options.seed, options.processes, options.rounds)
     seconds = time.perf_counter() - started
@@ -136,11 +138,8 @@ def main() -> None:
         f"{values} values, {bounded / max(values, 1):.0%} with bounds tighter than their dtype; "
         f"{len(total.found)} counterexamples; torch crashed with the seeds {crashed}"
     )
-    problems = sampled(options.samples, options.processes)
-    print(
-        "\n".join(problems)
-        or f"torch's samples, {options.samples} of each of {len(op_db)} ops: nothing escapes"
-    )
+    problems = sampled(ops, options.samples, options.processes)
+    print("\n".join(problems) or f"torch's samples, {options.samples} of each of {ops} ops: nothing escapes")
     if options.json:
         data = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -155,7 +154,7 @@ def main() -> None:
             "bounded": bounded,
             "seconds": round(seconds, 1),
             "counterexamples": len(total.found),
-            "samples": {"ops": len(op_db), "each": options.samples, "problems": problems},
+            "samples": {"ops": ops, "each": options.samples, "problems": problems},
             "classes": dict(Counter(kind_of(example) for example in total.found).most_common()),
             "ops": {op: [total.bounded[op], count] for op, count in sorted(total.values.items())},
         }

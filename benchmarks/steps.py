@@ -1,31 +1,31 @@
 """What an audit of several steps costs: seconds and traces for growing N, which must grow linearly.
 
-python benchmarks/steps.py [--json FILE]
+python -m benchmarks.steps [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import ampaudit
+from benchmarks.options import parser
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def recurrent() -> tuple[nn.Module, Any]:
+def recurrent(length: int = 16) -> tuple[nn.Module, Any]:
     """An LSTM of 512 units on 16 time steps of 4 rows."""
     state = (torch.zeros(1, 4, 512), torch.zeros(1, 4, 512))
-    return nn.LSTM(512, 512), (torch.randn(16, 4, 512), state)
+    return nn.LSTM(512, 512), (torch.randn(length, 4, 512), state)
 
 
 def decoder() -> tuple[nn.Module, Any]:
@@ -65,18 +65,19 @@ def measured(case: Any, count: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, repeats=3).parse_args(arguments)
+    cases: dict[str, Any] = {"recurrent": recurrent, "decoder": decoder}
+    counts: tuple[int, ...] = COUNTS
+    if options.smoke:
+        cases, counts = {"recurrent": lambda: recurrent(2)}, (1, 2)
     torch.set_num_threads(1)
     found: dict[str, list[dict[str, Any]]] = {}
-    for case in (recurrent, decoder):
+    for name, case in cases.items():
         measured(case, 2, 1)  # warm
-        found[case.__name__] = [measured(case, count, options.repeats) for count in COUNTS]
-        for row in found[case.__name__]:
-            print(f"{case.__name__:10} {row}")
+        found[name] = [measured(case, count, options.repeats) for count in counts]
+        for row in found[name]:
+            print(f"{name:10} {row}")
     if options.json is not None:
         about = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,15 +1,17 @@
 """Writes the table of docs/bench.md from the dated results, between marks.
 
-python benchmarks/tables.py
+python -m benchmarks.tables
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ampaudit.render.markdown import to_markdown
 from ampaudit.report.saved import read_document
+from benchmarks.options import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,9 +32,14 @@ def rewritten(text: str) -> str:
     return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{table()}{end}", text, flags=re.S)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__).parse_args(arguments)
     for path in PAGES:
-        path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
+        text = rewritten(path.read_text(encoding="utf-8"))
+        if options.smoke:
+            print(text)
+        else:
+            path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

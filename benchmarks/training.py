@@ -1,6 +1,6 @@
 """What training tools cost, as ratios measured in one run.
 
-    python benchmarks/training.py [--device cpu|cuda] [--repeats 9] [--json FILE]
+    python -m benchmarks.training [--device cpu|cuda] [--repeats 9] [--json FILE]
 
 - ``scan --backward`` against a plain FP32 forward and backward, tracing apart (aim: at most 4);
 - ``watch`` at every 10th step against the bare loop (aim: at most 1.03);
@@ -9,20 +9,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from casts import Casts
 from torch import nn
 
 import ampaudit
@@ -34,6 +31,8 @@ from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.source import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
+from benchmarks.casts import Casts
+from benchmarks.options import TINY_BERT, TINY_RESNET, parser
 
 LIMITS = {"backward": 4.0, "watch": 1.03, "step": 1.0, "casts": 1.0}
 
@@ -54,33 +53,34 @@ def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
     return {"median": statistics.median(found), "low": found[0], "high": found[-1]}
 
 
-def bert() -> tuple[nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]:
+def bert(smoke: bool) -> tuple[nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]:
     from transformers import BertConfig, BertModel
 
-    weights = torch.sin(torch.arange(768).float())
+    config = BertConfig(**(TINY_BERT if smoke else {}))
+    weights = torch.sin(torch.arange(config.hidden_size).float())
     ids = {"input_ids": torch.randint(0, 30000, (4, 128))}
     return (
-        BertModel(BertConfig()),
+        BertModel(config),
         ids,
         lambda o: (o.last_hidden_state.float() * weights.to(o[0].device)).mean(),
     )
 
 
-def resnet() -> tuple[nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]:
+def resnet(smoke: bool) -> tuple[nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     pixels = {"pixel_values": torch.randn(4, 3, 224, 224)}
     labels = torch.tensor([0, 1, 0, 1])
     return (
-        ResNetForImageClassification(ResNetConfig()), pixels,
+        ResNetForImageClassification(ResNetConfig(**(TINY_RESNET if smoke else {}))), pixels,
         lambda o: F.cross_entropy(o.logits.float(), labels.to(o.logits.device)),
     )  # fmt: skip
 
 
-def backward(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
+def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict[str, Any]:
     """One audited batch with gradients, in multiples of the plain forward and backward."""
     torch.manual_seed(0)
-    model, kwargs, loss = {"bert": bert, "resnet": resnet}[name]()
+    model, kwargs, loss = {"bert": bert, "resnet": resnet}[name](smoke)
     model.to(device).train()
     on_device = {key: value.to(device) for key, value in kwargs.items()}
     rules = load_policy("torch-cuda")
@@ -103,7 +103,9 @@ def backward(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
         theirs.append(timed(plain, device))
         model.zero_grad()
         ours.append(timed(lambda n=number: runner.run(batch, n), device))
-    assert not runner.record.gradients.origins
+    gradients = runner.end_batch().gradients
+    assert gradients is not None
+    assert not gradients.origins
     return {"plain_s": statistics.median(theirs), "ratio": ratios(ours, theirs)}
 
 
@@ -118,8 +120,8 @@ def training_loop(
             optimizer.step()
 
 
-def watch(repeats: int, device: torch.device) -> dict[str, Any]:
-    """40 steps of a small CNN and of a transformer, with and without somebody watching every 10th."""
+def watch(repeats: int, device: torch.device, steps: int) -> dict[str, Any]:
+    """Steps of a small CNN and of a transformer, with and without somebody watching every 10th."""
     found = {}
     encoder = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
     subjects = {
@@ -141,19 +143,19 @@ def watch(repeats: int, device: torch.device) -> dict[str, Any]:
         data = [(x.to(device), torch.randint(0, 10, (len(x),), device=device)) for _ in range(4)]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         times: dict[bool, list[float]] = {False: [], True: []}
-        training_loop(True, model, optimizer, data, 20)
+        training_loop(True, model, optimizer, data, steps // 2)
         for repeat in range(repeats):
             for watched in (False, True) if repeat % 2 else (True, False):
-                call = lambda w=watched, m=model, o=optimizer, d=data: training_loop(w, m, o, d, 40)  # noqa: E731
+                call = lambda w=watched, m=model, o=optimizer, d=data: training_loop(w, m, o, d, steps)  # noqa: E731
                 times[watched].append(timed(call, device))
         found[name] = {"loop_s": statistics.median(times[False]), "ratio": ratios(times[True], times[False])}
     return found
 
 
-def o1(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
+def o1(name: str, repeats: int, device: torch.device, smoke: bool) -> dict[str, Any]:
     """A step of ``prepare`` against torch.autocast: time on CUDA, casts between float formats anywhere."""
     torch.manual_seed(0)
-    model, kwargs, loss = {"bert": bert, "resnet": resnet}[name]()
+    model, kwargs, loss = {"bert": bert, "resnet": resnet}[name](smoke)
     model.to(device).train()
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
@@ -191,14 +193,11 @@ def o1(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
     return found | {"step_ratio": ratios(*times), "autocast_s": statistics.median(times[1])}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__, repeats=9)
+    words.add_argument("--device", default="cpu")
+    options = words.parse_args(arguments)
+    names = ("bert",) if options.smoke else ("bert", "resnet")
     keep_freed_memory()
     device = torch.device(options.device)
     result = {
@@ -207,9 +206,9 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "limits": LIMITS,
-        "backward": {name: backward(name, options.repeats, device) for name in ("bert", "resnet")},
-        "watch": watch(options.repeats, device),
-        "o1": {name: o1(name, options.repeats, device) for name in ("bert", "resnet")},
+        "backward": {name: backward(name, options.repeats, device, options.smoke) for name in names},
+        "watch": watch(options.repeats, device, 2 if options.smoke else 40),
+        "o1": {name: o1(name, options.repeats, device, options.smoke) for name in names},
     }
     text = json.dumps(result, indent=1)
     print(text)

@@ -5,7 +5,6 @@ python -m benchmarks.tuning [--parts predictions] [--models bert,t5,cnn,minilm] 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,8 @@ from ampaudit.run.sensitivity.measure import SensitivityProbe
 from ampaudit.run.sensitivity.probe import Sensitivities
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
-from benchmarks.tuning_models import MODELS, Made, made
+from benchmarks.options import parser
+from benchmarks.tuning_models import Made, made
 from benchmarks.tuning_peers import HIGHEST, OnnxCase
 from tests.support.tuning import sqnr
 
@@ -60,22 +61,22 @@ def probed(model: Made, number_format: NumberFormat) -> tuple[SensitivityProbe, 
     return found[-1], sensitivities_in(audit)
 
 
-def predictions(model: Made, number_format: NumberFormat) -> Row:
+def predictions(model: Made, number_format: NumberFormat, subsets: int) -> Row:
     """Compare predicted and measured accuracy, of the worst output, of random sets of float32 values."""
     started = time.perf_counter()
     probe, sensitivities = probed(model, number_format)
     seconds = time.perf_counter() - started
     free = [name for name, value in probe.graph.values.items() if value.free]
     draw = random.Random(0)
-    sets = [frozenset(n for n in free if draw.random() < share) for share in SHARES * (SUBSETS // 3 + 1)]
+    sets = [frozenset(n for n in free if draw.random() < share) for share in SHARES * (subsets // 3 + 1)]
     started = time.perf_counter()
-    pairs = [both(probe, sensitivities, chosen, number_format) for chosen in (frozenset(), *sets[:SUBSETS])]
+    pairs = [both(probe, sensitivities, chosen, number_format) for chosen in (frozenset(), *sets[:subsets])]
     differences = sorted(abs(p - m) for p, m in pairs[1:])
     return {
         "ops": sum(value.kind == "op" for value in probe.graph.values.values()),
         "weights": sum(value.kind == "weight" for value in probe.graph.values.values()),
         "all_16_bit_db": {"predicted": round(pairs[0][0], 2), "measured": round(pairs[0][1], 2)},
-        "subsets": SUBSETS,
+        "subsets": subsets,
         "difference_db": {
             "median": round(statistics.median(differences), 2),
             "p90": round(statistics.quantiles(differences, n=10)[-1], 2),
@@ -95,10 +96,10 @@ def both(
     return -10 * math.log10(errors.max()), measured
 
 
-def tunings(model: Made, number_format: NumberFormat) -> list[Row]:
+def tunings(model: Made, number_format: NumberFormat, gains: Sequence[float]) -> list[Row]:
     """Tune for some dB more than everything in 16 bits has."""
     start = both(*probed(model, number_format), frozenset(), number_format)[1]
-    return [tuning(model, number_format, round(start + gain, 1)) for gain in GAINS]
+    return [tuning(model, number_format, round(start + gain, 1)) for gain in gains]
 
 
 def tuning(model: Made, number_format: NumberFormat, target: float) -> Row:
@@ -127,13 +128,17 @@ def peers(model: Made, python: str) -> list[Row]:
         return [default, *({"target_db": db, **case.compared(db)} for db in PEER_TARGETS)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="predictions,runs,peers")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--python", default=sys.executable, help="the interpreter of AutoCast")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = parser(__doc__)
+    words.add_argument("--parts", default="predictions,runs,peers")
+    words.add_argument("--models", default="bert,t5,cnn,minilm")
+    words.add_argument("--python", default=sys.executable, help="the interpreter of AutoCast")
+    options = words.parse_args(arguments)
+    subsets, gains, formats = SUBSETS, GAINS, FORMATS
+    if options.smoke:
+        options.models, options.parts = "tiny", "predictions,runs"
+        subsets, gains, formats = 2, GAINS[:1], FORMATS[:1]
+        print("without the part peers: it needs the extra onnx-peers")
     torch.set_num_threads(1)
     found: Row = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -151,8 +156,11 @@ def main() -> None:
             if part == "peers":
                 rows = {"t5": peers(model, options.python)} if name == "t5" else {}
             else:
-                measure = {"predictions": predictions, "runs": tunings}[part]
-                rows = {name: {form.name: measure(model, form) for form in FORMATS}}
+                measures: dict[str, Callable[[NumberFormat], Any]] = {
+                    "predictions": lambda form, model=model: predictions(model, form, subsets),
+                    "runs": lambda form, model=model: tunings(model, form, gains),
+                }
+                rows = {name: {form.name: measures[part](form) for form in formats}}
             found.setdefault(part, {}).update(rows)
             print(json.dumps({part: rows}, indent=1), flush=True)
             if options.json is not None:

@@ -1,12 +1,11 @@
 """Models for `benchmarks.tuning`: two trained here in under a minute, the sentence model, and a BERT-base.
 
-Trained weights are kept in the temporary directory, under a name that changes with the code that trains them.
+Trained weights are kept in `dist/`, under a name that changes with the code that trains them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 __all__ = ["MODELS", "Made", "made"]
 
 VOCABULARY, START = 32, 1
+KEPT = Path(__file__).resolve().parents[1] / "dist" / "trained"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ Draw = Callable[[int], tuple[dict[str, Tensor], Tensor]]
 def trained(model: nn.Module, draw: Draw, steps: int, batch: int, rate: float) -> Made:
     """Train a model, or load what an earlier run trained, and say how often it is right on new data."""
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    kept = Path(tempfile.gettempdir()) / f"ampaudit-{type(model).__name__.lower()}-{code}.pt"
+    kept = KEPT / f"{type(model).__name__.lower()}-{code}.pt"
     if kept.exists():
         model.load_state_dict(torch.load(kept, weights_only=True))
     else:
@@ -123,6 +123,7 @@ def trained(model: nn.Module, draw: Draw, steps: int, batch: int, rate: float) -
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+        KEPT.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), kept)
     torch.manual_seed(1)
     inputs, labels = draw(256)
@@ -154,7 +155,13 @@ def bert() -> Made:
     return Made(model, {"input_ids": words, "attention_mask": torch.ones_like(words)})
 
 
-MODELS: dict[str, Callable[[], Made]] = {"bert": bert, "t5": t5, "cnn": cnn, "minilm": minilm}
+def tiny() -> Made:
+    """Two layers, for a smoke run."""
+    layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    return Made(layers.eval(), {"input": torch.randn(8, 16)})
+
+
+MODELS: dict[str, Callable[[], Made]] = {"bert": bert, "t5": t5, "cnn": cnn, "minilm": minilm, "tiny": tiny}
 
 
 def made(name: str) -> Made:

@@ -1,0 +1,34 @@
+"""The options that all benchmarks have, and the sizes of models in a smoke run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TINY_BERT", "TINY_RESNET", "parser"]
+
+# of Transformers' configurations
+TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+TINY_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+
+
+class _Smoke(argparse.Action):
+    """Asks for a smoke run, in which nothing is repeated."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, *_: Any) -> None:
+        namespace.smoke, namespace.repeats = True, 1
+
+
+def parser(description: str | None, repeats: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser that knows ``--json``, ``--smoke`` and, with a default, ``--repeats``."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if repeats is not None:
+        made.add_argument("--repeats", type=int, default=repeats)
+    made.add_argument("--json", type=Path, help="keep the figures in a file")
+    made.add_argument(
+        "--smoke", action=_Smoke, nargs=0, default=False, help="run the least of all; figures mean nothing"
+    )
+    return made

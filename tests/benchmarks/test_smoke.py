@@ -1,0 +1,137 @@
+"""Every benchmark runs: the least that it can, with what it starts run in this process."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import shlex
+import string
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
+from multiprocessing.dummy import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.cli import parsed
+from tests.support.paths import ROOT
+from tests.support.program import run_program
+
+SCRIPTS = sorted(
+    path.stem
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+PART_OF_ANOTHER = {"onnx_peers": "onnx_conversion starts it"}
+VALUES = {  # of the variables of gpu.sh
+    "results": "results",
+    "stamp": "2026-01-01",
+    "name": "name",
+    "converted": "converted",
+    "example": "examples/training/digits.py",
+}
+
+
+class TaskHere:
+    """In place of a fresh process: its start runs the task to its end."""
+
+    def __init__(self, target: Callable[..., object], args: tuple[object, ...]) -> None:
+        self.start = partial(target, *args)
+
+    def join(self) -> None:
+        return
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run programs that import torch here, and the tasks of fresh processes."""
+    run = subprocess.run
+
+    def run_here(command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
+        words = [str(word) for word in command]
+        if words[1:3] != ["-m", "ampaudit"]:
+            return run(words, **options)
+        done = run_program(*words[3:], cwd=options.get("cwd"))
+        assert done.returncode == 0 or not options.get("check"), done.stderr
+        return done
+
+    def measured(command: list[str]) -> tuple[float, float]:
+        started = time.perf_counter()
+        if command[1:3] == ["-m", "benchmarks.segments"]:
+            with pytest.raises(SystemExit) as ended:
+                import_module("benchmarks.segments").main(command[3:])
+            assert ended.value.code == 0
+        elif command[1] == "-c":
+            exec(command[2], {})
+        else:
+            run_here(command, check=True)
+        return time.perf_counter() - started, 1.0
+
+    own, here = multiprocessing.get_context, SimpleNamespace(Pipe=Pipe, Process=TaskHere)
+    monkeypatch.setattr(subprocess, "run", run_here)
+    monkeypatch.setattr("benchmarks.checkpoints.run", measured)
+    monkeypatch.setattr("benchmarks.segments.run", measured)
+    monkeypatch.setattr(multiprocessing, "Pipe", Pipe)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda how: own(how) if how == "fork" else here)
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.filterwarnings("ignore")  # which are only printed when a script is run by itself
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in PART_OF_ANOTHER])
+def test_it_runs(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = import_module(f"benchmarks.{name}")
+    if name == "linting":  # which has no smoke run of its own yet
+        measured = script.measured
+        monkeypatch.setattr(script, "measured", lambda _, __, **kind: measured(2, 1, **kind))
+        monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
+        monkeypatch.setattr("sys.argv", ["linting"])
+        script.main()
+    else:
+        script.main(["--smoke", "--json", str(tmp_path / "figures.json")])
+    assert capsys.readouterr().out
+
+
+class ParsedError(Exception):
+    """Raised in place of the run that would follow."""
+
+
+def gpu_commands() -> list[list[str]]:
+    """The words of every command of gpu.sh that starts Python, with its variables replaced."""
+    text = (ROOT / "benchmarks" / "gpu.sh").read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r'^ *(?:\S+\) )?"\$python" (.+?)(?: ;;| >.*)?$', text, flags=re.M)
+    assert len(found) == text.count('"$python"')
+    return [shlex.split(string.Template(words).substitute(VALUES)) for words in found]
+
+
+@pytest.mark.parametrize("words", gpu_commands(), ids=lambda words: "-".join(words[:4]).replace("/", "."))
+def test_a_command_for_gpus_is_valid(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+        parse(parser, arguments)
+        raise ParsedError
+
+    monkeypatch.chdir(ROOT)
+    match words:
+        case ["-m", "ampaudit", command, *rest]:
+            parsed(command, rest)
+        case ["-m", "pytest", *rest]:
+            assert rest == ["-m", "gpu", "-p", "no:randomly"]
+        case ["-m", module, *rest]:
+            monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+            with pytest.raises(ParsedError):
+                import_module(module).main(rest)
+        case [script]:
+            assert Path(script).is_file()
+        case _:
+            raise AssertionError(words)
