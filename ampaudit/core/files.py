@@ -7,16 +7,13 @@ import ctypes
 import errno
 import os
 import shutil
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from ampaudit.core import interrupts
 from ampaudit.core.errors import OutputError
-from ampaudit.core.locks import locked
+from ampaudit.core.temporary import SUFFIX, directory_beside, file_beside, temporary_directory
 
 __all__ = [
     "check_directory",
@@ -29,9 +26,6 @@ __all__ = [
     "write_text",
 ]
 
-_MAX_ATTEMPTS = 5  # against another process or thread that does something to the same directory
-# names of what is temporary; in the system's folder, only those with both are removed
-_OURS, _SUFFIX = "ampaudit-", ".tmp"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
@@ -81,7 +75,7 @@ def write_private(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; what was there before is untouched.
     """
-    with _temporary_beside(path) as temporary:
+    with file_beside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 
@@ -99,7 +93,7 @@ def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
                 stream.write(data)
             return
         mode = mode_of(target)
-        with _temporary_beside(target) as temporary:
+        with file_beside(target) as temporary:
             with temporary.open("wb") as stream:
                 stream.write(data)
                 stream.flush()
@@ -109,115 +103,6 @@ def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
                 temporary.replace(target)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _temporary_beside(target: Path) -> Iterator[Path]:
-    """Create an empty file, which is removed if it is still there at the end."""
-    with _temporary(_make_file, target.parent, f".{target.name}.") as path:
-        yield path
-
-
-@contextlib.contextmanager
-def temporary_directory(prefix: str) -> Iterator[Path]:
-    """Create a directory in the system's temporary folder, which is removed at the end.
-
-    It is removed also if a signal ends the program. If nothing can, as after SIGKILL, the next command of
-    this user that makes such a directory removes it; so does a process whose child was killed.
-
-    Args:
-        prefix: of its name, beginning with ``ampaudit-``.
-
-    Raises:
-        OSError: it cannot be created.
-    """
-    folder = Path(tempfile.gettempdir())
-    try:
-        with _temporary(tempfile.mkdtemp, folder, prefix, leftovers=_OURS) as directory:
-            yield directory
-    finally:
-        _remove_leftovers(folder, _OURS)
-
-
-@contextlib.contextmanager
-def _temporary(
-    make: Callable[..., str], parent: Path, prefix: str, leftovers: str | None = None
-) -> Iterator[Path]:
-    """Create a file or directory that is locked while this process lives, and remove it at the end.
-
-    First, those whose maker has died are removed. A rival may remove this one before it is locked, and then
-    another is created.
-
-    Args:
-        make: creates it, as ``tempfile.mkdtemp`` does.
-        parent: where.
-        prefix: of its name.
-        leftovers: prefix of the names of those that are removed, if it is another.
-    """
-    _remove_leftovers(parent, leftovers or prefix)
-    create = partial(make, suffix=_SUFFIX, prefix=prefix, dir=parent)
-    with contextlib.ExitStack() as stack:
-        for _ in range(_MAX_ATTEMPTS):
-            path = stack.enter_context(_removed_at_end(create))
-            release = locked(path)
-            if release is not None:
-                stack.callback(release)
-                if path.exists():
-                    break
-        yield path
-
-
-@contextlib.contextmanager
-def _removed_at_end(make: Callable[[], str]) -> Iterator[Path]:
-    with interrupts.Deferred():
-        path = Path(make())
-        remove = partial(_remove, path)
-        interrupts.at_end(remove)
-    try:
-        yield path
-    finally:
-        with interrupts.Deferred():
-            interrupts.forget(remove)
-            remove()
-
-
-def _make_file(suffix: str, prefix: str, dir: Path) -> str:
-    handle, name = tempfile.mkstemp(suffix, prefix, dir)
-    os.close(handle)
-    return name
-
-
-def _remove(path: Path) -> None:
-    for _ in range(_MAX_ATTEMPTS):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        if not path.exists():
-            return
-
-
-def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove temporary files and directories whose maker has died, which releases their locks."""
-    with contextlib.suppress(OSError):  # a folder may be writable and not readable
-        for name in os.listdir(parent):
-            path = parent / name
-            ours = name.startswith(prefix) and name.endswith(_SUFFIX) and _is_own(path)
-            if ours and (release := locked(path)) is not None:
-                _remove(path)
-                release()
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether it is a file or directory of this user, and no link."""
-    try:
-        found = path.lstat()
-    except OSError:  # somebody else has removed it
-        return False
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        return False
-    return not hasattr(os, "getuid") or found.st_uid == os.getuid()
 
 
 def check_directory(path: Path, *, force: bool, ours: str) -> None:
@@ -260,7 +145,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
     check_directory(path, force=force, ours=ours)
     target = path.resolve()
     try:
-        with _temporary(tempfile.mkdtemp, target.parent, f".{target.name}.part-") as stage:
+        with directory_beside(target) as stage:
             yield stage
             _flush(stage)
             stage.chmod(0o777 & ~_umask())
@@ -269,7 +154,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
                 with interrupts.Committing(path):
                     _swap(stage, target)  # what is then there, the old one, is removed
             except (OSError, OutputError) as error:
-                place = stage.rename(stage.with_name(stage.name.removeprefix(".").removesuffix(_SUFFIX)))
+                place = stage.rename(stage.with_name(stage.name.removeprefix(".").removesuffix(SUFFIX)))
                 refused = error if isinstance(error, OutputError) else _cannot_write(path, error)
                 refused.add_note(f"the result is kept in {place}")
                 raise refused from error.__cause__
@@ -291,7 +176,7 @@ def _check_parent(path: Path) -> None:
         target = path.resolve()
         if not target.parent.is_dir():
             raise OutputError(f"no such directory: {target.parent}", hint="create it first")
-        with _temporary_beside(target):
+        with file_beside(target):
             return
     except (OSError, RuntimeError) as error:  # the latter for a circle of links
         raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
