@@ -164,7 +164,9 @@ def test_sizes_that_an_image_model_excludes_are_named_and_a_range_helps(tmp_path
     assert {"rows": 1, "height": 3} in made.shapes.verified
 
 
-def test_a_size_at_which_the_model_fails_asks_for_a_range(tmp_path: Path) -> None:
+def test_a_size_at_which_the_model_fails_asks_for_a_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -174,6 +176,7 @@ def test_a_size_at_which_the_model_fails_asks_for_a_range(tmp_path: Path) -> Non
             positions: torch.Tensor = self.table(torch.arange(x.shape[1]))
             return x + positions
 
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
     with pytest.raises(RunFailed, match="the model itself fails at seq 17: ") as caught:
         ampaudit.convert(Positions(), torch.randn(2, 8, 4), tmp_path / "out", dynamic=["x=_,seq,_"])
     assert "LOW-HIGH" in caught.value.hint
@@ -196,7 +199,10 @@ class Centered(nn.Module):
 
 
 @pytest.mark.parametrize("low", [0, 1])
-def test_a_size_of_1_that_was_asked_for_must_be_right(tmp_path: Path, low: int) -> None:
+def test_a_size_of_1_that_was_asked_for_must_be_right(
+    tmp_path: Path, low: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
     given = [f"x=n:{low}-8,_"]
     with pytest.raises(RunFailed, match="not the same op for other shapes"):
         ampaudit.convert(Centered(0).eval(), torch.randn(4, 4), tmp_path / "out", dynamic=given)

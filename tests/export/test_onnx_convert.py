@@ -154,6 +154,7 @@ def test_a_file_that_a_runtime_refuses_is_not_written(
         write_model(model, path)
 
     monkeypatch.setattr("ampaudit.export.onnx.convert.write_model", write)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
     path, inputs = build("bert", tmp_path)
     with pytest.raises(RunFailed, match=r"model\.onnx is refused by ONNX Runtime: .*two nodes"):
         converted(path, inputs, tmp_path / "out")
@@ -175,6 +176,7 @@ def test_an_output_that_is_not_accurate_enough_is_named(
 ) -> None:
     found = (OutputRecord("good", "float32", "", 0.1, 60.0), OutputRecord("bad", "float32", "", 9.0, 5.0))
     monkeypatch.setattr("ampaudit.export.onnx.convert.outputs_of", lambda *_: found)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
     path, inputs = build("resnet", tmp_path)
     with pytest.raises(RunFailed, match="the written file computes bad with 5 dB against FP32"):
         converted(path, inputs, tmp_path / "out")
