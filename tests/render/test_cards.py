@@ -126,7 +126,8 @@ def test_a_document_is_saved_in_the_format_of_its_suffix(name: str, tmp_path: Pa
             assert not target.exists()
 
 
-def test_a_saved_file_is_not_lost(tmp_path: Path) -> None:
+def test_a_saved_file_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # what cannot be saved is kept
     report, target = saved_report(), tmp_path / "report.txt"
     report.save(target, "json")
     assert target.read_text("utf-8") == as_file(report, "json")
