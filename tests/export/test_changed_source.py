@@ -58,6 +58,7 @@ def test_a_source_that_changes_is_told_and_nothing_is_written(
         return made
 
     monkeypatch.setattr(whole if of_a_model else by_name, "write_weights", then_change)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
 
     def run() -> object:
         if of_a_model:
