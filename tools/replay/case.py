@@ -1,0 +1,139 @@
+"""What a case is: a name, and a function that runs audits or commands and returns their document."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import shlex
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ampaudit.audit.scan import scan
+from ampaudit.core.errors import AuditError
+from ampaudit.render.json import to_json
+from tests.support.paths import ROOT
+from tests.support.program import run_program
+from tools.replay.text import normalised, without_paths
+
+__all__ = ["FAMILIES", "Case", "Outcome", "Run", "audit", "family", "run_case", "session"]
+
+Run = Callable[[Path], str]
+Family = Callable[[], Iterator[tuple[str, Run]]]
+FAMILIES: list[Family] = []
+_TEXTS = {".json", ".yaml", ".txt", ".md", ".html", ".csv", ".xml", ".sarif", ".py"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stable name, which is also a path, and what is run in an empty folder."""
+
+    name: str
+    run: Run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The document of a case, how long it took, and whether it is an error that no user should see."""
+
+    name: str
+    text: str
+    seconds: float
+    crashed: bool
+
+
+def family(cases: Family) -> Family:
+    """Register a function that yields cases, whose names begin with its own."""
+    FAMILIES.append(cases)
+    return cases
+
+
+def run_case(case: Case) -> Outcome:
+    """Run a case as if it were alone; the document has no times, versions and places."""
+    started, crashed = time.perf_counter(), False
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            text = case.run(Path(folder))
+        except AuditError as error:
+            text = f"{type(error).__name__}: {error}\n"
+        except Exception as error:
+            text, crashed = "".join(traceback.format_exception_only(error)), True
+        text = normalised(text, Path(folder))
+    return Outcome(case.name, text, time.perf_counter() - started, crashed)
+
+
+def audit(build: Callable[[], tuple[Any, Any]], **options: Any) -> Run:
+    """Scan a model from Python."""
+
+    def run(_: Path) -> str:
+        model, inputs = build()
+        return to_json(scan(model, inputs, **options))
+
+    return run
+
+
+def session(
+    *commands: str, prepare: Callable[[Path], object] = lambda folder: None, inside: bool = False
+) -> Run:
+    """Run commands one after another; ``{}`` in them is a folder, whose new files belong to the document.
+
+    Args:
+        *commands: what is written after ``ampaudit``.
+        prepare: writes files into the folder first.
+        inside: run them in the folder instead of the checkout.
+    """
+
+    def run(folder: Path) -> str:
+        prepare(folder)
+        before = _files(folder)
+        parts = [_transcript(command, folder, folder if inside else ROOT) for command in commands]
+        return "".join([*parts, *(_described(path, folder) for path in _files(folder) if path not in before)])
+
+    return run
+
+
+def _transcript(command: str, folder: Path, current: Path) -> str:
+    words = [word.replace("{}", str(folder)) for word in shlex.split(command)]
+    done = run_program(*words, cwd=current)
+    # progress is shown once a command has taken some time
+    errors = re.sub(r"(?m)^.* \.\.\.\n", "", done.stderr)
+    return f"$ ampaudit {command}\n{done.stdout}\n{errors}exit code {done.returncode}\n"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _described(path: Path, folder: Path) -> str:
+    """Return the text of a file, or a digest of its content."""
+    head = f"-- {path.relative_to(folder).as_posix()}"
+    if path.suffix in _TEXTS:
+        return f"{head}\n{path.read_text(encoding='utf-8')}\n"
+    return f"{head}: {_digest(path, folder)}\n"
+
+
+def _digest(path: Path, folder: Path) -> str:
+    if not zipfile.is_zipfile(path):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name.endswith(".json"):  # an exported program names the lines of its model
+                content = without_paths(content.decode(), folder).encode()
+            digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()
