@@ -4,32 +4,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-fast test-slow test-portable lint check browser charts schema docs-site aten bench fuzz clean
+.PHONY: demo test test-all test-long measure test-portable lint check browser charts schema docs-site aten bench fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --tier 1
 
-# without what starts programs or browsers, converts, trains, or compares whole architectures
-HEAVY := audit/test_advice audit/test_bad_input audit/test_combined_policy audit/test_cures audit/test_findings audit/test_healthy \
-	audit/test_index_errors cli/test_interrupts linter/test_lint_files \
-	audit/test_quiet audit/test_silent audit/test_stress benchmarking/test_largest benchmarking/test_modes \
-	benchmarking/test_predict bounds/test_proof_examples ci/test_check ci/test_plugin cli/test_cli \
-	cli/test_terminal export/test_fold export/test_huggingface export/test_plan_file \
-	export/test_sentence_model export/test_verify fuzz/test_crafted fuzz/test_mutations \
-	linter/test_lint_cli linter/test_lint_oracle render/test_html render/test_outputs report/test_pages report/test_saved \
-	run/backward/test_custom_backward run/backward/test_gradients run/test_accuracy run/test_compare \
-	run/test_eager_agrees run/test_evidence run/test_fp32 run/test_run source/test_stream test_api \
-	test_docs_blocks test_examples trace/test_half trace/test_trace trace/test_traced_is_run \
-	training/test_prepare training/test_recipes
+# what `make test` leaves out, by the rule in tools/tiers.py
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --tier 2
 
-test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(HEAVY:%=--ignore=tests/%.py)
+# what is too long to be run on each change
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --tier 3
 
-test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m slow
+# the processor seconds and the lines of each test: which tier it is in follows from them, and mutants are run by them
+measure: $(VENV)/.dev
+	rm -rf dist/measured && mkdir -p dist/measured
+	AMPAUDIT_TIMES=$(CURDIR)/dist/measured/times.jsonl COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+		$(BIN)/python -m pytest -n 2 -p tests.support.measured
+	$(BIN)/coverage combine --quiet
+	$(BIN)/python tools/tiers.py --times dist/measured/times.jsonl --coverage dist/measured/coverage
 
 test-portable: $(VENV)/.dev
 	tools/portable.sh $(BIN)
@@ -58,16 +55,16 @@ aten: $(VENV)/.dev
 	$(BIN)/python -m tests.support.aten_ops > ampaudit/policy/aten_ops.txt
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/scan_overhead.py
-	$(BIN)/python benchmarks/planning.py
-	$(BIN)/python benchmarks/proofs.py
-	$(BIN)/python benchmarks/checkpoints.py
-	$(BIN)/python benchmarks/training.py
-	$(BIN)/python benchmarks/reports.py
-	$(BIN)/python benchmarks/linting.py
+	$(BIN)/python -m benchmarks.scan_overhead
+	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.proofs
+	$(BIN)/python -m benchmarks.checkpoints
+	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.reports
+	$(BIN)/python -m benchmarks.linting
 
 fuzz: $(VENV)/.dev
-	$(BIN)/python benchmarks/fuzz.py --minutes 60 --keep dist/fuzz
+	$(BIN)/python -m benchmarks.fuzz --minutes 60 --keep dist/fuzz
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

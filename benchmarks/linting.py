@@ -4,12 +4,11 @@ Two sets. In the first each file has one of the tests' correct training loops an
 surrounds loops in projects (datasets, metrics, options); in the second every file is loops only, one after
 the other. Beside them, in the same run, Python's own parser over the same files.
 
-    python benchmarks/linting.py [--repeats 5] [--cores 2] [--json FILE]
+    python -m benchmarks.linting [--repeats 5] [--cores 2] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import itertools
 import json
@@ -20,8 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.options import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = 300
@@ -148,12 +150,10 @@ def measured(count: int, repeats: int, *, only_loops: bool) -> dict[str, Any]:
     return {"files": count, "lines": count * LINES, "bytes": size, **found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cores", type=int, default=2, help="for lint; the parser runs on one")
-    parser.add_argument("--json", type=Path, help="keep the numbers in a file")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options_of = parser(__doc__, repeats=5)
+    options_of.add_argument("--cores", type=int, default=2, help="for lint; the parser runs on one")
+    options = options_of.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))[-options.cores :]
     os.sched_setaffinity(0, cores)  # for the commands, too
     result: dict[str, Any] = {"python": platform.python_version(), "cores": len(cores)}
@@ -163,7 +163,7 @@ def main() -> None:
         ("250 files, a loop in each", 250, False),
         ("500 files, a loop in each", 500, False),
     ):
-        result[label] = measured(count, options.repeats, only_loops=only)
+        result[label] = measured(2 if options.smoke else count, options.repeats, only_loops=only)
         lint, parse = result[label]["lint"], result[label]["python's parser alone"]
         print(
             f"{label}: {lint['median_s']:.2f} s ({lint['least_s']:.2f} to {lint['most_s']:.2f}),"

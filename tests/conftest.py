@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.leftovers import nothing_is_left, temporary_folder  # noqa: F401
 from tests.support.paths import ROOT
 
 settings.register_profile("ampaudit", deadline=None)  # how long an example takes is a matter of the machine
@@ -80,6 +81,12 @@ def model_file(tmp_path: Path) -> Callable[[str], Path]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/, for review")
+    parser.addoption(
+        "--tier",
+        type=int,
+        choices=[1, 2, 3],
+        help="run the tests of one tier only; tools/tiers.py has the rule",
+    )
     parser.addoption("--threads", type=int, default=1, help="threads of torch in each test process")
     parser.addoption("--no-onednn", action="store_true", help="torch's own kernels only, in test processes")
 
@@ -99,69 +106,19 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return compare
 
 
-# long tests of many like cases: `make test` runs one in so many, and the others are slow
-ONE_IN = {
-    "audit/test_advice.py::test_reported_failures_with_an_error_get_a_cure": 3,
-    "audit/test_bad_input.py::test_names_are_shown_and_never_obeyed": 4,
-    "audit/test_cures.py::test_what_is_printed_is_what_the_change_does": 3,
-    "audit/test_healthy.py::test_it_is_quiet": 4,
-    "audit/test_models.py::test_a_reported_failure_is_found_and_its_twin_is_healthy": 4,
-    "audit/test_paths.py::test_a_healthy_model_is_quiet_and_its_reference_is_its_own": 8,
-    "audit/test_paths.py::test_an_overflow_is_found_at_its_line": 4,
-    "audit/test_quiet.py::test_a_healthy_architecture_is_quiet_and_inside_its_bounds": 4,
-    "audit/test_silent.py::test_the_line_where_the_error_enters_is_named_first": 4,
-    "audit/test_silent.py::test_the_repaired_twin_passes": 4,
-    "benchmarking/test_predict.py::test_memory_is_predicted_but_for_what_kernels_take": 3,
-    "bounds/test_bounds.py::test_what_a_run_computes_is_inside": 4,
-    "cli/test_cli.py::test_bad_input_is_one_clear_line": 4,
-    "cli/test_current_folder.py::test_no_command_imports_what_it_finds": 4,
-    "cli/test_interrupts.py::test_a_signal_that_an_exception_does_not_carry": 4,
-    "cli/test_interrupts.py::test_without_a_home": 4,
-    "audit/test_against.py::test_a_random_change_is_named": 4,
-    "export/test_fold.py::test_folding_changes_no_bit": 4,
-    "export/test_onnx_convert.py::test_an_odd_graph_is_converted": 2,
-    "export/test_plan_file.py::test_the_plan_file_makes_the_same_graph": 4,
-    "export/test_sentence_model.py::test_a_fresh_process_computes_the_embeddings": 4,
-    "fuzz/test_mutations.py::test_a_mutated_input_is_accepted_or_refused": 3,
-    "render/test_html.py::test_a_page_made_of_sections": 4,
-    "render/test_html.py::test_every_page_opens_at_every_width": 4,
-    "render/test_html.py::test_names_are_shown_and_not_obeyed": 4,
-    "render/test_html.py::test_no_barrier_that_axe_finds": 4,
-    "run/backward/test_gradients.py::test_the_reference_is_autograds_gradient": 3,
-    "run/test_accuracy.py::test_the_culprit_is_found_in_a_number_of_runs_that_grows_like_a_logarithm": 4,
-    "run/test_run.py::test_emulated_and_native_kernels_agree": 4,
-    "source/onnx/test_whole_models.py::test_every_node_computes_what_the_runtime_computes": 2,
-    "source/test_onnx_models.py::test_generated_models_run_and_are_deterministic": 3,
-    "source/test_hostile_directories.py::test_what_cannot_be_built_is_refused": 4,
-    "trace/test_trace.py::test_half_gives_the_dtypes_of_a_real_half_model": 3,
-    "trace/test_trace.py::test_thirteen_architectures_trace_with_layers_and_lines": 3,
-    "trace/test_trace.py::test_torch_cuda_gives_the_dtypes_of_real_cuda_autocast": 3,
-    "tuning/test_minimal.py::test_it_keeps_at_most_one_op_more_than_the_fewest": 10,
-    "tuning/test_minimal.py::test_no_op_of_an_exhaustive_search_may_go": 10,
-    "tuning/test_oracle.py::test_it_computes_what_16_bit_kernels_compute": 6,
-    "tuning/test_oracle.py::test_it_computes_what_an_audit_computes": 6,
-    "tuning/test_oracle.py::test_targets_need_some_ops_but_not_all": 4,
-    "tuning/test_sensitivity.py::test_a_mixed_run_computes_what_the_judge_does": 6,
-}
+def pytest_configure(config: pytest.Config) -> None:
+    # read when a library is loaded, here and in child processes
+    os.environ["OMP_NUM_THREADS"] = str(config.getoption("--threads"))
 
 
-def _leave_like_cases(items: list[pytest.Item]) -> None:
-    """Mark all cases but one in so many as slow, in the order of their names, which no plugin changes."""
-    seen: dict[str, int] = {}
-    for item in sorted(items, key=lambda item: item.nodeid):
-        name = item.nodeid.partition("[")[0].removeprefix("tests/")
-        if name in ONE_IN and item.get_closest_marker("slow") is None:
-            seen[name] = seen.get(name, -1) + 1
-            if seen[name] % ONE_IN[name]:
-                item.add_marker(pytest.mark.slow)
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    _leave_like_cases(items)
-
+    if (tier := config.getoption("--tier")) is not None:
+        lines = (ROOT / "tests" / "tiers.txt").read_text(encoding="utf-8").splitlines()
+        tiers = {test: int(number) for number, _, test in (line.partition(" ") for line in lines)}
+        config.hook.pytest_deselected(items=[item for item in items if tiers.get(item.nodeid, 1) != tier])
+        items[:] = [item for item in items if tiers.get(item.nodeid, 1) == tier]
     if config.getoption("--no-onednn"):
         torch._C._set_mkldnn_enabled(False)  # torch.backends refuses once a test has locked the flags
     if torch.cuda.is_available():

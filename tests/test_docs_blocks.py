@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -248,6 +249,7 @@ def missing_package(command: str) -> str | None:
     return next((package for package in needed if not is_installed(package)), None)
 
 
+@functools.cache  # several pages show the same commands
 def run(command: str, place: Path) -> str:
     """One line as a shell would run it; a report's findings are no failure. What it prints to stdout."""
     command = command.partition(" | patch")[0]
@@ -271,6 +273,7 @@ def run(command: str, place: Path) -> str:
 @pytest.mark.parametrize("block", [block for block in SHELL if block not in SHOWN], ids=str)
 def test_command_lines(block: Block, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(prepared)
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.syspath_prepend(str(prepared))
     directory = prepared / "path" / "to" / "hf-model"
     if "hf-model" in block.text and is_installed("transformers"):

@@ -127,7 +127,6 @@ def _built(place: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
 def test_the_site_builds_and_loads_nothing_from_other_hosts(copied: Path) -> None:
     built = _built(copied)
     assert built.returncode == 0, built.stderr
@@ -146,7 +145,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.slow
 def test_every_broken_link_fails_the_build(copied: Path) -> None:
     with (copied / "docs" / "proofs.md").open("a", encoding="utf-8") as file:
         file.write("\n" + "\n\n".join(BROKEN) + "\n")

@@ -27,7 +27,7 @@ def numbers(cells: list[str]) -> list[float]:
 
 
 def test_the_page_is_what_the_script_writes() -> None:
-    assert rewritten(TEXT) == TEXT, "python benchmarks/scale_figures.py"
+    assert rewritten(TEXT) == TEXT, "python -m benchmarks.scale_figures"
     assert rewritten(TEXT.replace("| 70.6 billion |", "| 71 billion |")) == TEXT
 
 

@@ -190,10 +190,10 @@ def start_forked(
     imports = (target.partition(":")[0], *imports)
     key = (imports, tuple(sorted(environment.items())))
     servers = _servers()
-    server = servers.pop(key, None)
-    if server is None or not server.is_running():
-        server = _Server(imports, environment)
-    servers[key] = server
+    if key in servers and not servers[key].is_running():
+        servers.pop(key).stop()
+    server = servers.pop(key, None) or _Server(imports, environment)
+    servers[key] = server  # as the one that was used last
     while len(servers) > _MAX_SERVERS:
         servers.pop(next(iter(servers))).stop()
     order = {

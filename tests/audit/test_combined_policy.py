@@ -64,7 +64,7 @@ def decibels(wanted: torch.Tensor, got: torch.Tensor) -> float:
         (T5, "torch-cpu"),
         (T5, "half"),
         (SCORES, "half"),
-        pytest.param(SCORES, "torch-cpu", marks=pytest.mark.slow),
+        (SCORES, "torch-cpu"),
     ],
 )
 def test_the_code_does_in_torch_what_the_report_promises(path: str, policy: str) -> None:

@@ -272,12 +272,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = ("qwen3, tied", "vit", "whisper, decoder")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", list(CASES))
 def test_models_of_transformers(name: str) -> None:
     transformers, case = pytest.importorskip("transformers"), CASES[name]
     torch.manual_seed(1)

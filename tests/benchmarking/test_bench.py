@@ -141,7 +141,6 @@ def test_mistakes_are_one_clear_line(cli: Cli, arguments: tuple[str, ...], part:
     assert done.stdout == ""
 
 
-@pytest.mark.slow
 def test_the_experiment_runs_in_small(cli: Cli, tmp_path: Path) -> None:
     """EfficientNet-B0 with one output, as examples/efficientnet_b0.py has it, with small images on a CPU."""
     done = cli(
@@ -184,4 +183,4 @@ def test_the_documented_table_is_the_kept_result() -> None:
     for page in tables.PAGES:
         text = page.read_text(encoding="utf-8")
         assert tables.table() in text
-        assert tables.rewritten(text) == text, "python benchmarks/tables.py"
+        assert tables.rewritten(text) == text, "python -m benchmarks.tables"

@@ -26,12 +26,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     ("made", "train"),
-    [
-        pytest.param(
-            *case, id=name, marks=pytest.mark.slow if name in ("resnet training", "text training") else ()
-        )
-        for name, case in MODELS.items()
-    ],
+    [pytest.param(*case, id=name) for name, case in MODELS.items()],
 )
 def test_memory_is_predicted_but_for_what_kernels_take(
     made: Callable[[bool], ModelSource], train: bool

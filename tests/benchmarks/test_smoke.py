@@ -90,14 +90,8 @@ def test_it_runs(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = import_module(f"benchmarks.{name}")
-    if name == "linting":  # which has no smoke run of its own yet
-        measured = script.measured
-        monkeypatch.setattr(script, "measured", lambda _, __, **kind: measured(2, 1, **kind))
-        monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
-        monkeypatch.setattr("sys.argv", ["linting"])
-        script.main()
-    else:
-        script.main(["--smoke", "--json", str(tmp_path / "figures.json")])
+    monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
+    script.main(["--smoke", "--json", str(tmp_path / "figures.json")])
     assert capsys.readouterr().out
 
 

@@ -31,7 +31,6 @@ ROUNDS = 6  # inputs of each
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_no_value_of_a_random_program_leaves_its_bound(setting: Setting) -> None:
     total = Report()
@@ -55,7 +54,6 @@ def test_no_value_of_a_random_program_leaves_its_bound(setting: Setting) -> None
     assert total.bounded.total() >= 0.5 * total.values.total(), "what has no bound cannot leave it"
 
 
-@pytest.mark.slow
 def test_the_ops_that_are_covered_are_met_with_finite_bounds() -> None:
     """Not all in so few programs, but most, or the programs have become too odd to say anything."""
     total = Report()
@@ -78,7 +76,6 @@ def healthy() -> list[Prepared]:
     return programs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_transfer_is_found(
     name: str, healthy: list[Prepared], monkeypatch: pytest.MonkeyPatch
@@ -91,7 +88,6 @@ def test_a_broken_transfer_is_found(
     pytest.fail(f"{name}: not found in {len(healthy) * BRANCHES} programs")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", [Setting("as-is", "float16"), Setting("half", "float16")], ids=str)
 def test_no_value_of_torchs_own_samples_leaves_its_bound(setting: Setting) -> None:
     problems = [problem for info in op_db for problem in sample_problems(info, setting, 2)]

@@ -255,7 +255,6 @@ def written(tmp_path: Path, files: dict[str, str]) -> list[Path]:
     return [tmp_path / f"{name}.py" for name in files]
 
 
-@pytest.mark.slow
 def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
     files = {
         "good": GOOD,
@@ -301,7 +300,6 @@ def test_a_model_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.slow
 def test_a_converted_directory_is_verified_and_audited_as_it_is(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="torch-cuda")
     (passed,) = check(out)
@@ -372,7 +370,7 @@ def test_the_github_workflow_pins_what_it_runs() -> None:
     assert installed == f"git+https://github.com/OWNER/ampaudit@v{__version__}"
 
 
-SCALES = [pytest.param("1.0", 0, marks=pytest.mark.slow), ("1e6", 1)]
+SCALES = [("1.0", 0), ("1e6", 1)]
 
 
 @pytest.mark.parametrize(("scale", "code"), SCALES)

@@ -75,9 +75,7 @@ COMMANDS: dict[str, Callable[[dict[str, Path]], list[str | Path]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.slow) if c == "check-hf" else c for c in COMMANDS]
-)
+@pytest.mark.parametrize("command", list(COMMANDS))
 def test_no_command_imports_what_it_finds(command: str, places: dict[str, Path]) -> None:
     # -P stands for the installed program, whose own folder Python would put first instead
     words = [sys.executable, "-P", "-m", "ampaudit", *map(str, COMMANDS[command](places))]
@@ -87,7 +85,6 @@ def test_no_command_imports_what_it_finds(command: str, places: dict[str, Path])
     assert done.returncode in (0, 1), done.stderr
 
 
-@pytest.mark.slow
 def test_an_empty_entry_of_pythonpath_is_not_handed_on(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,9 +32,9 @@ def test_given_weights_are_those_that_are_written(tmp_path: Path) -> None:
     ("architecture", "policy"),
     [
         ("bert", "half"),
-        pytest.param("t5", "half", marks=pytest.mark.slow),
-        pytest.param("t5", "keep-fp32-modules", marks=pytest.mark.slow),
-        pytest.param("mixtral", "half", marks=pytest.mark.slow),
+        ("t5", "half"),
+        ("t5", "keep-fp32-modules"),
+        ("mixtral", "half"),
     ],
 )
 def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str, policy: str) -> None:

@@ -35,10 +35,7 @@ def graph_of(model: TracedModel) -> list[tuple[str, str, torch.dtype | None]]:
     return [(site.id, site.op, site.dtype) for site in model.sites]
 
 
-QUICK = ("ampaudit", "half", "modelopt", "torch-cuda")  # one of each kind of policy
-CASES: list[Any] = [
-    pytest.param("t5", policy, marks=() if policy in QUICK else pytest.mark.slow) for policy in policy_names()
-]
+CASES: list[Any] = [("t5", policy) for policy in policy_names()]
 CASES += [
     (name, policy) for name in ("deberta_v2", "resnet") for policy in ("ampaudit", "tensorflow", "half")
 ]

@@ -10,16 +10,10 @@ import pytest
 from tests.fuzz.crafted import CRAFTED
 from tests.fuzz.formats import command
 from tests.fuzz.judge import MEMORY, PATIENCE, SECONDS, judge, write_files
-from tests.fuzz.slow import slow_directories
 from tests.support.paths import ROOT
 
-IN_A_PROCESS = (
-    "pt2: a weight that runs",
-    "converted: another program",
-)
 
-
-@pytest.mark.parametrize("title", slow_directories(CRAFTED))
+@pytest.mark.parametrize("title", CRAFTED)
 def test_a_crafted_file_is_refused_and_runs_nothing(title: str, tmp_path: Path) -> None:
     marker, case = tmp_path / "marker", CRAFTED[title]
     files = case.make(str(marker))
@@ -32,7 +26,7 @@ def test_a_crafted_file_is_refused_and_runs_nothing(title: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "title",
-    [*IN_A_PROCESS, *(pytest.param(t, marks=pytest.mark.slow) for t in CRAFTED if t not in IN_A_PROCESS)],
+    CRAFTED,
 )
 def test_the_program_refuses_it_in_time_and_memory(title: str, tmp_path: Path) -> None:
     marker, case = tmp_path / "marker", CRAFTED[title]

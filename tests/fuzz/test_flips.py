@@ -3,8 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-import pytest
-
 from ampaudit.core.errors import WeightsError
 from ampaudit.export.verify import verify
 from tests.fuzz import honest
@@ -13,7 +11,6 @@ from tests.fuzz.judge import write_files
 FLIPS = 2000
 
 
-@pytest.mark.slow
 def test_every_flipped_bit_of_a_converted_directory_is_named(tmp_path: Path) -> None:
     files = honest.converted()[0]
     write_files(tmp_path, files)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.fuzz.formats import FORMATS, judged
 from tests.fuzz.judge import judge
-from tests.fuzz.slow import slow_directories
 
 INPUTS = 2000
 
@@ -18,14 +17,14 @@ def test_the_shares_are_two_thousand_inputs() -> None:
     assert sum(form.share for form in FORMATS.values()) == INPUTS
 
 
-@pytest.mark.parametrize("name", slow_directories(FORMATS))
+@pytest.mark.parametrize("name", FORMATS)
 def test_an_honest_input_is_accepted(name: str) -> None:
     form = FORMATS[name]
     accepted = [judge(files, form.readers[0]).outcome for files in form.honest()]
     assert accepted == ["accepted"] * len(accepted)
 
 
-@pytest.mark.parametrize("name", slow_directories(FORMATS))
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_mutated_input_is_accepted_or_refused(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]
     outcomes: set[str] = set()

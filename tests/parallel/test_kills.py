@@ -12,7 +12,7 @@ import pytest
 from tests.support.parallel import SCAN, alone, started, without_times, written
 from tests.support.program import Program
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+SEEDS = range(20)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.parallel import MODEL, PROMOTING, SCAN, alone, torchrun, without_times
 
-slow = pytest.mark.slow
 MEASURED = (
     "scan",
     "mixed.py",
@@ -27,10 +26,10 @@ MEASURED = (
     ("count", "words"),
     [
         (2, MEASURED),
-        pytest.param(2, SCAN, marks=slow),
-        pytest.param(3, SCAN, marks=slow),
-        pytest.param(2, (*SCAN, "--ranges"), marks=slow),
-        pytest.param(2, (*SCAN, "--policy", "half"), marks=slow),
+        (2, SCAN),
+        (3, SCAN),
+        (2, (*SCAN, "--ranges")),
+        (2, (*SCAN, "--policy", "half")),
     ],
 )
 def test_a_pipeline_gives_the_report_of_one_process(folder: Path, count: int, words: tuple[str, ...]) -> None:

@@ -23,9 +23,7 @@ from tests.support.parallel import (
 from tests.support.program import Program
 
 
-@pytest.mark.parametrize(
-    "count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("count", [2, 3, 7])
 def test_torchrun_gives_one_report(folder: Path, count: int) -> None:
     alone(folder, *SCAN, "-o", "one.json")
     done = torchrun(folder, count, *SCAN, "-o", "ranks.json")
@@ -88,7 +86,7 @@ def test_the_error_of_a_rank_is_told(folder: Path, ranks: list[Program]) -> None
             "torch.nn.init.ones_(model.head.weight)",
             "another model: other code, other files that it imports, other weights",
         ),
-        pytest.param("model.head.training = None", "", marks=pytest.mark.slow),
+        ("model.head.training = None", ""),
     ],
 )
 def test_a_rank_with_another_model_is_named(
@@ -122,7 +120,7 @@ def test_a_rank_that_runs_out_of_index_tells_the_first_batch(folder: Path, ranks
     assert last == [line for line in one.stderr.splitlines() if line.startswith("ampaudit: ")]
 
 
-@pytest.mark.parametrize("body", [MODEL, pytest.param(MODEL + METRIC, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("body", [MODEL, MODEL + METRIC])
 def test_check_divides_batches(folder: Path, body: str) -> None:
     written(folder, body)
     targets = ["mixed.py"] * (1 if body == MODEL else 2)
@@ -134,7 +132,6 @@ def test_check_divides_batches(folder: Path, body: str) -> None:
     assert without_times(folder / "ranks.json") == without_times(folder / "one.json")
 
 
-@pytest.mark.slow
 def test_check_names_the_rank_that_fails(folder: Path) -> None:
     written(folder, STOPS.replace("ACT", "raise FileNotFoundError('no data on this machine')"))
     done = torchrun(folder, 2, "check", "mixed.py", "--batches", "9", "-o", "ranks.json")
@@ -144,9 +141,7 @@ def test_check_names_the_rank_that_fails(folder: Path) -> None:
     assert "no data on this machine" in target["error"]
 
 
-@pytest.mark.parametrize(
-    "words", [("plan",), pytest.param(("bench", "--repeats", "1"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("words", [("plan",), ("bench", "--repeats", "1")])
 def test_what_is_not_divided_is_done_once(folder: Path, words: tuple[str, ...]) -> None:
     command, *rest = words
     done = torchrun(folder, 2, command, "mixed.py", *rest, "-o", "ranks.json")
@@ -169,7 +164,6 @@ def test_progress_tells_how_far_all_ranks_are(folder: Path, ranks: list[Program]
     assert all(0 <= int(number) <= 9 for number in shown)
 
 
-@pytest.mark.slow
 def test_torchrun_names_the_rank_that_it_ends_the_others_for(folder: Path) -> None:
     body = MODEL.replace("def forward(self, ids, gain):", """def forward(self, ids, gain):
         if os.environ.get("RANK") == "1":

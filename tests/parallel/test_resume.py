@@ -17,7 +17,6 @@ from ampaudit.parallel.resume import ResumedShare, _Kept
 from tests.support.parallel import MODEL, PROMOTING, alone, run, started, torchrun, without_times, written
 from tests.support.program import Program
 
-slow = pytest.mark.slow
 SCAN = ("scan", "mixed.py", "--batches", "9", "--policy", "promoting.yaml", "--fail-on", "never", "--force")
 RESUMED = (*SCAN, "--resume", "kept")
 SEGMENTS = ("--memory", "140kB")
@@ -101,7 +100,7 @@ def watched(original: object) -> object:
 
 @pytest.mark.parametrize(
     ("seed", "more"),
-    [(0, SEGMENTS), *(pytest.param(n, (SEGMENTS, ())[n % 2], marks=slow) for n in range(1, 9))],
+    [(0, SEGMENTS), *((n, (SEGMENTS, ())[n % 2]) for n in range(1, 9))],
 )
 def test_a_scan_that_is_killed_twice_ends_with_the_same_report(
     folder: Path, ranks: list[Program], usual: str, seed: int, more: tuple[str, ...]
@@ -121,7 +120,6 @@ def test_a_scan_that_is_killed_twice_ends_with_the_same_report(
     assert without_times(folder / "again.json") == usual
 
 
-@slow
 def test_ranks_go_on_with_what_is_there(folder: Path, usual: str) -> None:
     assert torchrun(folder, 2, *RESUMED, "-o", "first.json").returncode == 0
     kept = sorted((folder / "kept").glob("*auditing-*.json"))

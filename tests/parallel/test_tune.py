@@ -48,10 +48,8 @@ def batches():
         (MODEL, ("--min-sqnr", "75"), 2),
         (MODEL + METRIC, ("--metric-drop", "0.00001"), 3),
         (STREAM, ("--min-sqnr", "30"), 2),
-        pytest.param(
-            *(MODEL, ("--dtype", "auto", "--min-sqnr", "60", "--exhaustive"), 3), marks=pytest.mark.slow
-        ),
-        pytest.param(MODEL, ("--min-sqnr", "60", "--cost", "bytes"), 7, marks=pytest.mark.slow),
+        (MODEL, ("--dtype", "auto", "--min-sqnr", "60", "--exhaustive"), 3),
+        (MODEL, ("--min-sqnr", "60", "--cost", "bytes"), 7),
     ],
     ids=["accuracy", "metric", "rescale", "exhaustive", "more ranks than batches"],
 )
@@ -67,7 +65,7 @@ def test_ranks_tune_as_one_process_does(
     assert bool(json.loads((folder / "one.json").read_text())["rescale"]) == (body == STREAM)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", range(5))
 def test_a_rank_that_is_killed_while_tuning_is_named(folder: Path, ranks: list[Program], seed: int) -> None:
     chance = random.Random(seed)
     ranks += started(folder, 3, *TUNE, "--min-sqnr", "75", "-o", "ranks.json", AMPAUDIT_RANK_TIMEOUT="30")

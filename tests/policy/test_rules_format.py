@@ -327,7 +327,6 @@ def test_neighbour_rules_spread_until_nothing_changes(tmp_path: Path) -> None:
     assert casts == [Cast.FLOAT32] * 4 + [Cast.LOWER] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ampaudit", "torch-cuda", "mxnet-fp16", "tensorflow", "paddle-o1"])
 def test_every_op_of_the_zoo_is_in_a_class_or_explicitly_default(name: str) -> None:
     rules = load_policy(name)

@@ -273,9 +273,7 @@ def check(document: Document) -> None:
         CHECKS[form](as_file(document, form))
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "comparison" else kind for kind in SAMPLES]
-)
+@pytest.mark.parametrize("kind", list(SAMPLES))
 def test_known_tricks_are_only_text(kind: str) -> None:
     for text in TEXTS:
         check(hostile_document(kind, text))

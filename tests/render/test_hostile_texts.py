@@ -19,10 +19,7 @@ _RAW = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow) if kind in ("comparison", "scan") else kind
-        for kind in SAMPLES
-    ],
+    list(SAMPLES),
 )
 def test_no_text_of_a_report_is_printed_raw(kind: str) -> None:
     saved = json.loads(as_file(sample(kind), "json"))

@@ -437,7 +437,6 @@ def test_a_report_without_findings_or_sites(form: str) -> None:
     assert "AMP101" not in text or form == "html"
 
 
-@pytest.mark.slow
 def test_twenty_thousand_findings_stay_readable() -> None:
     report = many(saved_report(), 20_000)
     assert len(to_markdown(report)) < 100_000

@@ -34,9 +34,7 @@ def source_of(model: nn.Module, *batches: Batch) -> ModelSource:
     return ModelSource(type(model).__name__, "object", model, batches)
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "gpt2", "t5"))]
-)
+@pytest.mark.parametrize("name", ["bert", "resnet", "gpt2", "t5"])
 def test_side_by_side_equals_one_by_one(name: str) -> None:
     zoo = ZOO[name]()
     source = source_of(zoo.model.eval(), Batch((), zoo.kwargs))

@@ -21,7 +21,7 @@ NAMES = """
     trapezoid unfold var where
 """.split()
 OPS = {info.formatted_name: info for info in op_db if info.name in NAMES}
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def test_the_sample_is_found() -> None:

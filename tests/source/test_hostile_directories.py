@@ -145,7 +145,7 @@ def test_what_is_not_a_configuration_is_refused(
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize(
     "kind",
-    ["fifo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("device", "folder", "nowhere"))],
+    ["fifo", "device", "folder", "nowhere"],
 )
 def test_what_is_no_file_is_refused(crafted: Callable[..., Path], name: str, kind: str) -> None:
     path = crafted() / name
@@ -293,7 +293,7 @@ def test_a_crafted_directory_ends_soon_in_little_memory(crafted: Callable[..., P
     assert peak < 1_000_000_000
 
 
-@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=pytest.mark.slow), "t5"])
+@pytest.mark.parametrize("name", ["mixtral", "t5"])
 def test_an_honest_directory_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     expected = ZOO[name]().model
     expected.save_pretrained(tmp_path)

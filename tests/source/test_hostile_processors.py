@@ -88,9 +88,9 @@ def opened(honest: Path, place: Path, change: Change) -> ModelSource:
     [
         (own_code, "sample", "built-in text"),
         (escaping, "random", "SecurityError"),
-        pytest.param(elsewhere, "random", "cannot load the tokenizer", marks=pytest.mark.slow),
-        pytest.param(large, "sample", "built-in text", marks=pytest.mark.slow),
-        pytest.param(pipe, "sample", "built-in text", marks=pytest.mark.slow),
+        (elsewhere, "random", "cannot load the tokenizer"),
+        (large, "sample", "built-in text"),
+        (pipe, "sample", "built-in text"),
     ],
 )
 def test_nothing_in_a_processor_runs(
@@ -103,7 +103,6 @@ def test_nothing_in_a_processor_runs(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.slow
 def test_a_template_that_never_ends_is_stopped(honest: Path, tmp_path: Path) -> None:
     started = time.perf_counter()
     with pytest.raises(AuditError, match="takes more than 30 s") as caught:

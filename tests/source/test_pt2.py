@@ -119,10 +119,7 @@ def test_a_program_computes_what_torch_loads(tmp_path: Path, make: Any, decompos
     compare(saved(program.run_decompositions() if decomposed else program, tmp_path / "m.pt2"))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama", "vit", "resnet")]
-
-
-@pytest.mark.parametrize("name", ["bert", *SLOW])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "resnet"])
 def test_architectures_compute_what_the_model_does(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     made = getattr(zoo, name)()

@@ -81,9 +81,7 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     assert scan(source.model, batches=source.batches).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "gpt2"))]
-)
+@pytest.mark.parametrize("name", ["vit", "t5", "gpt2"])
 def test_inputs_are_made_for_other_directories(tmp_path: Path, name: str) -> None:
     ZOO[name]().model.save_pretrained(tmp_path / "model")
     source = open_source(str(tmp_path / "model"), SourceConfig())

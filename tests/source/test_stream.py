@@ -86,9 +86,7 @@ def test_ties_buffers_and_values_are_those_of_a_loaded_model(model: Path) -> Non
     assert torch.equal(streamed.scale, plain.scale)
 
 
-@pytest.mark.parametrize(
-    "architecture", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))]
-)
+@pytest.mark.parametrize("architecture", ["bert", "t5", "llama"])
 def test_hugging_face_directories(tmp_path: Path, architecture: str) -> None:
     torch.manual_seed(0)
     zoo.ZOO[architecture]().model.save_pretrained(tmp_path)
@@ -174,7 +172,6 @@ runpy.run_module("ampaudit", run_name="__main__")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with /proc")
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     """400 MB of weights; eight steps of the reference run ahead, each with its weight of 17 MB."""
@@ -203,7 +200,6 @@ def zeros(path: Path, rows: int) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with /proc")
 def test_converting_needs_no_more_memory_for_a_larger_file(tmp_path: Path) -> None:
     peaks = []

@@ -20,7 +20,7 @@ NEAR = {"apex-o0": 1e-5, "apex-o2": 1e-3}
 one_process = functools.cache(alone)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 4])
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Mapping[str, Seen]]:

@@ -79,7 +79,6 @@ def run(
     return done
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_two_processes_follow_fp32(name: str, launcher: tuple[str, ...]) -> None:
@@ -129,7 +128,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_ranks_that_disagree_skip_together(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS, encoding="utf-8")
@@ -155,7 +153,7 @@ def trained(name: str, policies: tuple[str, ...], steps: int, **options: object)
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("digits", 100), pytest.param("text", 120, marks=pytest.mark.slow)],
+    [("digits", 100), ("text", 120)],
 )
 def test_masters_and_scale_keep_the_accuracy_and_going_without_does_not(name: str, steps: int) -> None:
     report = trained(name, ("apex-o2", "apex-o3"), steps)
@@ -174,7 +172,7 @@ def test_masters_and_scale_keep_the_accuracy_and_going_without_does_not(name: st
     assert report.exit_code == 1
 
 
-@pytest.mark.parametrize("name", ["digits", pytest.param("text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["digits", "text"])
 def test_bfloat16_keeps_the_accuracy(name: str) -> None:
     report = trained(name, ("apex-o2",), 100, dtype="bfloat16")
     exact, *others = [variant.metric for variant in report.variants]

@@ -153,7 +153,8 @@ def test_hooks_come_off_when_the_loop_fails() -> None:
     assert "update" not in scaler.__dict__
 
 
-def test_the_report_is_written(tmp_path: Path) -> None:
+def test_the_report_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # what cannot be saved is kept
     case = fresh()
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
     with ampaudit.watch(case.model, optimizer, every=3) as seen:
@@ -316,7 +317,6 @@ def test_a_policy_that_looks_at_values_sees_the_first_batch() -> None:
     assert not plain.model(rows()).isfinite().all()
 
 
-@pytest.mark.slow
 def test_the_command(
     cli: Callable[..., subprocess.CompletedProcess[str]], model_file: Callable[[str], Path], tmp_path: Path
 ) -> None:

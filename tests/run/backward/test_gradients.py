@@ -520,7 +520,6 @@ def test_a_scale_that_is_no_power_of_two_counts_the_same_exponents() -> None:
     assert second.peak == pytest.approx(first.peak * 1000 / 1024, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_model_directory_takes_the_loss_of_the_inputs_file(tmp_path: Any, cli: Any) -> None:
     found = zoo.bert()
     found.model.save_pretrained(tmp_path / "model")
@@ -537,7 +536,6 @@ def test_a_model_directory_takes_the_loss_of_the_inputs_file(tmp_path: Any, cli:
     assert "Suits  2^" in run.stdout
 
 
-@pytest.mark.slow
 def test_several_policies_say_which_scales_suit(cli: Any, model_file: Any) -> None:
     path = model_file(
         "def get_model(): return nn.Linear(8, 3)\n"

@@ -46,7 +46,6 @@ def plain(test: NodeTest) -> bool:
     return test.floats and test.name not in KNOWN_FAILURES and all(hasattr(a, "shape") for a in arrays)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_the_trace_computes_the_same(shard: int) -> None:
     chosen = [test for test in node_tests() if plain(test)][shard * EVERY // SHARDS :: EVERY]

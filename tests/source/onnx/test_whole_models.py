@@ -160,7 +160,6 @@ def transformers_models() -> dict[str, Callable[[], tuple[nn.Module, torch.Tenso
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_every_node_of_a_language_model(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

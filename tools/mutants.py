@@ -1,0 +1,294 @@
+"""Mutates the package, and counts what the tests that execute the changed line find.
+
+``mutants.py select MUTANTS --coverage DATA`` chooses mutants at random from the lines that the tests execute,
+equally many of each package: a comparison that is another, a number or truth value that is another, a
+statement that is left out, two arguments that change places.
+
+``mutants.py run MUTANTS --coverage DATA --times TIMES --out RESULTS`` applies one after another to a copy of
+the repository, and runs the tests that execute the line, the cheapest first, until one fails. DATA is
+what coverage.py has recorded with a context per test; TIMES is what ``tests.support.measured`` has written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+
+import pytest
+from coverage import CoverageData
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "ampaudit"
+_OTHER = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+_GRACE_SECONDS = 60.0  # for pytest's own start
+# third-party packages that each run would import again
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(
+    [
+        "torch.export",
+        "transformers.modeling_utils",
+        "onnx",
+        "onnxruntime",
+        "hypothesis",
+        "pytest",
+        "scipy.optimize",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change: where it is, of what kind, and the file's text with it."""
+
+    file: str
+    line: int
+    kind: str
+    before: str
+    after: str
+    text: str
+
+
+# ---- choosing
+
+
+def mutants_of(file: str, source: str, lines: set[int]) -> Iterator[Mutant]:
+    """Yield every mutant of a file on the given lines, each of one expression or statement."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if getattr(node, "lineno", None) not in lines:
+            continue
+        for kind, changed in _changes(node):
+            text = _replaced(source, node, changed)
+            if text is not None:
+                before = ast.get_source_segment(source, node) or ""
+                yield Mutant(file, node.lineno, kind, before, ast.unparse(changed), text)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    changed = copy.deepcopy(node)
+    if isinstance(changed, ast.Compare) and len(changed.ops) == 1:
+        changed.ops = [_OTHER[type(changed.ops[0])]()]
+        yield "comparison", changed
+    elif isinstance(changed, ast.Constant) and isinstance(changed.value, int | float):
+        value = changed.value
+        changed.value = (not value) if isinstance(value, bool) else value + 1
+        yield "constant", changed
+    elif isinstance(changed, ast.Call) and len(changed.args) >= 2:
+        if not any(isinstance(argument, ast.Starred) for argument in changed.args[:2]):
+            changed.args[:2] = changed.args[1::-1]
+            yield "arguments", changed
+    elif isinstance(changed, ast.Assign | ast.AugAssign | ast.Expr) and not (
+        isinstance(changed, ast.Expr) and isinstance(changed.value, ast.Constant | ast.Yield)
+    ):
+        yield "statement", ast.Pass()
+
+
+def _replaced(source: str, node: ast.AST, changed: ast.AST) -> str | None:
+    """Return the source with another text in place of a node, if that is still Python."""
+    assert isinstance(node, ast.expr | ast.stmt)
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    lines = source.splitlines(keepends=True)
+    first, last = lines[node.lineno - 1].encode(), lines[node.end_lineno - 1].encode()
+    head, tail = first[: node.col_offset].decode(), last[node.end_col_offset :].decode()
+    new = ast.unparse(changed)
+    if isinstance(changed, ast.expr):
+        new = f"({new})" if not isinstance(changed, ast.Constant | ast.Call) else new
+    text = "".join([*lines[: node.lineno - 1], head, new, tail, *lines[node.end_lineno :]])
+    try:
+        return text if ast.dump(ast.parse(text)) != ast.dump(ast.parse(source)) else None
+    except SyntaxError:  # a number in an f-string, for one
+        return None
+
+
+def select(covered: Covered, count: int, seed: int) -> list[Mutant]:
+    """Choose mutants at random, as many of each package as of any other."""
+    chooser = random.Random(seed)
+    rooms: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        rooms[file.split("/")[1]].append(file)
+    rooms = {name: files for name, files in rooms.items() if not name.endswith(".py")}
+    selected: list[Mutant] = []
+    for number, (_, files) in enumerate(sorted(rooms.items())):
+        share = count * (number + 1) // len(rooms) - count * number // len(rooms)
+        possible = [
+            mutant
+            for file in files
+            for mutant in mutants_of(
+                file, (ROOT / file).read_text(encoding="utf-8"), covered.lines_in_functions(file)
+            )
+        ]
+        by_kind: dict[str, list[Mutant]] = defaultdict(list)
+        for mutant in possible:
+            by_kind[mutant.kind].append(mutant)
+        for index in range(share):
+            kinds = sorted(by_kind)
+            selected.append(chooser.choice(by_kind[kinds[index % len(kinds)]]))
+    return selected
+
+
+class Covered:
+    """Which tests execute which lines."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for path in files:
+            data = CoverageData(str(path))
+            data.read()
+            for name in data.measured_files():
+                file = f"{PACKAGE}/{name.rpartition(f'/{PACKAGE}/')[2]}"
+                for line, contexts in data.contexts_by_lineno(name).items():
+                    self._tests[file][line].update(contexts)
+
+    def lines_in_functions(self, file: str) -> set[int]:
+        """Return the lines that tests execute, without those that only an import does."""
+        return {line for line, tests in self._tests[file].items() if tests - {""}}
+
+    def tests(self, file: str, line: int) -> set[str]:
+        """Return the tests that execute a line."""
+        return self._tests[file][line] - {""}
+
+
+# ---- running
+
+
+def run(
+    mutants: Sequence[Mutant], covered: Covered, times: dict[str, float], budget: float, jobs: int
+) -> list[dict]:
+    """Return for each mutant the test that finds it, or none."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        copies: Queue[Path] = Queue()
+        for number in range(jobs):
+            tree = Path(place) / str(number)
+            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "dist", ".*_cache"))
+            copies.put(tree)
+
+        def judge(mutant: Mutant) -> dict:
+            tree = copies.get()
+            try:
+                return _judged(mutant, tree, covered, times, budget)
+            finally:
+                copies.put(tree)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            results = []
+            for result in pool.map(judge, mutants):
+                results.append(result)
+                place = f"{result['file']}:{result['line']}"
+                print(f"{len(results):4} {result['verdict']:9} {place} {result['kind']}", flush=True)
+            return results
+
+
+def _judged(mutant: Mutant, tree: Path, covered: Covered, times: dict[str, float], budget: float) -> dict:
+    known = sorted((times[test], test) for test in covered.tests(mutant.file, mutant.line) if test in times)
+    tests, spent = [], 0.0
+    for seconds, test in known:
+        if spent + seconds <= budget or not tests:
+            tests.append(test)
+            spent += seconds
+    target = tree / mutant.file
+    original = target.read_bytes()
+    target.write_text(mutant.text, encoding="utf-8")
+    start = time.monotonic()
+    try:
+        verdict, test = _outcome(tree, tests, 4 * spent + _GRACE_SECONDS)
+    finally:
+        target.write_bytes(original)
+    described = {key: value for key, value in asdict(mutant).items() if key != "text"}
+    return described | {
+        "verdict": verdict,
+        "test": test,
+        "tests": len(tests),
+        "covering": len(known),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def _outcome(tree: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]:
+    """Run tests until one fails; return the verdict, and that test."""
+    if not tests:
+        return "uncovered", ""
+    log = tree / "mutant.log"
+    process = _FORKING.Process(target=_run_tests, args=(tree, tests, log))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return "timeout", ""
+    if process.exitcode == pytest.ExitCode.OK:
+        return "survived", ""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return "found", failed[0] if failed else "\n".join(lines[-5:])
+
+
+def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
+    """Run in a child of the fork server: tests of a copy of the repository."""
+    with log.open("wb") as stream:
+        for number in (1, 2):
+            os.dup2(stream.fileno(), number)
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    words = ["-x", "-q", "--tb=no", "-p", "no:randomly", "-p", "no:cacheprovider", "-m", ""]
+    code = pytest.main([*words, *tests])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["select", "run"])
+    parser.add_argument("mutants", type=Path)
+    parser.add_argument("--coverage", type=Path, nargs="+", required=True)
+    parser.add_argument("--times", type=Path, nargs="+", default=[])
+    parser.add_argument("--count", type=int, default=136)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for one mutant")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    covered = Covered(options.coverage)
+    if options.action == "select":
+        selected = select(covered, options.count, options.seed)
+        options.mutants.write_text(json.dumps([asdict(mutant) for mutant in selected], indent=1))
+        print(f"{len(selected)} mutants")
+        return
+    mutants = [Mutant(**item) for item in json.loads(options.mutants.read_text())]
+    times = {}
+    for path in options.times:
+        times |= {name: seconds for name, seconds, *_ in map(json.loads, path.read_text().splitlines())}
+    results = run(mutants, covered, times, options.budget, options.jobs)
+    counts: dict[str, int] = defaultdict(int)
+    for result in results:
+        counts[result["verdict"]] += 1
+    print(dict(counts))
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

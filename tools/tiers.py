@@ -1,0 +1,127 @@
+"""Writes which tests ``make test`` leaves to ``make test-all`` and to ``make test-long``: tests/tiers.txt.
+
+The rule: a test is in the first tier if it takes at most CHEAP processor seconds; if it is the cheapest case
+of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes every line
+of the package that all tests execute, at the least cost (a greedy set cover). The others are in the second
+tier, of each function at most LONG seconds, the cheapest first, and at least one case; what is left is in the
+third. A test that was never measured is in the first.
+
+``tiers.py --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has written, DATA
+what coverage.py has recorded with a context per test; ``make measure`` makes both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+CHEAP = 0.05
+AFFORDABLE = 0.5
+LONG = 20.0
+
+Lines = dict[int, int]  # by file: a bit for each line
+
+
+def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[str, int]:
+    """Return the tests of the second and the third tier by the rule."""
+    by_cost = sorted(times, key=lambda test: (times[test], test))
+    cheapest: dict[str, str] = {}
+    for test in by_cost:
+        cheapest.setdefault(test.partition("[")[0], test)
+    first = {test for test in by_cost if times[test] <= CHEAP}
+    first |= {test for test in cheapest.values() if times[test] <= AFFORDABLE}
+    first |= _cover(first, times, lines)
+    later: dict[str, int] = {}
+    spent: dict[str, float] = defaultdict(float)
+    for test in by_cost:
+        if test not in first:
+            function = test.partition("[")[0]
+            spent[function] += times[test]
+            later[test] = 2 if spent[function] <= max(LONG, times[test]) else 3
+    return later
+
+
+def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Lines]) -> set[str]:
+    """Return few and cheap tests that execute all lines that the given ones do not."""
+    none: Lines = {}
+    executed = _union(lines.get(test, none) for test in first)
+    before = dict(executed)
+
+    def value(test: str) -> float:
+        """Minus the number of new lines for a second: the smallest is the best."""
+        new = ((bits & ~executed[file]).bit_count() for file, bits in lines.get(test, none).items())
+        return -sum(new) / times[test]
+
+    queue = [(value(test), test) for test in times.keys() - first]
+    heapq.heapify(queue)
+    chosen: list[str] = []
+    while queue:
+        last, test = heapq.heappop(queue)
+        now = value(test)  # which has become worse, as others were chosen
+        if now == last < 0:
+            chosen.append(test)
+            executed = _union([executed, lines[test]])
+        elif now < 0:
+            heapq.heappush(queue, (now, test))
+    needed = set(chosen)
+    for test in sorted(chosen, key=lambda test: (-times[test], test)):
+        others = _union([before, *(lines[other] for other in needed - {test})])
+        if all(not bits & ~others[file] for file, bits in lines[test].items()):
+            needed.remove(test)
+    return needed
+
+
+def _union(parts: Iterable[Lines]) -> Lines:
+    total: Lines = defaultdict(int)
+    for part in parts:
+        for file, bits in part.items():
+            total[file] |= bits
+    return total
+
+
+def executed_lines(databases: Iterable[Path]) -> dict[str, Lines]:
+    """Return the lines that each test executes, from the tables of coverage.py's database."""
+    files: dict[str, int] = {}
+    lines: dict[str, Lines] = defaultdict(lambda: defaultdict(int))
+    for path in databases:
+        with sqlite3.connect(path) as database:
+            rows = database.execute(
+                "select file.path, context.context, line_bits.numbits from line_bits"
+                " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
+            )
+            for name, test, bits in rows:
+                file = files.setdefault(name.rpartition("/ampaudit/")[2], len(files))
+                lines[test][file] |= int.from_bytes(bits, "little")
+    return lines
+
+
+def read_times(files: Iterable[Path]) -> dict[str, float]:
+    """Return the processor seconds of each test."""
+    rows = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
+    return {row[0]: row[1] for row in rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--times", type=Path, nargs="+", required=True)
+    parser.add_argument("--coverage", type=Path, nargs="+", required=True)
+    parser.add_argument("-o", "--output", type=Path, default=Path("tests/tiers.txt"))
+    options = parser.parse_args(arguments)
+    times = read_times(options.times)
+    later = later_tiers(times, executed_lines(options.coverage))
+    text = "".join(f"{later[test]} {test}\n" for test in sorted(later))
+    options.output.write_text(text, encoding="utf-8")
+    for tier in (1, 2, 3):
+        seconds = [times[test] for test in times if later.get(test, 1) == tier]
+        print(f"tier {tier}: {len(seconds)} tests, {sum(seconds):.0f} processor seconds")
+
+
+if __name__ == "__main__":
+    main()
