@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests under the settings of other machines: processors, threads, locales, terminals, homes, orders.
 # tools/portable.sh BIN [PART...]: parts are plain (what continuous integration runs), numeric, threads, text
-# and orders; all but the first by default.
+# and orders; all but the first by default. Each runs the tests of the first tier.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 bin=$(realpath "$1")
@@ -33,7 +33,7 @@ setting() {
     while [ "$1" != -- ]; do variables+=("$1"); shift; done
     shift
     echo "== $name"
-    env "${variables[@]}" "$bin/python" -m pytest -q -n 2 "$@" || failed+=("$name")
+    env "${variables[@]}" "$bin/python" -m pytest -q -n 2 --tier 1 "$@" || failed+=("$name")
 }
 
 for part in "${parts[@]}"; do
