@@ -127,13 +127,15 @@ def _described(path: Path, folder: Path) -> str:
 
 
 def _digest(path: Path, folder: Path) -> str:
+    """Return a digest of the content; exported programs name the places of their models' lines."""
     if not zipfile.is_zipfile(path):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(path.read_bytes().replace(str(folder).encode(), b"FOLDER")).hexdigest()
     digest = hashlib.sha256()
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             content = archive.read(name)
-            if name.endswith(".json"):  # an exported program names the lines of its model
+            if name.endswith(".json"):
                 content = without_paths(content.decode(), folder).encode()
-            digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+            if not name.endswith("serialization_id"):  # a digest of the others
+                digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()

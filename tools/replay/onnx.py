@@ -27,17 +27,12 @@ VERIFY = "verify {}/out --format json"
 @family
 def onnx_files() -> Iterator[tuple[str, Run]]:
     """Generated models and odd graphs: scanned, converted and verified."""
-    for name in GENERATED:
-        if name != "big":
-            yield name, session(SCAN, CONVERT, VERIFY, prepare=partial(_generated, name))
-            yield (
-                f"{name}-bfloat16",
-                session(f"{SCAN} --dtype bfloat16 --prove", prepare=partial(_generated, name)),
-            )
-            yield (
-                f"{name}-policies",
-                session(f"{SCAN} --policy onnx,modelopt,torch-tensorrt", prepare=partial(_generated, name)),
-            )
+    for name in sorted(GENERATED.keys() - {"big"}):
+        write = partial(_generated, name)
+        yield name, session(SCAN, CONVERT, VERIFY, prepare=write)
+        yield f"{name}-bfloat16", session(f"{SCAN} --dtype bfloat16 --prove", prepare=write)
+    policies = f"{SCAN} --policy onnx,modelopt,torch-tensorrt"
+    yield "policies", session(policies, prepare=partial(_generated, "mixed"))
     for name in ODD:
         yield f"odd-{name}", session(SCAN, CONVERT, VERIFY, prepare=partial(_odd, name))
 

@@ -20,8 +20,11 @@ _TIMES = re.compile(rf'("(?:seconds|least|most|peak_bytes|workspace_bytes)": ?){
 _TABLES = re.compile(r'"(?:timings|seconds|versions)": ?\{[^{}]*\}')
 _VALUES = re.compile(rf'(": ?)(?:{_NUMBER}|"[^"]*")')
 _VERSIONS = re.compile(r'("(?:version|tool_version|torch|python)": ?)"\d[^"]*"')
-# the digests in a manifest of the files that hold times or places, and of the manifest itself
-_DIGESTS = re.compile(r'("(?:report\.json|model\.pt2)": )(?:\d+|\{[^{}]*\})|("self_sha256": )"\w+"')
+# digests and sizes, in a manifest, of the files that hold times or places, and of the manifest itself
+_DIGESTS = re.compile(
+    r'("(?:report\.json|model\.pt2|model\.onnx|plan\.yaml)": )(?:\d+|\{[^{}]*\})|("self_sha256": )"\w+"'
+    r'|("files": \d+,\s*"bytes": )\d+'
+)
 _SHOWN = 20  # lines of a difference
 _WIDTH = 200
 
@@ -39,7 +42,7 @@ def normalised(text: str, folder: Path) -> str:
     text = _TIMES.sub(r'\1"TIME"', text)
     text = _TABLES.sub(lambda table: _VALUES.sub(r'\1"VALUE"', table[0]), text)
     text = _VERSIONS.sub(r'\1"VERSION"', text)
-    text = _DIGESTS.sub(lambda match: f'{match[1] or match[2]}"DIGEST"', text)
+    text = _DIGESTS.sub(lambda match: f'{match[1] or match[2] or match[3]}"DIGEST"', text)
     text = text.replace(torch.__version__, "VERSION")
     return text.replace(f"ampaudit {ampaudit.__version__}", "ampaudit VERSION")
 
