@@ -43,6 +43,7 @@ def normalised(text: str, folder: Path) -> str:
     text = _TABLES.sub(lambda table: _VALUES.sub(r'\1"VALUE"', table[0]), text)
     text = _VERSIONS.sub(r'\1"VERSION"', text)
     text = _DIGESTS.sub(lambda match: f'{match[1] or match[2] or match[3]}"DIGEST"', text)
+    text = re.sub(r"\S*/ampaudit-(\w+)-[0-9a-f]{16}\b", r"TEMPORARY/\1", text)
     text = text.replace(torch.__version__, "VERSION")
     return text.replace(f"ampaudit {ampaudit.__version__}", "ampaudit VERSION")
 
