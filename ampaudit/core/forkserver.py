@@ -39,7 +39,7 @@ _START = (
     "getattr(import_module(module), name)()"
 )
 _ROOT = str(Path(__file__).resolve().parents[2])
-_MAX_SERVERS = 3
+_MAX_IDLE = 2  # servers that are kept for another child
 _MAX_MESSAGE = 1 << 20
 _STOP_SECONDS = 5.0
 
@@ -83,6 +83,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         line = self._replies.readline()
         if not line:
+            self._close()
             raise OSError("the fork server has ended")
         self.pid = int(line)
 
@@ -105,9 +106,12 @@ class ForkedProcess:
                     raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
             # without a reply, the server was killed, and its children were with it
             self.returncode = int(self._replies.readline() or -signal.SIGKILL)
-            self._replies.close()
-            self._connection.close()
+            self._close()
         return self.returncode
+
+    def _close(self) -> None:
+        self._replies.close()
+        self._connection.close()
 
     def kill(self) -> None:
         """Kill the process alone."""
@@ -120,6 +124,7 @@ class _Server:
     """The process that imports and forks, as seen by those who ask it for children."""
 
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._children: list[ForkedProcess] = []
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(os.devnull, "r+b") as null:
             self._process = start_interpreter(
@@ -133,13 +138,20 @@ class _Server:
 
     def fork(self, order: Mapping[str, Any], streams: Sequence[int]) -> ForkedProcess:
         ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"fork"], [theirs.fileno(), *streams])
-        ours.sendall(json.dumps(order).encode() + b"\n")
-        return ForkedProcess(ours)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"fork"], [theirs.fileno(), *streams])
+            ours.sendall(json.dumps(order).encode() + b"\n")
+        except OSError:
+            ours.close()
+            raise
+        child = ForkedProcess(ours)
+        self._children.append(child)
+        return child
 
-    def is_running(self) -> bool:
-        return self._process.poll() is None
+    def is_idle(self) -> bool:
+        self._children = [child for child in self._children if child.poll() is None]
+        return not self._children
 
     def stop(self) -> None:
         self._control.close()
@@ -190,19 +202,26 @@ def start_forked(
     imports = (target.partition(":")[0], *imports)
     key = (imports, tuple(sorted(environment.items())))
     servers = _servers()
-    if key in servers and not servers[key].is_running():
-        servers.pop(key).stop()
-    server = servers.pop(key, None) or _Server(imports, environment)
-    servers[key] = server  # as the one that was used last
-    while len(servers) > _MAX_SERVERS:
-        servers.pop(next(iter(servers))).stop()
+    for other in [other for other in servers if servers[other].is_idle()][:-_MAX_IDLE]:
+        servers.pop(other).stop()
     order = {
         "target": target,
         "arguments": arguments,
         "environment": {**environment, **own},
         "folder": os.fspath(folder or Path.cwd()),
     }
-    return server.fork(order, [stream.fileno() for stream in streams])
+    handles = [stream.fileno() for stream in streams]
+    child, server = None, servers.pop(key, None)
+    if server is not None:
+        with contextlib.suppress(OSError):  # it was killed
+            child = server.fork(order, handles)
+        if child is None:
+            server.stop()
+    if server is None or child is None:
+        server = _Server(imports, environment)
+        child = server.fork(order, handles)
+    servers[key] = server  # as the one that was used last
+    return child
 
 
 def serve() -> None:
@@ -224,11 +243,13 @@ def serve() -> None:
                     open_for_requests = _accept(control, selector, children)
                     if not open_for_requests:
                         selector.unregister(control)
-                elif key.fd in children:
+                elif isinstance(key.fileobj, int):
                     _end(key.fd, selector, children)
-                elif (handle := key.data) in children:  # its connection was closed
+                elif (
+                    children.get(key.data, (0, None))[1] is key.fileobj
+                ):  # nobody waits for the child any more
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(children[handle][0], signal.SIGKILL)
+                        os.killpg(children[key.data][0], signal.SIGKILL)
                     selector.unregister(key.fileobj)
 
 
@@ -239,7 +260,13 @@ def _accept(control: socket.socket, selector: selectors.BaseSelector, children: 
         return False
     connection, streams = socket.socket(fileno=handles[0]), handles[1:]
     with connection.makefile("r", encoding="ascii") as lines:
-        order = json.loads(lines.readline(_MAX_MESSAGE))
+        line = lines.readline(_MAX_MESSAGE)
+    if not line.endswith("\n"):  # the process that asked has ended
+        connection.close()
+        for handle in streams:
+            os.close(handle)
+        return True
+    order = json.loads(line)
     server = os.getpid()
     child = os.fork()
     if child == 0:

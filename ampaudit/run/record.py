@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, PlainSerializer
 
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.gap import Gap
@@ -24,6 +24,11 @@ __all__ = ["Fate", "Origin", "RunRecord", "StateFault", "StepObservation"]
 
 RIGHT_DB = 20.0  # a value that was inf on its way and comes out this accurate was not harmed
 Fate = Literal["reaches the output", "recovered"]
+_Sites = Annotated[set[SiteId], PlainSerializer(sorted, return_type=list[SiteId])]  # the same file each time
+
+
+def _in_order(gaps: set[Gap]) -> list[Gap]:
+    return sorted(gaps, key=lambda gap: (gap.site, gap.kind, gap.op, gap.reason))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +153,9 @@ class RunRecord:
     names: dict[int, str] = field(default_factory=dict)
     observations: dict[SiteId, Observation] = field(default_factory=dict)
     origins: list[Origin] = field(default_factory=list)
-    masks: set[SiteId] = field(default_factory=set)
-    by_design: set[SiteId] = field(default_factory=set)
-    gaps: set[Gap] = field(default_factory=set)
+    masks: _Sites = field(default_factory=set)
+    by_design: _Sites = field(default_factory=set)
+    gaps: Annotated[set[Gap], PlainSerializer(_in_order, return_type=list[Gap])] = field(default_factory=set)
     twins: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ampaudit.core import forkserver
 from ampaudit.core.child import ChildProcess, child_environment
 from tests.support.paths import ROOT
 
@@ -39,12 +40,12 @@ def start(tmp_path: Path) -> Callable[..., ChildProcess]:
     environment = {**child_environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     environment.pop("PYTEST_CURRENT_TEST", None)
 
-    def call(name: str, *arguments: str, own: dict[str, str] | None = None) -> ChildProcess:
+    def call(name: str, *arguments: str, own: dict[str, str] | None = None, **shared: str) -> ChildProcess:
         return ChildProcess(
             f"forked_module:{name}",
             *arguments,
             log=tmp_path / "log",
-            environment=environment,
+            environment={**environment, **shared},
             own=own,
             folder=tmp_path,
         )
@@ -94,6 +95,16 @@ def test_after_the_death_of_a_server_there_is_another(start: Callable[..., Child
     psutil.Process(child._process.pid).parent().kill()
     assert ended(child) == -9
     assert ended(start("leave")) == 3
+
+
+def test_few_idle_servers_are_kept_and_none_that_has_a_child(start: Callable[..., ChildProcess]) -> None:
+    busy = start("wait", KIND="busy")
+    for number in range(4):
+        assert ended(start("leave", KIND=str(number))) == 3
+    kinds = [dict(environment).get("KIND") for _, environment in forkserver._servers()]
+    assert kinds == ["busy", "1", "2", "3"]
+    assert busy.running()
+    busy.stop()
 
 
 def test_server_and_children_end_with_the_process_that_asked(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
@@ -18,6 +20,7 @@ from ampaudit.parallel.identity import identity_of
 from ampaudit.parallel.parts import FilePart, read_parts
 from ampaudit.parallel.wire import records_from_json, records_of_rank, records_to_json
 from ampaudit.policy import load_policy
+from ampaudit.report.gap import Gap, GapKind
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import PartDone, PartRecords, folded
 from ampaudit.source.open import open_source
@@ -104,3 +107,11 @@ def test_sums_of_counts_do_not_depend_on_where_a_run_is_cut(cut: int) -> None:
 def test_a_batch_peak_keeps_its_number() -> None:
     (one,) = folded([PartRecords(again())])
     assert set(one.observations[SiteId("down/linear")].batch_peaks) == set(range(BATCHES))
+
+
+def test_a_record_is_the_same_file_in_any_process() -> None:
+    names = [SiteId(f"layer.{number:02}/relu") for number in range(20)]
+    gaps = {Gap(name, GapKind.OPAQUE, "op", "unknown") for name in names}
+    record = RunRecord("cpu", "emulated", masks=set(names), by_design=set(names), gaps=gaps)
+    stored = json.loads(TypeAdapter(RunRecord).dump_json(record))
+    assert stored["masks"] == stored["by_design"] == [gap["site"] for gap in stored["gaps"]] == names
