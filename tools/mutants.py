@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,36 +69,52 @@ class Mutant:
 # ---- choosing
 
 
-def mutants_of(file: str, source: str, lines: set[int]) -> Iterator[Mutant]:
-    """Yield every mutant of a file on the given lines, each of one expression or statement."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if getattr(node, "lineno", None) not in lines:
-            continue
-        for kind, changed in _changes(node):
-            text = _replaced(source, node, changed)
-            if text is not None:
-                before = ast.get_source_segment(source, node) or ""
-                yield Mutant(file, node.lineno, kind, before, ast.unparse(changed), text)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node of a file's tree that may be changed, by its number in the walk of the tree."""
+
+    file: str
+    number: int
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    changed = copy.deepcopy(node)
-    if isinstance(changed, ast.Compare) and len(changed.ops) == 1:
-        changed.ops = [_OTHER[type(changed.ops[0])]()]
-        yield "comparison", changed
-    elif isinstance(changed, ast.Constant) and isinstance(changed.value, int | float):
-        value = changed.value
-        changed.value = (not value) if isinstance(value, bool) else value + 1
-        yield "constant", changed
-    elif isinstance(changed, ast.Call) and len(changed.args) >= 2:
-        if not any(isinstance(argument, ast.Starred) for argument in changed.args[:2]):
-            changed.args[:2] = changed.args[1::-1]
-            yield "arguments", changed
-    elif isinstance(changed, ast.Assign | ast.AugAssign | ast.Expr) and not (
-        isinstance(changed, ast.Expr) and isinstance(changed.value, ast.Constant | ast.Yield)
-    ):
-        yield "statement", ast.Pass()
+def _places(file: str, lines: set[int]) -> dict[str, list[_Place]]:
+    """Return the places on the given lines, by the kind of change."""
+    places: dict[str, list[_Place]] = defaultdict(list)
+    for number, node in enumerate(ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))):
+        if getattr(node, "lineno", None) in lines and (change := _changed(node)) is not None:
+            places[change[0]].append(_Place(file, number))
+    return places
+
+
+def _mutant(place: _Place) -> Mutant | None:
+    source = (ROOT / place.file).read_text(encoding="utf-8")
+    node = next(itertools.islice(ast.walk(ast.parse(source)), place.number, None))
+    assert isinstance(node, ast.expr | ast.stmt)
+    change = _changed(node)
+    assert change is not None
+    text = _replaced(source, node, change[1])
+    if text is None:
+        return None
+    before = ast.get_source_segment(source, node) or ""
+    return Mutant(place.file, node.lineno, change[0], before, ast.unparse(change[1]), text)
+
+
+def _changed(node: ast.AST) -> tuple[str, ast.AST] | None:
+    """Return the kind of a change and the node after it, if the node is of a kind that is changed."""
+    match node:
+        case ast.Compare(ops=[operator]):
+            return "comparison", ast.Compare(node.left, [_OTHER[type(operator)]()], node.comparators)
+        case ast.Constant(value=bool(value)):
+            return "constant", ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            return "constant", ast.Constant(value + 1)
+        case ast.Call(args=[first, second, *others]) if not {ast.Starred} & {type(first), type(second)}:
+            return "arguments", ast.Call(node.func, [second, first, *others], node.keywords)
+        case ast.Expr(value=ast.Constant() | ast.Yield()):
+            return None
+        case ast.Assign() | ast.AugAssign() | ast.Expr():
+            return "statement", ast.Pass()
+    return None
 
 
 def _replaced(source: str, node: ast.AST, changed: ast.AST) -> str | None:
@@ -130,19 +146,16 @@ def select(covered: Covered, count: int, seed: int) -> list[Mutant]:
     selected: list[Mutant] = []
     for number, (_, files) in enumerate(sorted(rooms.items())):
         share = count * (number + 1) // len(rooms) - count * number // len(rooms)
-        possible = [
-            mutant
-            for file in files
-            for mutant in mutants_of(
-                file, (ROOT / file).read_text(encoding="utf-8"), covered.lines_in_functions(file)
-            )
-        ]
-        by_kind: dict[str, list[Mutant]] = defaultdict(list)
-        for mutant in possible:
-            by_kind[mutant.kind].append(mutant)
-        for index in range(share):
-            kinds = sorted(by_kind)
-            selected.append(chooser.choice(by_kind[kinds[index % len(kinds)]]))
+        by_kind: dict[str, list[_Place]] = defaultdict(list)
+        for file in files:
+            for kind, places in _places(file, covered.lines_in_functions(file)).items():
+                by_kind[kind] += places
+        kinds = itertools.cycle(sorted(by_kind))
+        while share:
+            mutant = _mutant(chooser.choice(by_kind[next(kinds)]))
+            if mutant is not None and mutant not in selected:
+                selected.append(mutant)
+                share -= 1
     return selected
 
 
