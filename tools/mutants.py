@@ -39,6 +39,8 @@ _OTHER = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 _GRACE_SECONDS = 60.0  # for pytest's own start
+_CONTROL_SECONDS = 600.0
+_NO_WARNING = "ignore::pytest.PytestAssertRewriteWarning"  # of what is preloaded
 # third-party packages that each run would import again
 _FORKING = multiprocessing.get_context("forkserver")
 _FORKING.set_forkserver_preload(
@@ -47,7 +49,6 @@ _FORKING.set_forkserver_preload(
         "transformers.modeling_utils",
         "onnx",
         "onnxruntime",
-        "hypothesis",
         "pytest",
         "scipy.optimize",
     ]
@@ -194,6 +195,10 @@ def run(
             tree = Path(place) / str(number)
             shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "dist", ".*_cache"))
             copies.put(tree)
+        control = sorted({min(covered.tests(mutant.file, mutant.line)) for mutant in mutants})
+        verdict, why = _outcome(tree, control, _CONTROL_SECONDS)
+        if verdict != "survived":
+            raise SystemExit(f"without a mutant, tests fail: {why}")
 
         def judge(mutant: Mutant) -> dict:
             tree = copies.get()
@@ -206,8 +211,8 @@ def run(
             results = []
             for result in pool.map(judge, mutants):
                 results.append(result)
-                place = f"{result['file']}:{result['line']}"
-                print(f"{len(results):4} {result['verdict']:9} {place} {result['kind']}", flush=True)
+                where = f"{result['file']}:{result['line']}"
+                print(f"{len(results):4} {result['verdict']:9} {where} {result['kind']}", flush=True)
             return results
 
 
@@ -263,7 +268,7 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    words = ["-x", "-q", "--tb=no", "-p", "no:randomly", "-p", "no:cacheprovider", "-m", ""]
+    words = ["-x", "-q", "--tb=no", "-p", "no:randomly", "-p", "no:cacheprovider", "-W", _NO_WARNING]
     code = pytest.main([*words, *tests])
     sys.stdout.flush()
     os._exit(code)

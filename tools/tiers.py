@@ -22,7 +22,7 @@ from pathlib import Path
 
 CHEAP = 0.05
 AFFORDABLE = 0.5
-LONG = 20.0
+LONG = 10
 
 Lines = dict[int, int]  # by file: a bit for each line
 
