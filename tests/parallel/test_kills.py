@@ -24,8 +24,11 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
     since = time.monotonic()
     for process in (ranks := started(folder, 3, *SCAN, "-o", "ranks.json")):
         process.communicate()
+    seconds = time.monotonic() - since
     assert [process.returncode for process in ranks] == [0, 0, 0]
-    return folder, without_times(folder / "one.json"), time.monotonic() - since
+    for process in ranks:
+        process.close()
+    return folder, without_times(folder / "one.json"), seconds
 
 
 @pytest.mark.parametrize("seed", SEEDS)
