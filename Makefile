@@ -10,21 +10,21 @@ demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --tier 1
+	$(BIN)/python -m pytest -n 2 --dist loadfile --tier 1
 
 # what `make test` leaves out, by the rule in tools/tiers.py
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --tier 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --tier 2
 
 # what is too long to be run on each change
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --tier 3
+	$(BIN)/python -m pytest -n 2 --dist loadfile --tier 3
 
 # the processor seconds and the lines of each test: which tier it is in follows from them, and mutants are run by them
 measure: $(VENV)/.dev
 	rm -rf dist/measured && mkdir -p dist/measured
 	AMPAUDIT_TIMES=$(CURDIR)/dist/measured/times.jsonl COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
-		$(BIN)/python -m pytest -n 2 -p tests.support.measured
+		$(BIN)/python -m pytest -n 2 --dist loadfile -p tests.support.measured
 	$(BIN)/coverage combine --quiet
 	$(BIN)/python tools/tiers.py --times dist/measured/times.jsonl --coverage dist/measured/coverage
 

@@ -33,7 +33,7 @@ setting() {
     while [ "$1" != -- ]; do variables+=("$1"); shift; done
     shift
     echo "== $name"
-    env "${variables[@]}" "$bin/python" -m pytest -q -n 2 --tier 1 "$@" || failed+=("$name")
+    env "${variables[@]}" "$bin/python" -m pytest -q -n 2 --dist loadfile --tier 1 "$@" || failed+=("$name")
 }
 
 for part in "${parts[@]}"; do
