@@ -4,7 +4,8 @@ The rule: a test is in the first tier if it takes at most CHEAP processor second
 of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes every line
 of the package that all tests execute, at the least cost (a greedy set cover). The others are in the second
 tier, of each function at most LONG seconds, the cheapest first, and at least one case; what is left is in the
-third. A test that was never measured is in the first.
+third. A test that was never measured is in the first; of a function with a case that takes more than LONG
+seconds, none is unless the lines need it.
 
 ``tiers.py --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has written, DATA
 what coverage.py has recorded with a context per test; ``make measure`` makes both.
@@ -33,8 +34,11 @@ def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[
     cheapest: dict[str, str] = {}
     for test in by_cost:
         cheapest.setdefault(test.partition("[")[0], test)
+    # what one case prepares for all costs the others nothing, until it is left out
+    dear = {test.partition("[")[0] for test in by_cost if times[test] > LONG}
     first = {test for test in by_cost if times[test] <= CHEAP}
     first |= {test for test in cheapest.values() if times[test] <= AFFORDABLE}
+    first = {test for test in first if test.partition("[")[0] not in dear}
     first |= _cover(first, times, lines)
     later: dict[str, int] = {}
     spent: dict[str, float] = defaultdict(float)
@@ -55,7 +59,7 @@ def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Line
     def value(test: str) -> float:
         """Minus the number of new lines for a second: the smallest is the best."""
         new = ((bits & ~executed[file]).bit_count() for file, bits in lines.get(test, none).items())
-        return -sum(new) / times[test]
+        return -sum(new) / max(times[test], 0.001)
 
     queue = [(value(test), test) for test in times.keys() - first]
     heapq.heapify(queue)
