@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,28 +40,6 @@ def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
         *arguments: object, cwd: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         return run_program(*arguments, cwd=cwd, environment=environment)
-
-    return call
-
-
-@pytest.fixture
-def process(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the program in a process of its own, as a user does: for what the interpreter takes part in."""
-
-    def call(
-        *arguments: object, cwd: Path | None = None, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "ampaudit", *map(str, arguments)],
-            cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": str(pytestconfig.getoption("--threads")), **environment},
-            capture_output=True,
-            stdin=subprocess.DEVNULL,  # a terminal there would give its width
-            encoding="utf-8",
-            errors="backslashreplace",
-            timeout=300,
-            check=False,
-        )
 
     return call
 

@@ -245,9 +245,8 @@ def serve() -> None:
                         selector.unregister(control)
                 elif isinstance(key.fileobj, int):
                     _end(key.fd, selector, children)
-                elif (
-                    children.get(key.data, (0, None))[1] is key.fileobj
-                ):  # nobody waits for the child any more
+                elif children.get(key.data, (0, None))[1] is key.fileobj:
+                    # nobody waits for the child any more
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(children[key.data][0], signal.SIGKILL)
                     selector.unregister(key.fileobj)

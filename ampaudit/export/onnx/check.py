@@ -32,7 +32,8 @@ def checking(path: Path, *, runtime: bool) -> Iterator[None]:
     """
     request = {"path": str(path.resolve()), "runtime": runtime}
     target = "ampaudit.export.onnx.check:check_in_sandbox"
-    with Sandbox(target, request, SandboxLimits(_SECONDS), imports=("onnx", "onnxruntime")) as sandbox:
+    imports = ("onnx", "onnxruntime") if runtime else ("onnx",)
+    with Sandbox(target, request, SandboxLimits(_SECONDS), imports=imports) as sandbox:
         yield
         fault = sandbox.answer("could not be checked", CouldNotAudit, _REPORT)
     if fault:
