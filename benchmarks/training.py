@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import statistics
@@ -81,7 +82,8 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
     """One audited batch with gradients, in multiples of the plain forward and backward."""
     torch.manual_seed(0)
     model, kwargs, loss = {"bert": bert, "resnet": resnet}[name](smoke)
-    model.to(device).train()
+    model.train()
+    there = copy.deepcopy(model).to(device)  # the audited one stays where it is traced
     on_device = {key: value.to(device) for key, value in kwargs.items()}
     rules = load_policy("torch-cuda")
     # a scale at which nothing overflows: with a fault the way back is gone twice, as a scan is run twice
@@ -92,8 +94,8 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
     runner.prepare(batch, 0)
 
     def plain() -> None:
-        model.zero_grad()
-        loss(model(**on_device)).backward()
+        there.zero_grad()
+        loss(there(**on_device)).backward()
 
     for _ in range(2):
         plain()
@@ -101,7 +103,6 @@ def backward(name: str, repeats: int, device: torch.device, smoke: bool) -> dict
     ours, theirs = [], []
     for number in range(repeats):
         theirs.append(timed(plain, device))
-        model.zero_grad()
         ours.append(timed(lambda n=number: runner.run(batch, n), device))
     gradients = runner.end_batch().gradients
     assert gradients is not None

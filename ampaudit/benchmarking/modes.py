@@ -20,6 +20,7 @@ from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.run.guards import exact_float32, naming_indices, tf32
+from ampaudit.run.program import call_on
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.storage import stored_dtypes
@@ -188,6 +189,8 @@ def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
     traced, _ = trace_under(setup.source, setup.rules, setup.form, setup.device, setup.seed)
     converted = attach_weights(traced)
     graph = fold_casts(converted, "inference" if folded else "train")
+    for node in graph.graph.nodes:  # traced on the model's device
+        node.target, node.args, node.kwargs = call_on(node, setup.device)
     values = {name: t.to(setup.device) for name, t in folded_weights(converted, graph, {}).items()}
     model = GraphModel(graph, values, traced.outputs, train=False).eval()
     return ModeRunner(f"{how}, casts folded into the weights", model)

@@ -51,6 +51,8 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
     made: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(traced.graph, made)
     graph.output(output)
+    for view in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        view.target = torch.ops.aten.reshape.default  # it may run where attention has other strides
     nodes = {old.name: new for old, new in made.items()}
     stored: dict[str, torch.dtype] = {}
     if mode == "inference":

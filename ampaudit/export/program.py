@@ -70,7 +70,7 @@ class GraphModel(nn.Module):
         super().__init__()
         homes: dict[str, tuple[str, str]] = {}
         # one attribute, so that no layer of a model is likely to have its name
-        self._ampaudit = (folded.graph, folded.placeholders, outputs, homes)
+        self._ampaudit = (fx.GraphModule(nn.Module(), folded.graph), folded.placeholders, outputs, homes)
         held: dict[tuple[object, ...], nn.Parameter] = {}
         for place in folded.placeholders:
             if place.slot is Slot.INPUT:
@@ -88,7 +88,7 @@ class GraphModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's outputs."""
-        graph, places, outputs, homes = self._ampaudit
+        code, places, outputs, homes = self._ampaudit
         inputs = iter(tensor_leaves(args, kwargs))
         values = [
             _given(next(inputs), place)
@@ -96,8 +96,7 @@ class GraphModel(nn.Module):
             else getattr(self.get_submodule(homes[place.node][0]), homes[place.node][1])
             for place in places
         ]
-        found = fx.Interpreter(nn.Module(), graph=graph).run(*values, enable_io_processing=False)
-        return as_structure(outputs, tuple(found))
+        return as_structure(outputs, tuple(code(*values)))
 
 
 def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,11 @@ from ampaudit.trace.opnames import (
 )
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, widened
 
-__all__ = ["Program", "compile_program"]
+__all__ = ["Program", "call_on", "compile_program"]
 
 # longer runs keep more of the reference alive and gain little
 GROUP = 8
+aten = torch.ops.aten
 _WHOLE_NUMBERS = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"})
 _UNINITIALIZED = frozenset(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
@@ -138,13 +139,27 @@ def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tupl
     return tuple(tuple(group) for group in groups)
 
 
+def call_on(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the target, arguments and keyword arguments with which a traced op runs on a device.
+
+    Devices that it names become this one, except ``meta``. A view becomes a reshape: attention's output has
+    other strides on another device, where the copy that ``contiguous()`` makes was not traced.
+    """
+
+    def here(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value.type != "meta" else value
+
+    target = aten.reshape.default if node.target is aten.view.default else node.target
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
+    return target, args, dict(kwargs)
+
+
 def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: torch.device) -> Step:
-    target: Any = node.target
-    overload = overload_of(target)
+    overload = overload_of(node.target)
     value = node.meta.get("val")
     outputs = value if isinstance(value, list | tuple) else (value,)
-    args, kwargs = _placed(node.args, device), _placed(dict(node.kwargs), device)
-    on_copy = isinstance(target, OnCopy)
+    target, args, kwargs = call_on(node, device)
+    on_copy = isinstance(node.target, OnCopy)
     mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
     is_view = site is not None and site.role is Role.VIEW
@@ -216,19 +231,6 @@ class _Zeroed:
             return made.zero_()
         made.view(-1)[kept:].zero_()
         return made
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    return _mapped(value, lambda v: device if isinstance(v, torch.device) and v.type != "meta" else v)
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple | list):
-        items = [_mapped(item, change) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return change(value)
 
 
 def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

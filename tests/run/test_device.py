@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
 
+import ampaudit
 from ampaudit.core.config import Config, DeviceName
 from ampaudit.core.errors import UsageError
 from ampaudit.run import device as devices
-from ampaudit.run.backends import choose_backend
+from ampaudit.run.backends import Emulated, Float32Backend, choose_backend
+from ampaudit.run.step import Step
+from tests.support.planted import SelfAttention
 
 
 class Record(Config):
@@ -62,3 +66,29 @@ def test_an_audit_needs_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_runs_natively() -> None:
     names = {kind: choose_backend(torch.device(kind)).name for kind in ("cpu", "cuda", "xpu", "mps")}
     assert names == {"cpu": "emulated", "cuda": "native", "xpu": "native", "mps": "emulated"}
+
+
+@pytest.mark.parametrize("strides", ["BHLD", "BLHD", "LBHD"])
+def test_attention_may_have_other_strides_than_where_it_was_traced(
+    monkeypatch: pytest.MonkeyPatch, strides: str
+) -> None:
+    """As on a GPU: the copy that makes a permuted output contiguous here may not be needed there."""
+    model, x = SelfAttention().eval(), torch.randn(3, 5, 16)
+    expected = ampaudit.scan(model, x, policy="half")
+    order = ["BHLD".index(letter) for letter in strides]
+
+    def elsewhere(call: Any) -> Any:
+        def replaced(self: Float32Backend, step: Step, *rest: Any) -> Any:
+            result = call(self, step, *rest)
+            if "attention" not in str(step.node.target):
+                return result
+            back = [order.index(axis) for axis in range(4)]
+            return result.permute(order).contiguous().permute(back)
+
+        return replaced
+
+    for backend in (Float32Backend, Emulated):
+        monkeypatch.setattr(backend, "call", elsewhere(backend.call))
+    found = ampaudit.scan(model, x, policy="half")
+    assert any("attention" in site.op for site in found.sites)
+    assert found.sites == expected.sites

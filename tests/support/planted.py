@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ampaudit import scan
@@ -96,3 +97,16 @@ class AdditiveMask(nn.Module):
     def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         bias = (1.0 - keep.to(x.dtype)) * -1e9
         return torch.softmax(self.q(x) + bias, dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """As in many language models: heads are split off, and joined by ``contiguous().view()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split, self.join = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (part.view(3, 5, 2, 8).transpose(1, 2) for part in self.split(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.join(y.transpose(1, 2).contiguous().view(3, 5, 16))

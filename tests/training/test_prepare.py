@@ -351,6 +351,11 @@ def test_without_masters_the_optimizer_stays(emulate: bool) -> None:
 def test_float16_on_a_gpu_follows_fp32(make: Callable[[], Case], policy: str) -> None:
     def on_gpu() -> Case:
         case = fresh(make)
+        for module in case.model.modules():  # kernels of float16 and of float32 draw other numbers
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
         return Case(case.model.cuda(), case.inputs.cuda(), lambda y: case.loss(y.cpu()))
 
     losses, prepared = trained(on_gpu(), policy=policy)
