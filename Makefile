@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# without it every process would compile again what it imports
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-long measure test-portable lint check browser charts schema docs-site aten bench fuzz clean
 
 demo: $(VENV)/.demo
@@ -26,7 +29,7 @@ measure: $(VENV)/.dev
 	AMPAUDIT_TIMES=$(CURDIR)/dist/measured/times.jsonl COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
 		$(BIN)/python -m pytest -n 2 --dist loadfile -p tests.support.measured
 	$(BIN)/coverage combine --quiet
-	$(BIN)/python tools/tiers.py --times dist/measured/times.jsonl --coverage dist/measured/coverage
+	$(BIN)/python -m tools.tiers --times dist/measured/times.jsonl --coverage dist/measured/coverage
 
 test-portable: $(VENV)/.dev
 	tools/portable.sh $(BIN)

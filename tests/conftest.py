@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from tests.support.leftovers import nothing_is_left, temporary_folder  # noqa: F401
 from tests.support.paths import ROOT
+from tools.tiers import read_tiers
 
 settings.register_profile("ampaudit", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("ampaudit")
@@ -92,8 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     if (tier := config.getoption("--tier")) is not None:
-        lines = (ROOT / "tests" / "tiers.txt").read_text(encoding="utf-8").splitlines()
-        tiers = {test: int(number) for number, _, test in (line.partition(" ") for line in lines)}
+        tiers = read_tiers(ROOT / "tests" / "tiers.txt")
         config.hook.pytest_deselected(items=[item for item in items if tiers.get(item.nodeid, 1) != tier])
         items[:] = [item for item in items if tiers.get(item.nodeid, 1) == tier]
     if config.getoption("--no-onednn"):

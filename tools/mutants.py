@@ -1,12 +1,13 @@
 """Mutates the package, and counts what the tests that execute the changed line find.
 
-``mutants.py select MUTANTS --coverage DATA`` chooses mutants at random from the lines that the tests execute,
-equally many of each package: a comparison that is another, a number or truth value that is another, a
-statement that is left out, two arguments that change places.
+``python -m tools.mutants select MUTANTS --coverage DATA`` chooses mutants at random from the lines that the
+tests execute, equally many of each package: a comparison that is another, a number or truth value that is
+another, a statement that is left out, two arguments that change places.
 
-``mutants.py run MUTANTS --coverage DATA --times TIMES --out RESULTS`` applies one after another to a copy of
-the repository, and runs the tests that execute the line, the cheapest first, until one fails. DATA is
-what coverage.py has recorded with a context per test; TIMES is what ``tests.support.measured`` has written.
+``python -m tools.mutants run MUTANTS --coverage DATA --times TIMES --out RESULTS`` applies one after another
+to a copy of the repository, and runs the tests that execute the line, the cheapest first, until one fails.
+DATA is what coverage.py has recorded with a context per test; TIMES is what ``tests.support.measured`` has
+written.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
-from coverage import CoverageData
+
+from tools.measured import PACKAGE, executed, read_times
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "ampaudit"
 _OTHER = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -165,13 +166,10 @@ class Covered:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        for path in files:
-            data = CoverageData(str(path))
-            data.read()
-            for name in data.measured_files():
-                file = f"{PACKAGE}/{name.rpartition(f'/{PACKAGE}/')[2]}"
-                for line, contexts in data.contexts_by_lineno(name).items():
-                    self._tests[file][line].update(contexts)
+        for file, test, bits in executed(files):
+            for line in range(bits.bit_length()):
+                if bits >> line & 1:
+                    self._tests[file][line].add(test)
 
     def lines_in_functions(self, file: str) -> set[int]:
         """Return the lines that tests execute, without those that only an import does."""
@@ -296,10 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{len(selected)} mutants")
         return
     mutants = [Mutant(**item) for item in json.loads(options.mutants.read_text())]
-    times = {}
-    for path in options.times:
-        times |= {name: seconds for name, seconds, *_ in map(json.loads, path.read_text().splitlines())}
-    results = run(mutants, covered, times, options.budget, options.jobs)
+    results = run(mutants, covered, read_times(options.times), options.budget, options.jobs)
     counts: dict[str, int] = defaultdict(int)
     for result in results:
         counts[result["verdict"]] += 1

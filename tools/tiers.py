@@ -4,28 +4,28 @@ The rule: a test is in the first tier if it takes at most CHEAP processor second
 of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes every line
 of the package that all tests execute, at the least cost (a greedy set cover). The others are in the second
 tier, of each function at most LONG seconds, the cheapest first, and at least one case; what is left is in the
-third. A test that was never measured is in the first; of a function with a case that takes more than LONG
-seconds, none is unless the lines need it.
+third. A test that was not measured stays where it is, and a new one is in the first. Of a function with a
+case that takes more than LONG seconds, none is in the first unless the lines need it.
 
-``tiers.py --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has written, DATA
-what coverage.py has recorded with a context per test; ``make measure`` makes both.
+``python -m tools.tiers --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has
+written, DATA what coverage.py has recorded with a context per test; ``make measure`` makes both.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
-import json
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from tools.measured import executed, read_times
 
 CHEAP = 0.05
 AFFORDABLE = 0.5
 LONG = 10
 
-Lines = dict[int, int]  # by file: a bit for each line
+Lines = dict[str, int]  # by file: a bit for each line
 
 
 def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[str, int]:
@@ -88,26 +88,18 @@ def _union(parts: Iterable[Lines]) -> Lines:
     return total
 
 
-def executed_lines(databases: Iterable[Path]) -> dict[str, Lines]:
-    """Return the lines that each test executes, from the tables of coverage.py's database."""
-    files: dict[str, int] = {}
+def lines_by_test(databases: Iterable[Path]) -> dict[str, Lines]:
+    """Return the lines that each test executes, from coverage.py's databases."""
     lines: dict[str, Lines] = defaultdict(lambda: defaultdict(int))
-    for path in databases:
-        with sqlite3.connect(path) as database:
-            rows = database.execute(
-                "select file.path, context.context, line_bits.numbits from line_bits"
-                " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
-            )
-            for name, test, bits in rows:
-                file = files.setdefault(name.rpartition("/ampaudit/")[2], len(files))
-                lines[test][file] |= int.from_bytes(bits, "little")
+    for file, test, bits in executed(databases):
+        lines[test][file] |= bits
     return lines
 
 
-def read_times(files: Iterable[Path]) -> dict[str, float]:
-    """Return the processor seconds of each test."""
-    rows = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    return {row[0]: row[1] for row in rows}
+def read_tiers(path: Path) -> dict[str, int]:
+    """Return the tests of the second and the third tier as a file lists them."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {test: int(tier) for tier, _, test in (line.partition(" ") for line in lines)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("tests/tiers.txt"))
     options = parser.parse_args(arguments)
     times = read_times(options.times)
-    later = later_tiers(times, executed_lines(options.coverage))
+    later = later_tiers(times, lines_by_test(options.coverage))
+    later |= {test: tier for test, tier in read_tiers(options.output).items() if test not in times}
     text = "".join(f"{later[test]} {test}\n" for test in sorted(later))
     options.output.write_text(text, encoding="utf-8")
     for tier in (1, 2, 3):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,13 @@ def test_a_named_device_gives_estimates_and_cudas_autocast() -> None:
     assert "torch.autocast('cuda', float16)" in found["autocast"].how
     assert found["autocast"].work.fast_share > 0.9  # type: ignore[union-attr]
     assert found["autocast"].work.cast_bytes > 0  # type: ignore[union-attr]
+
+
+def test_a_small_model_is_trained_in_every_mode() -> None:
+    source = as_source(nn.Linear(8, 8), batches=[torch.ones(2, 8)])
+    found = rows_of(replace(source, loss=lambda y: y.square().mean()), "fp32,bf16,autocast", train=True)
+    assert {mode: row.status for mode, row in found.items()} == dict.fromkeys(found, "ok")
+    assert {mode: row.finite for mode, row in found.items()} == dict.fromkeys(found, True)
 
 
 class Picky(nn.Module):

@@ -1,0 +1,55 @@
+"""Tiers of tests: what the rule promises, and that the list names tests that exist."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.paths import ROOT
+from tools.tiers import AFFORDABLE, CHEAP, LONG, Lines, later_tiers, read_tiers
+
+Suite = dict[str, tuple[float, Lines]]
+SECONDS = st.sampled_from([0.01, 0.04, 0.06, 0.3, 0.4, 2.0, 4.0, 9.0, 11.0])
+LINES = st.dictionaries(st.sampled_from(["a.py", "b.py"]), st.integers(0, 31))
+SUITES = st.dictionaries(
+    st.sampled_from([f"test_{function}[{case}]" for function in "xyz" for case in range(4)]),
+    st.tuples(SECONDS, LINES),
+)
+
+
+def union(parts: list[Lines]) -> Lines:
+    total: Lines = defaultdict(int)
+    for part in parts:
+        for file, bits in part.items():
+            total[file] |= bits
+    return {file: bits for file, bits in total.items() if bits}
+
+
+@given(SUITES)
+def test_the_first_tier_executes_every_line_and_every_cheap_test(suite: Suite) -> None:
+    times = {test: seconds for test, (seconds, _) in suite.items()}
+    later = later_tiers(times, {test: lines for test, (_, lines) in suite.items()})
+    first = [lines for test, (_, lines) in suite.items() if test not in later]
+    assert union(first) == union([lines for _, lines in suite.values()])
+    for function in {test.partition("[")[0] for test in suite}:
+        costs = {test: times[test] for test in suite if test.startswith(function + "[")}
+        if max(costs.values()) <= LONG:
+            assert not [test for test in later if test in costs and costs[test] <= CHEAP]
+            assert min(costs.values()) > AFFORDABLE or costs.keys() - later.keys()
+        second = [costs[test] for test in costs if later.get(test) == 2]
+        assert sum(second) <= LONG or len(second) == 1
+
+
+def test_the_list_names_tests_that_exist() -> None:
+    functions = {re.sub(r"\[.*", "", test, flags=re.S) for test in read_tiers(ROOT / "tests" / "tiers.txt")}
+    by_file: dict[str, set[str]] = defaultdict(set)
+    for function in functions:
+        file, _, name = function.rpartition("::")
+        by_file[file.partition("::")[0]].add(name)
+    assert by_file
+    for file, names in by_file.items():
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert sorted(name for name in names if f"def {name}(" not in text) == [], file

@@ -1,0 +1,1 @@
+"""Programs for those who work on ampaudit; none is installed with it."""

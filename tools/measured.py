@@ -1,0 +1,34 @@
+"""Reads what ``make measure`` has recorded: the seconds of each test, and the lines that it executes."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = ["PACKAGE", "executed", "read_times"]
+
+PACKAGE = "ampaudit"
+
+
+def executed(databases: Iterable[Path]) -> Iterator[tuple[str, str, int]]:
+    """Return a file of the package, a test, and a number with a bit for each line that the test executes.
+
+    The tables are those of coverage.py's database; the test is empty for what an import executes.
+    """
+    for path in databases:
+        with sqlite3.connect(path) as database:
+            rows = database.execute(
+                "select file.path, context.context, line_bits.numbits from line_bits"
+                " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
+            )
+            for name, test, bits in rows:
+                file = f"{PACKAGE}/{name.rpartition(f'/{PACKAGE}/')[2]}"
+                yield file, test, int.from_bytes(bits, "little")
+
+
+def read_times(files: Iterable[Path]) -> dict[str, float]:
+    """Return the processor seconds of each test; where several files have it, the last one's."""
+    rows = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
+    return {row[0]: row[1] for row in rows}
