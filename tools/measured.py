@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def executed(databases: Iterable[Path]) -> Iterator[tuple[str, str, int]]:
 
 
 def read_times(files: Iterable[Path]) -> dict[str, float]:
-    """Return the processor seconds of each test; where several files have it, the last one's."""
-    rows = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    return {row[0]: row[1] for row in rows}
+    """Return the processor seconds of each test, with an equal part of what it shares with others.
+
+    Where several files have a test, the last one holds.
+    """
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    last = {test: (own, *shared) for test, own, *shared in rows}
+    users = Counter(name for _, *shared in last.values() for one in shared for name in one)
+    return {
+        test: own + sum(cost / users[name] for one in shared for name, cost in one.items())
+        for test, (own, *shared) in last.items()
+    }
