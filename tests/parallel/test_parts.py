@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("options", "counts"),
     [
         (("--policy", "torch-cuda"), (1, 2, 3, 7)),
-        (("--policy", "half", "--backward"), (3, 5)),
+        (("--policy", "half", "--backward"), (3,)),
         (("--ranges",), (2, 5)),
         (("--policy", "half", "--sensitivity"), (3,)),
         (("--policy", "half", "--backward", "--sensitivity"), (2,)),

@@ -263,10 +263,6 @@ FAULTS: dict[str, tuple[Edit, str]] = {
         "20 digits",
     ),
     "another major version": (lambda t: t["schema_version"].update(major=9), "version 9"),
-    "too many nodes": (
-        lambda t: nodes(t)[1].update(outputs=[{"as_tensors": [{"name": f"n{i}"} for i in range(100_001)]}]),
-        "100,000 nodes",
-    ),
     "a number as text": (lambda t: nodes(t)[1].update(target=3), "valid string"),
 }  # fmt: skip
 
@@ -279,6 +275,12 @@ def test_a_fault_is_named_in_one_short_line(tmp_path: Path, fault: str) -> None:
     assert message in raised.value.args[0]
     assert len(raised.value.args[0]) <= 300
     assert raised.value.hint
+
+
+def test_a_program_of_too_many_nodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampaudit.source.pt2.graph._MAX_NODES", 3)
+    with pytest.raises(SourceError, match="more than 3 nodes"):
+        read_program(edited(tmp_path, lambda table: None))
 
 
 REFUSED = {"guards", "range", "expression", "argument name"}
