@@ -1,11 +1,12 @@
 """Writes which tests ``make test`` leaves to ``make test-all`` and to ``make test-long``: tests/tiers.txt.
 
 The rule: a test is in the first tier if it takes at most CHEAP processor seconds; if it is the cheapest case
-of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes every line
-of the package that all tests execute, at the least cost (a greedy set cover). The others are in the second
-tier, of each function at most LONG seconds, the cheapest first, and at least one case; what is left is in the
-third. A test that was not measured stays where it is, and a new one is in the first. Of a function with a
-case that takes more than LONG seconds, none is in the first unless the lines need it.
+of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes the lines of
+the package that all tests execute, at the least cost (a greedy set cover), and is worth it: it brings WORTH
+new lines or more for each second. The others are in the second tier, of each function at most LONG seconds,
+the cheapest first, and at least one case; what is left is in the third. A test that was not measured stays
+where it is, and a new one is in the first. Of a function with a case that takes more than LONG seconds, none
+is in the first unless the lines need it.
 
 ``python -m tools.tiers --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has
 written, DATA what coverage.py has recorded with a context per test; ``make measure`` makes both.
@@ -23,6 +24,7 @@ from tools.measured import executed, read_times
 
 CHEAP = 0.05
 AFFORDABLE = 0.5
+WORTH = 3
 LONG = 10
 
 Lines = dict[str, int]  # by file: a bit for each line
@@ -51,7 +53,7 @@ def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[
 
 
 def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Lines]) -> set[str]:
-    """Return few and cheap tests that execute all lines that the given ones do not."""
+    """Return few and cheap tests that execute the lines that the given ones do not."""
     none: Lines = {}
     executed = _union(lines.get(test, none) for test in first)
     before = dict(executed)
@@ -67,10 +69,10 @@ def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Line
     while queue:
         last, test = heapq.heappop(queue)
         now = value(test)  # which has become worse, as others were chosen
-        if now == last < 0:
+        if now == last <= -WORTH:
             chosen.append(test)
             executed = _union([executed, lines[test]])
-        elif now < 0:
+        elif now <= -WORTH:
             heapq.heappush(queue, (now, test))
     needed = set(chosen)
     for test in sorted(chosen, key=lambda test: (-times[test], test)):

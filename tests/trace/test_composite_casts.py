@@ -72,7 +72,10 @@ def test_torch_cpu_casts_inside_ops_as_real_autocast(name: str) -> None:
 def test_an_lstm_runs_in_bfloat16_as_onednn_runs_it() -> None:
     lstm = nn.LSTM(4, 4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        expected = lstm(X)[0].dtype
+        try:
+            expected = lstm(X)[0].dtype
+        except RuntimeError as error:  # there is no such primitive on some CPUs that have bfloat16
+            pytest.skip(f"oneDNN on this CPU: {str(error)[:80]}")
     if expected is torch.float32:
         pytest.skip("this CPU, or this build, has no bfloat16 in oneDNN")
     assert output_dtype(traced(Calls(lambda layer, x: layer(x)[0], lstm), X)) == expected
