@@ -442,6 +442,7 @@ def test_what_names_lead_to_may_raise(tmp_path: Path) -> None:
 
 def test_values_that_no_reader_would_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ampaudit.recording.recorder._MAX_JSON", 1000)  # millions of numbers take long
+
     class Flags(enum.Flag):
         A = 1
         B = 2
