@@ -23,10 +23,13 @@ test-all: $(VENV)/.dev
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --tier 3
 
-# the processor seconds and the lines of each test: which tier it is in follows from them, and mutants are run by them
+# the processor seconds of each test, and, in a run of its own since recording takes time, the lines that it executes:
+# which tier it is in follows from them, and mutants are run by them
 measure: $(VENV)/.dev
 	rm -rf dist/measured && mkdir -p dist/measured
-	AMPAUDIT_TIMES=$(CURDIR)/dist/measured/times.jsonl COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+	-AMPAUDIT_TIMES=$(CURDIR)/dist/measured/times.jsonl \
+		$(BIN)/python -m pytest -n 2 --dist loadfile -p tests.support.measured
+	-AMPAUDIT_TIMES=/dev/null COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
 		$(BIN)/python -m pytest -n 2 --dist loadfile -p tests.support.measured
 	$(BIN)/coverage combine --quiet
 	$(BIN)/python -m tools.tiers --times dist/measured/times.jsonl --coverage dist/measured/coverage
