@@ -14,6 +14,7 @@ from ampaudit.core.errors import UsageError
 from ampaudit.export.config import Mode
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
+from ampaudit.trace.functional import for_any_strides
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
@@ -51,8 +52,8 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
     made: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(traced.graph, made)
     graph.output(output)
-    for view in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        view.target = torch.ops.aten.reshape.default  # it may run where attention has other strides
+    for node in graph.nodes:  # the program may run on another device
+        node.target = for_any_strides(node.target)
     nodes = {old.name: new for old, new in made.items()}
     stored: dict[str, torch.dtype] = {}
     if mode == "inference":

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.run.step import Step
-from ampaudit.trace.functional import OnCopy, overload_of
+from ampaudit.trace.functional import OnCopy, for_any_strides, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import (
     argument_names,
@@ -29,7 +29,6 @@ __all__ = ["Program", "call_on", "compile_program"]
 
 # longer runs keep more of the reference alive and gain little
 GROUP = 8
-aten = torch.ops.aten
 _WHOLE_NUMBERS = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"})
 _UNINITIALIZED = frozenset(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
@@ -142,16 +141,14 @@ def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tupl
 def call_on(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the target, arguments and keyword arguments with which a traced op runs on a device.
 
-    Devices that it names become this one, except ``meta``. A view becomes a reshape: attention's output has
-    other strides on another device, where the copy that ``contiguous()`` makes was not traced.
+    Devices that it names become this one, except ``meta``.
     """
 
     def here(value: Any) -> Any:
         return device if isinstance(value, torch.device) and value.type != "meta" else value
 
-    target = aten.reshape.default if node.target is aten.view.default else node.target
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
-    return target, args, dict(kwargs)
+    return for_any_strides(node.target), args, dict(kwargs)
 
 
 def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: torch.device) -> Step:

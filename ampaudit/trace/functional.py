@@ -20,7 +20,15 @@ from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import SharedMemory
 
-__all__ = ["DETACH_OPS", "OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
+__all__ = [
+    "DETACH_OPS",
+    "OnCopy",
+    "WriteThrough",
+    "for_any_strides",
+    "functionalized",
+    "overload_of",
+    "writes_in_place",
+]
 
 # ops that gradients do not pass
 DETACH_OPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
@@ -43,6 +51,15 @@ class OnCopy:
     def __call__(self, written: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the changed copy."""
         return self.op(written.clone(), *args, **kwargs)
+
+
+def for_any_strides(target: Any) -> Any:
+    """Return a reshape in place of a view, and any other op as it is.
+
+    Attention's output has other strides on another device, where the copy that ``contiguous()`` makes was not
+    traced.
+    """
+    return aten.reshape.default if target is aten.view.default else target
 
 
 def overload_of(target: Any) -> OpOverload | None:
