@@ -8,7 +8,6 @@ import pickle
 import pickletools
 import subprocess
 import sys
-import time
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
@@ -27,6 +26,7 @@ from ampaudit.checkpoint.pickled import read_state_dict
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import MAX_MESSAGE
+from tests.support.clock import soon
 
 DTYPES = [
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16),
@@ -251,10 +251,8 @@ def archive_of(folder: Path, data: bytes, storage: bytes = bytes(80), **more: by
 
 
 def refusal(path: Path) -> str:
-    started = time.process_time()
-    with pytest.raises(WeightsError) as caught:
+    with soon(), pytest.raises(WeightsError) as caught:
         read_state_dict(path)
-    assert time.process_time() - started < 10
     message = str(caught.value.args[0])
     assert len(message) <= MAX_MESSAGE
     assert message.isprintable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from unicodedata import category
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import MAX_DEPTH, MAX_MESSAGE, describe, parse_json, read_bounded, validate
+from tests.support.clock import soon
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "missing", "device", "link"])
@@ -73,10 +73,8 @@ def test_json_that_would_fill_the_memory_is_refused(text: str) -> None:
 
 def test_a_name_that_is_repeated_last_is_found_in_one_pass() -> None:
     names = [f"n{i}" for i in range(200_000)]
-    begin = time.process_time()
-    with pytest.raises(ValueError, match="'n199999' occurs twice"):
+    with soon(), pytest.raises(ValueError, match="'n199999' occurs twice"):
         parse_json("{" + ",".join(f'"{name}":1' for name in [*names, names[-1]]) + "}")
-    assert time.process_time() - begin < 10
 
 
 def test_a_path_with_a_null_character_is_refused() -> None:

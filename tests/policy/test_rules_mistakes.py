@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from ampaudit.cli.program import main
 from ampaudit.core.errors import PolicyError
 from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.policy import load_file, load_policy
+from tests.support.clock import soon
 from tests.support.rule_file import GOOD
 
 WHY = "    reason: range\n    why: so.\n    source: this test\n"
@@ -172,9 +172,8 @@ def test_a_regex_that_would_backtrack_for_ever_does_not(tmp_path: Path) -> None:
 
     path = written(tmp_path, GOOD.replace('layer: ["head*"]', "layer_regex: ['^(a+)+$']"))
     rules = load_policy(str(path))
-    started = time.process_time()
-    assert rules.decide(OpFacts("relu", "a" * 5000 + "b", "float16")).rule is None
-    assert time.process_time() - started < 1
+    with soon():
+        assert rules.decide(OpFacts("relu", "a" * 5000 + "b", "float16")).rule is None
 
 
 def test_a_file_without_suffix_does_not_hide_a_shipped_policy(
@@ -220,10 +219,8 @@ def test_a_pattern_that_is_none_is_told_once(tmp_path: Path, capfd: pytest.Captu
 )
 def test_hostile_files_are_refused_at_once(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
-    started = time.process_time()
-    with pytest.raises(PolicyError) as caught:
+    with soon(), pytest.raises(PolicyError) as caught:
         load_policy(str(path))
-    assert time.process_time() - started < 2
     assert len(caught.value.args[0]) <= MAX_MESSAGE
     assert caught.value.args[0].isprintable()
 

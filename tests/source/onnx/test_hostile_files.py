@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ampaudit.source.onnx.checks import MAX_NODES
 from ampaudit.source.onnx.files import read_onnx
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.open import open_source
+from tests.support.clock import soon
 from tests.support.onnx_graphs import external, initializer, mlp, model_of, node, tensor, value, written
 
 ONES = np.ones((4, 4), np.float32)
@@ -273,9 +273,8 @@ def test_what_is_no_file_is_not_opened(make: Callable[[Path], None], tmp_path: P
 def test_a_million_nodes_are_refused_soon(tmp_path: Path) -> None:
     one = node("Relu", ["x"], ["a"]).SerializeToString()
     path = written(tmp_path, b"\x08\x0a" + wire._message(7, wire._message(1, one) * 1_000_000))
-    start = time.process_time()
-    assert _refused(path).args[0].endswith(f"has more than {MAX_NODES:,} nodes")
-    assert time.process_time() - start < 5
+    with soon():
+        assert _refused(path).args[0].endswith(f"has more than {MAX_NODES:,} nodes")
 
 
 def test_nodes_in_bodies_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
