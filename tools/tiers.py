@@ -3,10 +3,10 @@
 The rule: a test is in the first tier if it takes at most CHEAP processor seconds; if it is the cheapest case
 of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes the lines of
 the package that all tests execute, at the least cost (a greedy set cover), and is worth it: it brings WORTH
-new lines or more for each second. The others are in the second tier, of each function at most LONG seconds,
-the cheapest first, and at least one case; what is left is in the third. A test that was not measured stays
-where it is, and a new one is in the first. Of a function with a case that takes more than LONG seconds, none
-is in the first unless the lines need it.
+new lines or more for each second. Of the others, those that take at most LONG seconds are in the second tier:
+of each function the cheapest, up to ENOUGH seconds together, and at least one case. What is left is in the
+third. A test that was not measured stays where it is, and a new one is in the first. Of a function with a case
+that takes more than LONG seconds, none is in the first unless the lines need it.
 
 ``python -m tools.tiers --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has
 written, DATA what coverage.py has recorded with a context per test; ``make measure`` makes both.
@@ -25,6 +25,7 @@ from tools.measured import executed, read_times
 CHEAP = 0.05
 AFFORDABLE = 0.5
 WORTH = 3
+ENOUGH = 2
 LONG = 10
 
 Lines = dict[str, int]  # by file: a bit for each line
@@ -48,7 +49,7 @@ def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[
         if test not in first:
             function = test.partition("[")[0]
             spent[function] += times[test]
-            later[test] = 2 if spent[function] <= max(LONG, times[test]) else 3
+            later[test] = 2 if times[test] <= LONG and spent[function] <= max(ENOUGH, times[test]) else 3
     return later
 
 
