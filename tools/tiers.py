@@ -5,8 +5,8 @@ of its function, and takes at most AFFORDABLE; or if it is needed so that the fi
 the package that all tests execute, at the least cost (a greedy set cover), and is worth it: it brings WORTH
 new lines or more for each second. Of the others, those that take at most LONG seconds are in the second tier:
 of each function the cheapest, up to ENOUGH seconds together, and at least one case. What is left is in the
-third. A test that was not measured stays where it is, and a new one is in the first. Of a function with a case
-that takes more than LONG seconds, none is in the first unless the lines need it.
+third. A test that was not measured stays where it is, and a new one is in the first. Of a function with a
+case that takes more than LONG seconds, none is in the first unless the lines need it.
 
 ``python -m tools.tiers --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has
 written, DATA what coverage.py has recorded with a context per test; ``make measure`` makes both.
