@@ -100,8 +100,8 @@ class Emulated(Float32Backend):
     name = "emulated"
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with float32 for 16-bit dtypes: the values are carried in float32."""
-        return step.wide_args, step.wide_kwargs
+        """Arguments with float32 for 16-bit dtypes, and numbers as a kernel for 16 bits reads them."""
+        return step.low_args, step.low_kwargs
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A float32 carrier of the rounded tensor."""
@@ -138,6 +138,8 @@ class Emulated(Float32Backend):
         """The op in float32, its 16-bit outputs rounded; a mutated argument is rounded in place."""
         if step.rounds_inside:
             return _in_true_dtypes(step, args, kwargs)
+        if step.gives_way:
+            args, kwargs = _converted_operands(step, args, kwargs)
         result = step.target(*args, **kwargs)
         if step.mutates:
             _round_written(step, args, kwargs, measure if step.in_place else None)
@@ -253,6 +255,20 @@ def _round_blocks(
         if measure is not None and reference is not None:
             measure.add(reference[start : start + BLOCK], block)
     return into
+
+
+def _converted_operands(
+    step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Round the 0-dimensional tensors that give way to those beside them."""
+
+    def converted(key: int | str, value: Any) -> Any:
+        return rounded(value, step.computing) if key in step.gives_way else value
+
+    return (
+        tuple(converted(position, value) for position, value in enumerate(args)),
+        {name: converted(name, value) for name, value in kwargs.items()},
+    )
 
 
 def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampaudit.run.accumulation import accumulate, accumulates
 from ampaudit.run.views import rounded_components
 from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
+from ampaudit.trace.operands import computing_dtype, converted_numbers, gives_way, promoted
 from ampaudit.trace.opnames import (
     base_name,
     composite_kernel,
@@ -169,9 +170,14 @@ _MOVES = frozenset(
 
 def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a leaf in float32, like an accumulating kernel, and round its 16-bit results."""
+    computing = computing_dtype(op, args, kwargs)
+    if computing is not None:
+        args, kwargs = converted_numbers(op, args, kwargs, computing)
     wide: dict[int, torch.Tensor] = {}
 
     def widen(value: Any) -> Any:
+        if computing is not None and gives_way(value, computing):
+            value = value.to(computing)
         if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION_DTYPES:
             return wide.setdefault(id(value), value.float())
         return torch.float32 if isinstance(value, torch.dtype) and value in LOW_PRECISION_DTYPES else value
@@ -214,17 +220,10 @@ def _tensor_arguments(op: OpOverload) -> frozenset[int]:
     return frozenset(position for position, kind in kinds if kind in ("Tensor", "Optional[Tensor]"))
 
 
-def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the explicit dtype, or the one that type promotion gives."""
     given = named_arguments(op, args, kwargs).get("dtype")
-    if isinstance(given, torch.dtype):
-        return given
-    floats = [t for t in _tensors((args, kwargs)) if t.is_floating_point()]
-    ranked = [t for t in floats if t.ndim] or floats
-    dtype = ranked[0].dtype
-    for tensor in ranked[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return given if isinstance(given, torch.dtype) else promoted(_tensors((args, kwargs)))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

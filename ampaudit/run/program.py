@@ -15,6 +15,7 @@ from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import OnCopy, for_any_strides, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
+from ampaudit.trace.operands import computing_dtype, converted_numbers, gives_way
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
@@ -161,6 +162,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
     is_view = site is not None and site.role is Role.VIEW
     random = overload is not None and _draws(overload, args, kwargs) and not is_view
+    wide_args, wide_kwargs = widened(args), widened(kwargs)
+    computing, converted, low_args, low_kwargs = _low_operands(node, overload, wide_args, wide_kwargs)
     return Step(
         node=node,
         target=_Zeroed(overload)
@@ -169,8 +172,12 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         site=site,
         args=args,
         kwargs=kwargs,
-        wide_args=widened(args),
-        wide_kwargs=widened(kwargs),
+        wide_args=wide_args,
+        wide_kwargs=wide_kwargs,
+        low_args=low_args,
+        low_kwargs=low_kwargs,
+        computing=computing,
+        gives_way=converted,
         dtypes=dtypes,
         mutates=mutates,
         updates=_updates(node, overload, mutates) if overload else (),
@@ -211,8 +218,27 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
     values = (source.meta.get("val") for source in (node, *node.all_input_nodes))
     if not any(getattr(v, "dtype", None) in LOW_PRECISION_DTYPES for v in pytree.tree_leaves(list(values))):
         return False
+    return differs_from_one_rounding(op, *_fake_arguments(node))
+
+
+def _fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-    return differs_from_one_rounding(op, args, kwargs)
+    return args, kwargs
+
+
+def _low_operands(
+    node: fx.Node, op: OpOverload | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.dtype | None, frozenset[int | str], tuple[Any, ...], dict[str, Any]]:
+    """Return the 16-bit dtype to which an op converts operands, the tensors among them, and its arguments."""
+    fake = _fake_arguments(node)
+    computing = computing_dtype(op, *fake) if op is not None else None
+    if op is None or computing is None:
+        return None, frozenset(), args, kwargs
+    tensors = frozenset(
+        key for key, value in (*enumerate(fake[0]), *fake[1].items()) if gives_way(value, computing)
+    )
+    low = converted_numbers(op, args, kwargs, computing)
+    return computing if tensors or low != (args, kwargs) else None, tensors, *low
 
 
 class _Zeroed:

@@ -46,6 +46,10 @@ class Step:
         kwargs: the same for keyword arguments.
         wide_args: its arguments with every 16-bit dtype constant replaced by float32.
         wide_kwargs: the same for keyword arguments.
+        low_args: ``wide_args`` with numbers as a kernel for 16-bit tensors reads them.
+        low_kwargs: the same for keyword arguments.
+        computing: the 16-bit dtype to which operands are converted, if any is.
+        gives_way: positions and names of the 0-dimensional tensors among them.
         dtypes: dtypes of its outputs in the converted model, ``None`` where an output is no tensor.
         mutates: positions of the arguments that it writes to.
         updates: those that its result does not show, such as running statistics, with their dtypes.
@@ -62,6 +66,10 @@ class Step:
     kwargs: dict[str, Any]
     wide_args: tuple[Any, ...]
     wide_kwargs: dict[str, Any]
+    low_args: tuple[Any, ...]
+    low_kwargs: dict[str, Any]
+    computing: torch.dtype | None
+    gives_way: frozenset[int | str]
     dtypes: tuple[torch.dtype | None, ...]
     mutates: tuple[int, ...]
     updates: tuple[tuple[int, torch.dtype], ...]
@@ -90,6 +98,11 @@ class Step:
     def low_precision(self) -> bool:
         """Whether an output is a 16-bit float."""
         return any(dtype in LOW_PRECISION_DTYPES for dtype in self.dtypes)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the step rounds anything to 16 bits: its output, or an operand that it converts."""
+        return self.computing is not None or (self.low_precision and self.makes_values)
 
     @property
     def in_place(self) -> bool:

@@ -65,11 +65,13 @@ def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     """Return whether the op is a division, root or logarithm shortly after a lost eps."""
-    del origin
     found = lost_eps(context, site)
-    if found is None:
+    form = context.number_format
+    # an overflow is none of an eps that is not 0
+    if found is None or (found[1] > form.flush_below and context.is_overflow(origin)):
         return None
-    return f"eps = {format_number(found[1])} at {found[0].id} is lost in {context.number_format.name}"
+    became = "0" if found[1] <= form.flush_below else "subnormal"
+    return f"eps = {format_number(found[1])} at {found[0].id} is {became} in {form.name}"
 
 
 CAUSE = Cause("AMP202", applies, _ADVICE)

@@ -18,6 +18,9 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     del origin
     limit = math.log(context.number_format.max)
     base = context.flow.base(site)
+    exponent = context.flow.arguments(site).get("exponent")
+    if base == "pow" and isinstance(exponent, int | float) and exponent < 0:
+        return None  # infinite at 0, as a division is
     if base in _EXPONENTIALS:
         return f"{base} grows faster than any format; exp(x) overflows from x = {limit:.4g}"
     before = (context.flow.base(maker) for maker in context.flow.makers(site))

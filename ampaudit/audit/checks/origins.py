@@ -27,6 +27,7 @@ from ampaudit.audit.checks import (
     squares,
     undefined,
 )
+from ampaudit.audit.checks.compared_numbers import rounded_numbers
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
@@ -42,6 +43,7 @@ OVERFLOW_CAUSES: tuple[Cause, ...] = (
     constant.CAUSE,
     attention.CAUSE,
     squares.CAUSE,
+    epsilon.CAUSE,
     exponential.CAUSE,
     reduction.CAUSE,
     residual.CAUSE,
@@ -74,6 +76,8 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
     cause, reason = next(((c, r) for c, r in reasons if r is not None), (None, None))
     code = cause.code if cause else ("AMP101" if overflow else "AMP103")
     text = _overflow_text(context, site) if overflow else _domain_text(context, site)
+    if number := rounded_numbers(context, site):
+        text = f"{number}; {text}"
     finding = finding_at(
         context,
         site,

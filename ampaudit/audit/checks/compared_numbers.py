@@ -1,0 +1,50 @@
+"""Names the Python numbers that are others in 16 bits, where an op decides or computes by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.core.text import format_number
+from ampaudit.trace import Site
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.operands import computing_dtype, converted_numbers
+
+__all__ = ["rounded_numbers"]
+
+_WITHIN = 2  # ops before the one that is reported: a comparison, and what combines masks
+
+
+def rounded_numbers(context: CheckContext, site: Site) -> str:
+    """Say which number shortly before a site is another in 16 bits: ``0.9999 is 1 in float16``."""
+    frontier = [site]
+    for _ in range(_WITHIN + 1):
+        for step in frontier:
+            if (text := _rounded_number(context, step)) is not None:
+                return text
+        frontier = [maker for step in frontier for maker in context.flow.makers(step)]
+    return ""
+
+
+def _rounded_number(context: CheckContext, site: Site) -> str | None:
+    node = context.flow.node(site)
+    op = overload_of(node.target)
+    if op is None:
+        return None
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
+    dtype = computing_dtype(op, args, kwargs)
+    if dtype is None:
+        return None
+    read = converted_numbers(op, args, kwargs, dtype)
+    for number, rounded in zip((*args, *kwargs.values()), (*read[0], *read[1].values()), strict=True):
+        if _is_number(number) and number != rounded:
+            before, after = format_number(number), format_number(rounded)
+            return f"{before} at {site.id} is {after} in {context.number_format.name}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool | torch.SymInt)
