@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 
@@ -154,9 +155,10 @@ def divide(call: OpCall) -> Interval:
 @transfer("pow.Tensor_Scalar")
 def power(call: OpCall) -> Interval:
     """Raise any base to an integer exponent, or a positive base to any exponent."""
-    exponent, x = call.number("exponent"), call.interval("self")
-    if exponent is None:
-        return unbounded(call.shape)
+    return _either_power(call, "exponent", call.interval("self"), _power)
+
+
+def _power(call: OpCall, exponent: float, x: Interval) -> Interval:
     positive, natural = bool((x.low > 0).all()), bool((x.low >= 0).all())
     if not positive and (exponent < 0 or not (exponent.is_integer() or natural)):
         return unbounded(call.shape)
@@ -175,14 +177,29 @@ def power(call: OpCall) -> Interval:
 @transfer("pow.Scalar")
 def power_of_number(call: OpCall) -> Interval:
     """Raise a positive number to x, which is monotone in x."""
-    base, x = call.number("self"), call.interval("exponent")
-    if base is None or base <= 0:
+    return _either_power(call, "self", call.interval("exponent"), _power_of_number)
+
+
+def _power_of_number(call: OpCall, base: float, x: Interval) -> Interval:
+    if base <= 0:
         return unbounded(call.shape)
     wide = torch.tensor(base, dtype=torch.float64)
     low, high = sorted_ends(wide.pow(x.low), wide.pow(x.high))
     # the base is rounded to float32 at worst, which x powers make x times as much
     slack = ELEMENTARY * max(x.peak, 1.0) if x.bounded else 0.0
     return _kept_sign(output_interval(call, low, high), slack)
+
+
+def _either_power(
+    call: OpCall, name: str, x: Interval, bounded: Callable[[OpCall, float, Interval], Interval]
+) -> Interval:
+    """Bound a power of a number, which float32 and 16 bits read differently."""
+    found = [bounded(call, number, x) for number in call.numbers(name)] or [unbounded(call.shape)]
+    return output_interval(
+        call,
+        reduce(torch.minimum, (each.low for each in found)),
+        reduce(torch.maximum, (each.high for each in found)),
+    )
 
 
 def _kept_sign(result: Interval, slack: float) -> Interval:

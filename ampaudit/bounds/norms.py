@@ -67,8 +67,9 @@ def rms_norm(call: OpCall) -> Interval:
 def group_norm(call: OpCall) -> Interval:
     """Like a layer norm over the elements of a group, with an affine part per channel."""
     call.ignore("cudnn_enabled")
-    groups, eps, x = call.number("num_groups"), call.number("eps"), call.interval("input")
-    if not groups or eps is None or eps < FLOAT32.min_normal or not math.prod(call.shape[1:]):
+    groups, x = call.number("num_groups"), call.interval("input")
+    eps = min(call.numbers("eps"), default=0.0)
+    if not groups or eps < FLOAT32.min_normal or not math.prod(call.shape[1:]):
         return unbounded(call.shape)
     size = math.prod(call.shape[1:]) // int(groups)
     if x.peak * math.sqrt(size) >= MAX_ROOT:

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from ampaudit.bounds.interval import Axes, Interval, finite, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, as_number, converted, rounding
+from ampaudit.trace.operands import as_read
 from ampaudit.trace.opnames import base_name, named_arguments
 
 __all__ = [
@@ -131,6 +132,11 @@ class OpCall:
         """Return a Python number; ``None`` if the argument is a value of the graph."""
         value = self.arg(name)
         return float(value) if isinstance(value, int | float) else None
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a Python number, and what a kernel for 16 bits reads; none for a value of the graph."""
+        number = self.number(name)
+        return () if number is None else tuple({number, float(as_read(number, self.dtype))})
 
     def interval(self, name: str) -> Interval:
         """Return the interval of an argument, in the dtype in which the op computes."""

@@ -57,6 +57,8 @@ class Call(nn.Module):
 ROWS, IMAGE, VOLUME, LINE = (2, 5, 8), (2, 3, 6, 6), (1, 3, 4, 4, 4), (2, 3, 9)
 CASES: dict[str, tuple[Function, tuple[int, ...]]] = {
     "linear": (lambda m, x: F.linear(x, m.w, m.b), ROWS),
+    "a number to a power": (lambda m, x: (torch.pow(1.0007, x), torch.pow(0.9999, x)), ROWS),
+    "a power": (lambda m, x: (x.abs().pow(2.7013), (x.abs() + 1).pow(-0.3001)), ROWS),
     "linear of a linear": (lambda m, x: F.linear(F.linear(x, m.w, m.b), m.w.t()), ROWS),
     "linear of a norm": (lambda m, x: F.linear(m.norm(x), m.w), ROWS),
     "norms in a row": (lambda m, x: m.norm(F.linear(m.norm(x * 100), m.square) + x), ROWS),
