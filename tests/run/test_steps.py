@@ -192,3 +192,36 @@ def test_a_bad_function_is_one_clear_line(function: Any, words: str) -> None:
         ampaudit.scan(Growing(1.0), inputs, steps=3, next_inputs=function)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value).split("\n  next:")[0]
+
+
+LOOPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "an unstable fixed point": (lambda s: 1.25 * s - 0.25 * torch.ones_like(s), 30),
+    "the same, ended in time": (lambda s: 1.25 * s - 0.25 * torch.ones_like(s), 12),
+    "a logistic map": (lambda s: 3.9 * (s - 0.5) * (1.5 - s) + 0.5, 25),
+    "a stable logistic map": (lambda s: 2.5 * (s - 0.5) * (1.5 - s) + 0.5, 25),
+    "compound interest": (lambda s: s * 1.003, 60),
+    "a slow leak": (lambda s: s - 0.0005, 40),
+    "a contraction": (lambda s: 0.5 * s + 0.25, 40),
+    "a doubling map": (lambda s: (2 * s).remainder(1.0), 10),
+    "an oscillator": (lambda s: torch.stack([s[0] + 0.3 * s[1], s[1] - 0.3 * (s[0] + 0.3 * s[1])]), 40),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_below_the_required_accuracy_fails(name: str) -> None:
+    """Against a loop of PyTorch's own bfloat16."""
+    step, count = LOOPS[name]
+
+    class Loop(nn.Module):
+        def forward(self, s: torch.Tensor) -> torch.Tensor:
+            return step(s)
+
+    start = torch.tensor([[1.003, 1.002, 0.999], [0.9, 1.001, 1.2]])
+    exact, low, worst = start, start.bfloat16(), math.inf
+    for _ in range(count):
+        exact, low = step(exact), step(low)
+        error = (exact - low.float()).square().sum()
+        worst = min(worst, float(10 * torch.log10(exact.square().sum() / error)))
+    assert abs(worst - 20) > 2  # or rounding would decide
+    report, _ = scanned(Loop(), start, count, dtype="bfloat16")
+    assert any(f.severity == "error" for f in report.findings) == (worst < 20), worst

@@ -16,16 +16,20 @@ __all__ = ["CHECK", "error_growth"]
 
 
 def error_growth(context: CheckContext) -> StepGrowth | None:
-    """Return the growth of an output's error, if it costs the required accuracy soon."""
+    """Return the growth of an output's error, if it costs the required accuracy in the run or soon after."""
     return next((growth for growth in _harmful(context) if growth.what == "error"), None)
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Yield growth that takes values out of range, or outputs below the required accuracy, soon."""
+    """Yield growth that soon takes values out of range, or outputs below the required accuracy.
+
+    What a step of the run shows is a finding of its own.
+    """
     broken = any(row.origins or row.faults for row in context.record.steps)
     for growth in _harmful(context):
         site = _site(context, growth)
-        if site is not None and not broken:
+        beyond = (growth.reaches or 0) > (context.step_count or 0)
+        if site is not None and beyond and not broken:
             yield _finding(context, growth, site)
 
 
@@ -36,8 +40,7 @@ def _harmful(context: CheckContext) -> Iterator[StepGrowth]:
 
 def _finding(context: CheckContext, growth: StepGrowth, site: Site) -> Finding:
     count = context.step_count or 0
-    assert growth.reaches is not None
-    ahead = "" if growth.reaches <= count else f", beyond the {count} that were run"
+    ahead = f", beyond the {count} that were run"
     if growth.what == "error":
         cause = (
             f"the error of {growth.name} doubles every {format_number(growth.doubles_every)} steps; at this "

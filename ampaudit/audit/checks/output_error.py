@@ -58,8 +58,8 @@ def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
     explained = {name for culprit in known for name in culprit.outputs}
     for culprit in (*known, *(Culprit((name,)) for name in wrong if name not in explained)):
         names = [name for name in culprit.outputs if name in wrong]
-        if not culprit.sites and (_by_code(context, names[0]) or error_growth(context) is not None):
-            continue  # reported as AMP212, or AMP119
+        if not culprit.sites and _by_code(context, names[0]):
+            continue  # reported as AMP212
         finding = _finding(context, culprit, wrong[names[0]], names)
         if finding.code == code and not _saturated(context, culprit):
             yield finding
@@ -113,6 +113,8 @@ def _explained(
     """Return code, cause and advice."""
     if not culprit.sites and (context.step_of(seen.batch) or 1) > 1:
         why = f"no op of step {context.step_of(seen.batch)} stands out: the error has built up over the steps"
+        if (growth := error_growth(context)) is not None:
+            why += f", and doubles every {format_number(growth.doubles_every)} of them"
         return "AMP207", why, "keep in float32 what is carried from step to step"
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"
