@@ -82,6 +82,8 @@ class Health:
         eps_held: eps in 16 bits; 0 where it is lost.
         storage: how the optimizer's parameters are held: ``float32``, ``float16`` or ``bfloat16``.
         dropped: losses of batches that the loop took no step on; they are in none of the steps.
+        broken_state: buffers that forward passes made inf or NaN, and the measured step since which they are;
+            ``None`` after the last one.
     """
 
     dtype: str
@@ -93,6 +95,7 @@ class Health:
     eps_held: float | None
     storage: str
     dropped: int = 0
+    broken_state: tuple[tuple[str, int | None], ...] = ()
 
     @property
     def recorded(self) -> tuple[StepRecord, ...]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.core.formats import Dtype
 from ampaudit.report.training import Health, TrainingReport
-from ampaudit.training.watch import TrainingMonitor, watch
+from ampaudit.training.watch import TrainingMonitor, watch_as
 
 __all__ = ["HealthRecorder"]
 
@@ -20,10 +21,12 @@ class HealthRecorder:
     Args:
         path: of the JSON report; ``None`` writes none.
         every: measure one step in this many.
-        dtype: the 16-bit format that is asked about.
+        dtype: the 16-bit format to judge the run by; by default the trainer's.
     """
 
-    def __init__(self, path: Path | str | None = None, *, every: int = 10, dtype: str = "float16") -> None:
+    def __init__(
+        self, path: Path | str | None = None, *, every: int = 10, dtype: Dtype | None = None
+    ) -> None:
         self._path, self._every, self._dtype = path, every, dtype
         self._monitor: TrainingMonitor | None = None
 
@@ -37,9 +40,10 @@ class HealthRecorder:
         """The report so far, with a variant per optimizer."""
         return None if self._monitor is None else self._monitor.report()
 
-    def _start(self, model: nn.Module, optimizers: Any, scaler: Any) -> None:
-        """Watch the trainer's optimizers."""
-        self._monitor = watch(model, optimizers, scaler, every=self._every, dtype=self._dtype)
+    def _start(self, model: nn.Module, optimizers: Any, scaler: Any, trained_in: str | None) -> None:
+        """Watch the optimizers of a trainer that is set to a 16-bit format, or to none."""
+        dtype, reason = (trained_in, "the trainer's format") if self._dtype is None else (self._dtype, "")
+        self._monitor = watch_as(model, optimizers, scaler, self._every, dtype, reason)
 
     def _latest(self) -> dict[str, float | torch.Tensor]:
         """Return the numbers of the last watched step for the trainer's loggers."""

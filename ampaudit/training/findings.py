@@ -83,6 +83,11 @@ def _broken(health: Health) -> Iterator[str]:
     count = max((p.broken for p in health.parameters), default=0) - (len(health.watched) - stepped)
     if count > 0:
         yield f"a gradient is NaN or infinite in {count} of {plural(stepped, 'measured step')}"
+    if health.broken_state:
+        (name, step), *others = health.broken_state
+        more = f" and {plural(len(others), 'other buffer')} are" if others else " is"
+        since = "" if step is None else f" since step {step}"
+        yield f"{name}{more} NaN or infinite{since}: the forward pass writes it in skipped steps as well"
 
 
 def _skipped(variant: Variant) -> Iterator[Finding]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ampaudit.core.formats import NumberFormat
 from ampaudit.report.training import ParameterHealth
 from ampaudit.trace.values import torch_dtype
 from ampaudit.training.agreement import own_part
+from ampaudit.training.loop_format import LoopFormat
 
 __all__ = ["SAMPLE", "StepMeter", "summarize"]
 
@@ -30,14 +30,13 @@ class StepMeter:
     Args:
         names: of the parameters, in order.
         parameters: those of the optimizer.
-        form: the 16-bit format that is asked about.
+        low: the 16-bit format that they are judged by.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], form: NumberFormat) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], low: LoopFormat) -> None:
         self._names = names
         self._parameters = parameters
-        self._dtype = torch_dtype(form)
-        self._flush = form.flush_below
+        self._low = low
         self._before: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._active: dict[int, torch.Tensor] = {}
@@ -77,7 +76,7 @@ class StepMeter:
         peak = torch.maximum(low.abs(), high.abs()).float()
         sampled = _sample(gradient).float().abs()
         nonzero = sampled != 0
-        flushed = nonzero & (sampled * scale <= self._flush)
+        flushed = nonzero & (sampled * scale <= self._low.form.flush_below)
         count = nonzero.sum()
         zero, lost = 1.0 - count / sampled.numel(), flushed.sum() / count.clamp(min=1)
         return torch.stack([peak, zero, lost, (~peak.isfinite()).float()])
@@ -86,12 +85,13 @@ class StepMeter:
     def measure_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure the step's effect on the weights, and the optimizer's second moments."""
         rows: list[tuple[str, torch.Tensor]] = []
+        dtype = torch_dtype(self._low.form)
         for index, gradient in self._gradients.items():
             parameter, old = self._parameters[index], self._before[index]
             update = _sample(own_part(parameter)).float() - old
-            rounded = old.to(self._dtype)
+            rounded = old.to(dtype)
             intended = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
-            lost = intended & ((rounded.float() + update).to(self._dtype) == rounded)
+            lost = intended & ((rounded.float() + update).to(dtype) == rounded)
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
             share = lost.sum() / intended.sum().clamp(min=1)
             measured = torch.stack([update.norm(), old.norm(), share, self._state(second, old)])
@@ -105,7 +105,7 @@ class StepMeter:
             return like.new_full((), math.nan)
         values = _sample(own_part(second)).float()
         positive = values > 0
-        return (positive & (values <= self._flush)).sum() / positive.sum().clamp(min=1)
+        return (positive & (values <= self._low.form.flush_below)).sum() / positive.sum().clamp(min=1)
 
     def latest(self) -> dict[str, torch.Tensor]:
         """Return the numbers of the last watched step over all parameters, on the device."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ampaudit.core.formats import Dtype
 from ampaudit.training.callbacks import HealthRecorder
 
 __all__ = ["TransformersHealthCallback"]
@@ -24,7 +25,7 @@ class TransformersHealthCallback(HealthRecorder, TrainerCallback):
     Args:
         path: of the JSON report; ``None`` writes none.
         every: measure one step in this many.
-        dtype: the 16-bit format that is asked about.
+        dtype: the 16-bit format to judge the run by; by default the trainer's.
         scaler: the loss scaler; by default Accelerate's, if there is one.
         trainer: the trainer that logs.
     """
@@ -34,7 +35,7 @@ class TransformersHealthCallback(HealthRecorder, TrainerCallback):
         path: Path | str | None = None,
         *,
         every: int = 10,
-        dtype: str = "float16",
+        dtype: Dtype | None = None,
         scaler: Any = None,
         trainer: Any = None,
     ) -> None:
@@ -45,7 +46,8 @@ class TransformersHealthCallback(HealthRecorder, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start recording with the Trainer's model and optimizer."""
         self._first_step = self._logged = state.global_step  # of a resumed run
-        self._start(kwargs["model"], kwargs["optimizer"], self._scaler)
+        trained_in = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+        self._start(kwargs["model"], kwargs["optimizer"], self._scaler, trained_in)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the Trainer's loss for each step since the last log, and log our numbers beside it."""

@@ -26,7 +26,8 @@ class LightningHealthCallback(HealthRecorder, Callback):
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._backpropagated: list[tuple[torch.Tensor, list[int]]] = []  # with the counts of gradients before
         self._stepped = False
-        self._start(pl_module, trainer.optimizers, self._scaler)
+        trained_in = {"bf16": "bfloat16", "16": "float16"}.get(trainer.precision.partition("-")[0])
+        self._start(pl_module, trainer.optimizers, self._scaler, trained_in)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Forget the losses of a step that was taken: this batch may have none."""

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ampaudit.core.formats import NumberFormat
 from ampaudit.core.text import plural
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.health import StepMeter, summarize
+from ampaudit.training.loop_format import LoopFormat
 from ampaudit.training.losses import LossBook
+from ampaudit.training.written_state import WrittenState
 
 __all__ = ["OptimizerMonitor"]
 
@@ -32,7 +33,8 @@ class OptimizerMonitor:
         scaler: the loop's, if it has an enabled one.
         names: of the model's parameters, by identity.
         every: measure one step in this many.
-        form: the 16-bit format that is asked about.
+        low: the 16-bit format that the loop is judged by.
+        state: what forward passes write.
 
     Attributes:
         storage: the dtype of the optimizer's parameters.
@@ -45,16 +47,17 @@ class OptimizerMonitor:
         scaler: Any,
         names: Mapping[int, str],
         every: int,
-        form: NumberFormat,
+        low: LoopFormat,
+        state: WrittenState,
     ) -> None:
         self.optimizer, self._scaler = optimizer, scaler
-        self._every, self._form, self._all_names = every, form, names
+        self._every, self._low, self._state, self._all_names = every, low, state, names
         self._names: list[str] = []
         self._parameters: list[torch.Tensor] = []
         self._find_parameters()
         self.storage = dtype_name(self._parameters[0].dtype)
         self.losses = LossBook()
-        self._meter = StepMeter(self._names, self._parameters, form)
+        self._meter = StepMeter(self._names, self._parameters, low)
         self._watched: list[int] = []
         self._scales: list[float | torch.Tensor] = []
         self._skipped: list[bool | torch.Tensor] = []
@@ -164,6 +167,7 @@ class OptimizerMonitor:
         return args, {**kwargs, "closure": measured}
 
     def _measure(self) -> None:
+        self._low.settle()
         scale = 1.0 if self._scale is None else self._scale
         self._meter.measure_gradients(scale, getattr(self.optimizer, "grad_scale", None))
 
@@ -182,6 +186,8 @@ class OptimizerMonitor:
     def _end(self, *, skipped: bool | torch.Tensor) -> None:
         self._scales.append(1.0 if self._scale is None else self._scale)
         self._scale = None
+        if skipped is True or self._due:
+            self._state.measure(self.losses.step)
         self._skipped.append(skipped)
         self._skip_count = self._skip_count + skipped
         self.losses.end_step()
@@ -214,7 +220,7 @@ class OptimizerMonitor:
         skipped = [bool(value) for value in self._skipped]
         scales = [float(value) for value in self._scales]
         return Health(
-            dtype=self._form.name,
+            dtype=self._low.form.name,
             every=self._every,
             watched=tuple(self._watched),
             steps=tuple(
@@ -228,9 +234,10 @@ class OptimizerMonitor:
                 {name: p.numel() for name, p in zip(self._names, self._parameters, strict=True)},
             ),
             eps=None if eps is None else float(eps),
-            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(torch_dtype(self._form))),
+            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(torch_dtype(self._low.form))),
             storage=self.storage,
             dropped=self.losses.dropped,
+            broken_state=self._state.broken(),
         )
 
 

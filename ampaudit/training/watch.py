@@ -12,14 +12,16 @@ from torch import nn
 
 from ampaudit.audit.inputs import check_trained
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import Dtype, low_precision_format
+from ampaudit.core.formats import Dtype
 from ampaudit.core.text import plural
 from ampaudit.report.training import Health, TrainingReport
 from ampaudit.trace.entry import layer_path
+from ampaudit.training.loop_format import LoopFormat
 from ampaudit.training.model_proxy import ModelProxy
 from ampaudit.training.optimizer_monitor import OptimizerMonitor
+from ampaudit.training.written_state import WrittenState
 
-__all__ = ["TrainingMonitor", "watch"]
+__all__ = ["TrainingMonitor", "watch", "watch_as"]
 
 
 class TrainingMonitor:
@@ -30,8 +32,8 @@ class TrainingMonitor:
     each backward pass, and the scaler's ``step`` is wrapped. Numbers stay on the device until ``health``.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[OptimizerMonitor]) -> None:
-        self._model, self._optimizers = model, optimizers
+    def __init__(self, model: nn.Module, optimizers: Sequence[OptimizerMonitor], low: LoopFormat) -> None:
+        self._model, self._optimizers, self._low = model, optimizers, low
 
     def __repr__(self) -> str:
         names = ", ".join(type(monitor.optimizer).__name__ for monitor in self._optimizers)
@@ -53,6 +55,7 @@ class TrainingMonitor:
         """Stop watching; the record stays."""
         for monitor in reversed(self._optimizers):
             monitor.close()
+        self._low.settle()
 
     def loss(
         self,
@@ -114,6 +117,8 @@ class TrainingMonitor:
 
         loops = [(monitor.optimizer, monitor.health()) for monitor in self._optimizers]
         notes = dict.fromkeys(note for monitor in self._optimizers for note in monitor.notes())
+        if self._low.reason:
+            notes[f"judged by {self._low.form.name}, {self._low.reason}"] = None
         return watched_report(self._model, loops, tuple(notes))
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
@@ -137,7 +142,7 @@ def watch(
     scaler: Any = None,
     *,
     every: int = 10,
-    dtype: Dtype = "float16",
+    dtype: Dtype | None = None,
 ) -> TrainingMonitor:
     """Watch a training loop: ``with ampaudit.watch(model, optimizer, scaler) as monitor: ...``.
 
@@ -148,7 +153,8 @@ def watch(
         optimizer: the optimizer that the loop steps, or several.
         scaler: the loop's GradScaler, if it has one; otherwise it is found in the first step that it takes.
         every: measure one step in this many; in the others, only backward passes are counted.
-        dtype: the 16-bit format to judge weights, gradients and states by.
+        dtype: the 16-bit format to judge weights, gradients and states by; by default that of the parameters,
+            or else of autocast.
 
     Returns:
         The monitor, a context manager.
@@ -156,6 +162,13 @@ def watch(
     Raises:
         UsageError: the optimizer belongs to another model, or ``every`` is less than 1.
     """
+    return watch_as(model, optimizer, scaler, every, dtype)
+
+
+def watch_as(
+    model: nn.Module, optimizer: Any, scaler: Any, every: int, dtype: Dtype | None, reason: str = ""
+) -> TrainingMonitor:
+    """Like ``watch``, with the reason for the format that the report gives."""
     if every < 1:
         raise UsageError("every must be at least 1")
     check_trained(model, None)
@@ -166,10 +179,9 @@ def watch(
         _check_optimizer(_unwrapped(one), names)
     if not given:
         raise UsageError("there is no optimizer to watch")
-    form = low_precision_format(dtype)
-    return TrainingMonitor(
-        inner, [OptimizerMonitor(_unwrapped(o), _scaler(scaler, o), names, every, form) for o in given]
-    )
+    low, state = LoopFormat(inner, dtype, reason), WrittenState(inner)
+    monitors = [OptimizerMonitor(_unwrapped(o), _scaler(scaler, o), names, every, low, state) for o in given]
+    return TrainingMonitor(inner, monitors, low)
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -293,3 +293,31 @@ def test_a_mean_over_steps_is_that_of_each_step(tmp_path: Path) -> None:
     losses = [step.loss for step in callback.health.steps]
     assert losses[:6] == pytest.approx([means[0]] * 3 + [means[1]] * 3, abs=1e-4)
     assert [step.recorded for step in callback.health.steps] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected", "why"),
+    [
+        ("bf16-mixed", "bfloat16", "the trainer's format"),
+        ("bf16-true", "bfloat16", "the trainer's format"),
+        ("32-true", "float16", "by default"),
+    ],
+)
+def test_the_format_is_lightnings(precision: str, expected: str, why: str) -> None:
+    from ampaudit.training.lightning import LightningHealthCallback
+
+    callback = LightningHealthCallback()
+    fit(automatic(lambda parameters: torch.optim.SGD(parameters, lr=0.1)), callback, precision=precision)
+    assert callback.report is not None
+    assert callback.report.dtype == expected
+    assert any(note.startswith(f"judged by {expected}, {why}") for note in callback.report.notes)
+
+
+def test_the_format_is_transformers(tmp_path: Path) -> None:
+    from ampaudit.training.huggingface import TransformersHealthCallback
+
+    callback = TransformersHealthCallback()
+    transformer(tmp_path, callback, bf16=True, max_steps=2).train()
+    assert callback.report is not None
+    assert callback.report.dtype == "bfloat16"
+    assert "judged by bfloat16, the trainer's format" in callback.report.notes

@@ -348,3 +348,78 @@ def test_the_report_is_readable_at_any_width() -> None:
         text = stream.getvalue()
         assert "apex-o3" in text
         assert all(len(line) <= width for line in text.splitlines())
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))  # infinite on purpose
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inner(x)))
+
+
+def steps(
+    model: nn.Module, *, autocast: torch.dtype | None = None, dtype: Any = None, spoil: int | None = None
+) -> TrainingReport:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    x = torch.randn(8, 4, dtype=next(model.parameters()).dtype)
+    with ampaudit.watch(model, optimizer, scaler, every=2, dtype=dtype) as seen:
+        for step in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = model(x * torch.inf if step == spoil else x).float().square().mean()
+            seen.loss(loss)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return seen.report()
+
+
+@pytest.mark.parametrize(
+    ("stored", "autocast", "given", "expected", "why"),
+    [
+        (torch.float32, None, None, "float16", "by default"),
+        (torch.float32, torch.bfloat16, None, "bfloat16", "the format of autocast"),
+        (torch.float32, torch.float16, None, "float16", "the format of autocast"),
+        (torch.bfloat16, None, None, "bfloat16", "the format of the parameters"),
+        (torch.float32, torch.float16, "bfloat16", "bfloat16", ""),
+        (torch.bfloat16, None, torch.float16, "float16", ""),
+    ],
+)
+def test_a_loop_is_judged_by_its_own_format(
+    stored: torch.dtype, autocast: torch.dtype | None, given: Any, expected: str, why: str
+) -> None:
+    report = steps(Normalized().to(stored), autocast=autocast, dtype=given)
+    assert report.dtype == report.variants[0].health.dtype == expected
+    notes = [note for note in report.notes if note.startswith("judged by")]
+    assert len(notes) == bool(why)
+    assert not why or why in notes[0]
+    assert not any("eps" in finding.cause for finding in report.findings) or expected == "float16"
+
+
+def test_statistics_that_a_skipped_step_spoils_are_named() -> None:
+    assert steps(Normalized()).verdict == "pass"
+    torch.manual_seed(0)
+    report = steps(Normalized(), spoil=3)
+    assert report.verdict == "fail"
+    (finding,) = [finding for finding in report.findings if finding.code == "AMP711"]
+    assert "norm.running_mean and 1 other buffer" in finding.cause
+    assert "are NaN or infinite since step 3" in finding.cause
+
+
+def test_statistics_that_are_finite_again_are_not() -> None:
+    class Latest(Normalized):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Identity()
+            self.register_buffer("latest", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.latest.copy_(x.mean())
+            return super().forward(x)
+
+    assert steps(Latest(), spoil=2).verdict == "pass"
+    assert steps(Latest(), spoil=5).verdict == "fail"

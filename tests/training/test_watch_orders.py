@@ -29,6 +29,11 @@ Forms: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+def unrecorded(monitor: ampaudit.TrainingMonitor) -> tuple[str, ...]:
+    """What the report says was left out."""
+    return tuple(note for note in monitor.report().notes if not note.startswith("judged by"))
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
@@ -208,7 +213,7 @@ def test_a_loop_that_leaves_batches_out(form: str, factor: float, zeroing: str, 
             own.append(loss.item())
     check(monitor, own)
     assert len(own) == STEPS - 3
-    assert monitor.report().notes == ("3 recorded losses left out: the loop took no step on them",)
+    assert unrecorded(monitor) == ("3 recorded losses left out: the loop took no step on them",)
 
 
 @pytest.mark.parametrize("place", ["before backward", "after backward"])
@@ -249,7 +254,7 @@ def test_two_losses_of_one_step(form: str) -> None:
             optimizer.step()
             own.append((first.item() + second.item()) / 2)
     check(monitor, own)
-    assert not monitor.report().notes
+    assert not unrecorded(monitor)
 
 
 @pytest.mark.parametrize("place", ["before backward", "after backward"])
@@ -275,7 +280,7 @@ def test_accumulation_over_heads(form: str, to_none: bool, place: str) -> None:
             optimizer.step()
             own.append(sum(parts) / 3)
     check(monitor, own)
-    assert not monitor.report().notes
+    assert not unrecorded(monitor)
 
 
 @pytest.mark.parametrize("form", ["detached", "number"])
@@ -346,7 +351,7 @@ def test_a_loss_that_is_recorded_twice(place: str) -> None:
             optimizer.step()
             own.append(loss.item())
     check(monitor, own)
-    assert not monitor.report().notes
+    assert not unrecorded(monitor)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
