@@ -234,9 +234,8 @@ def _low_operands(
     computing = computing_dtype(op, *fake) if op is not None else None
     if op is None or computing is None:
         return None, frozenset(), args, kwargs
-    tensors = frozenset(
-        key for key, value in (*enumerate(fake[0]), *fake[1].items()) if gives_way(value, computing)
-    )
+    given: list[tuple[int | str, Any]] = [*enumerate(fake[0]), *fake[1].items()]
+    tensors = frozenset(key for key, value in given if gives_way(value, computing))
     low = converted_numbers(op, args, kwargs, computing)
     return computing if tensors or low != (args, kwargs) else None, tensors, *low
 

@@ -17,6 +17,7 @@ import torch._export.utils as export_utils
 import torch.export._trace as export_trace
 import torch.utils.checkpoint
 from torch._C import DispatchKey
+from torch._decomp import decomposition_table
 from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload
@@ -51,6 +52,7 @@ __all__ = [
     "ShapeEnv",
     "TorchDispatchMode",
     "custom_function_call",
+    "decomposition_table",
     "disable_proxy_modes_tracing",
     "export_trace",
     "export_utils",

@@ -39,7 +39,8 @@ def _rounded_number(context: CheckContext, site: Site) -> str | None:
     if dtype is None:
         return None
     read = converted_numbers(op, args, kwargs, dtype)
-    for number, rounded in zip((*args, *kwargs.values()), (*read[0], *read[1].values()), strict=True):
+    numbers: list[Any] = [*args, *kwargs.values()]
+    for number, rounded in zip(numbers, (*read[0], *read[1].values()), strict=True):
         if _is_number(number) and number != rounded:
             before, after = format_number(number), format_number(rounded)
             return f"{before} at {site.id} is {after} in {context.number_format.name}"

@@ -113,8 +113,8 @@ def _explained(
     """Return code, cause and advice."""
     if not culprit.sites and (context.step_of(seen.batch) or 1) > 1:
         why = f"no op of step {context.step_of(seen.batch)} stands out: the error has built up over the steps"
-        if (growth := error_growth(context)) is not None:
-            why += f", and doubles every {format_number(growth.doubles_every)} of them"
+        if (found := error_growth(context)) is not None:
+            why += f", and doubles every {format_number(found.doubles_every)} of them"
         return "AMP207", why, "keep in float32 what is carried from step to step"
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"

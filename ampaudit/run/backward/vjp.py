@@ -41,7 +41,7 @@ def vjp(
     if unseen_write(step) and not backend.follows_writes:
         first = step.node.all_input_nodes[0]
         return [gradients[0] if node is first else None for node in wanted]
-    if step.site is not None and step.site.role.converts and len(wanted) == 1:
+    if step.site is not None and step.site.role.converts and list(wanted) == [step.node.args[0]]:
         gradient = gradients[0]  # autograd would only convert it
         return [None if gradient is None else _like(gradient, entry.inputs[wanted[0]][side])]
     if (quick := _by_formula(entry, side, backend, wanted, gradients)) is not None:

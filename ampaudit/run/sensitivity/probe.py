@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.run.backends import Emulated, Float32Backend, rounded
@@ -27,10 +28,12 @@ from ampaudit.run.sensitivity.precision_graph import ValueKind, ValueNames
 from ampaudit.run.sensitivity.record import BackwardKind, Collected, ProbedColumn
 from ampaudit.run.step import Step, widened_tensor
 from ampaudit.trace.functional import DETACH_OPS
+from ampaudit.trace.internals import decomposition_table
 from ampaudit.trace.values import WIDE, float_value
 
 __all__ = ["DifferentiableBackend", "ErrorCollector", "Sensitivities", "probe"]
 
+_UNDIFFERENTIABLE = "is not differentiable with respect to argument"
 Key = TypeVar("Key", bound=Hashable)
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -49,7 +52,33 @@ class DifferentiableBackend(Float32Backend):
             if training:  # it only writes to running statistics
                 return step.target(x, weight, bias, None, None, *args[5:], **kwargs)
             return _normalized(x, weight, bias, mean, variance, args[7])
-        return super().differentiable(step, args, kwargs)
+        try:
+            return super().differentiable(step, args, kwargs)
+        except RuntimeError as error:
+            if _UNDIFFERENTIABLE not in str(error):
+                raise
+        return _by_parts(step.target, args, kwargs)
+
+
+def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an op by its decomposition, whose parts have the gradients that it lacks.
+
+    Without one, an input that autograd refuses decides rather than computes, and passes no gradient.
+    """
+    if op in decomposition_table:  # on copies, since running statistics are written to
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        return decomposition_table[op](*args, **kwargs)
+    given, structure = pytree.tree_flatten((args, kwargs))
+    detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in given]
+    for index, value in enumerate(given):
+        alone = [*detached[:index], value, *detached[index + 1 :]]
+        some, named = pytree.tree_unflatten(alone, structure)
+        try:
+            op(*some, **named)
+        except RuntimeError:
+            given[index] = detached[index]
+    args, kwargs = pytree.tree_unflatten(given, structure)
+    return op(*args, **kwargs)
 
 
 def _normalized(
