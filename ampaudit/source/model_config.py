@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe, describe_path, read_json
 
-__all__ = ["ADAPTER", "CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_raw_config"]
+__all__ = ["ADAPTER", "CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_raw_config", "with_dtype"]
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG = 16_000_000  # bytes
@@ -42,6 +42,18 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     _check_architectures(directory, table)
     cleaned: dict[str, Any] = _without_references(directory, table, "")
     return cleaned
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration with another dtype, also in the configurations of its towers."""
+
+    def changed(key: str, value: Any) -> Any:
+        if isinstance(value, dict) and key != "quantization_config":
+            return with_dtype(value, dtype)
+        named = key in ("dtype", "torch_dtype") and (value is None or isinstance(value, str))
+        return dtype if named else value
+
+    return {key: changed(key, value) for key, value in config.items()}
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:

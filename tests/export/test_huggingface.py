@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.export.restore import restore
 from ampaudit.source.open import open_source
 from tests.support import zoo
 from tests.support.converted import converted, load, same_bits
@@ -59,3 +60,32 @@ def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str, p
         exact = kept and policy == "keep-fp32-modules"
         assert torch.equal(tensor, before[name]) if exact else torch.equal(tensor.half(), before[name].half())
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_the_config_of_each_tower_names_the_stored_dtype(tmp_path: Path) -> None:
+    """As Transformers writes a model that was loaded in bfloat16."""
+    from transformers import CLIPConfig, CLIPModel
+
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = CLIPModel(
+        CLIPConfig(
+            text_config=tower | {"vocab_size": 50, "max_position_embeddings": 16, "dtype": "bfloat16"},
+            vision_config=tower | {"image_size": 16, "patch_size": 8, "dtype": "bfloat16"},
+            projection_dim=8,
+        )
+    ).bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    before = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert before["text_config"]["dtype"] == before["vision_config"]["dtype"] == "bfloat16"
+    source = open_source(str(tmp_path / "hf"), SourceConfig())
+    out = converted(source, tmp_path / "out", policy="half", program=False)
+    after = json.loads((out / "config.json").read_text())
+    assert (
+        {after[key]["dtype"] for key in ("text_config", "vision_config")} == {after["dtype"]} == {"float16"}
+    )
+    loaded = CLIPModel.from_pretrained(out, dtype="auto")
+    assert {tensor.dtype for tensor in loaded.parameters()} == {torch.float16}
+    restore(out, tmp_path / "back", force=False)
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {back["dtype"], *(back[tower]["dtype"] for tower in towers)} == {"bfloat16"}
