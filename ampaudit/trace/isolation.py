@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ampaudit.trace.structure import structural_copy
 
@@ -46,9 +47,9 @@ def host_state() -> tuple[Any, ...]:
 
 @torch.no_grad()
 def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seed: int) -> Any:
-    """Call a model without gradients, on a copy that shares its parameters.
+    """Call a model without gradients, on a copy that shares its parameters, and on copies of its inputs.
 
-    The model's buffers and Python attributes keep their values, whatever its code writes to them.
+    Inputs, buffers and Python attributes keep their values, whatever the model writes to them.
 
     Args:
         model: a module, or any callable like one.
@@ -59,5 +60,9 @@ def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     if isinstance(model, nn.Module):
         shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         model = structural_copy(model, shared)
+    copies: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda given: copies.setdefault(id(given), given.detach().clone()), (args, dict(kwargs))
+    )
     with seeded(seed):
         return model(*args, **kwargs)

@@ -12,11 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.core.errors import WeightsError
 from ampaudit.export.manifest import digest_of, read_manifest, write_manifest
 from ampaudit.export.verify import verify
+from ampaudit.source.interface import Batch, ModelSource
 from tests.support.converted import converted, tied
 
 WEIGHTS, MASTERS, PROGRAM = "model.safetensors", "master.safetensors", "model.pt2"
@@ -63,6 +65,35 @@ def test_an_untouched_directory_passes(out: Path) -> None:
     assert found.problems == ()
     assert [line.split(": ")[1] for line in found.outputs] == ["the same bits"] * 2
     assert found.tensors == 9
+
+
+class Writing(nn.Module):
+    """Writes to its own input, directly, through a view, and to one that it is given twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        again[:, 0].add_(1.0)
+        made: torch.Tensor = self.inner(x + again)
+        return made
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_model_that_writes_to_its_inputs_passes(tmp_path: Path, twice: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    given = (x, x if twice else torch.randn(2, 4))
+    before = [tensor.clone() for tensor in given]
+    source = ModelSource("writing.py", "python", Writing().eval(), (Batch(given),))
+    report = read_manifest(converted(source, tmp_path / "out", policy="half"))
+    assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
+    accuracy = report.outputs[0].sqnr_db
+    assert accuracy is not None
+    assert accuracy > 50
+    assert verify(tmp_path / "out").exit_code == 0
 
 
 def flipped_weight(out: Path) -> None:
