@@ -32,7 +32,7 @@ def backward_report(context: CheckContext) -> BackwardReport | None:
         loss_scale=record.scale,
         dynamic=record.dynamic,
         scale_from=record.scale_from,
-        losses=tuple(LossValues(_finite(first), _finite(second)) for first, second in record.losses),
+        losses=tuple(_loss(*values) for values in record.losses),
         advice=advice,
         suggested=advice.suggested if advice is not None and not unscaled else None,
         parameters=tuple(
@@ -60,6 +60,11 @@ def _gradient(context: CheckContext, stats: GradientStats) -> Gradient:
         exponents=dict(sorted(stats.exponents.items())),
         cancelled=stats.cancelled,
     )
+
+
+def _loss(float32: float, lower: float, repaired: float) -> LossValues:
+    same = lower == repaired or (math.isnan(lower) and math.isnan(repaired))
+    return LossValues(_finite(float32), _finite(lower), None if same else _finite(repaired))
 
 
 def _finite(value: float) -> float | None:

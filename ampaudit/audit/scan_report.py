@@ -268,6 +268,7 @@ def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float |
         variation_db=_rounded(seen.variation_db),
         constant=seen.constant if seen.kind != "integer" else None,
         empty=not seen.elements and not seen.mismatch,
+        repaired=bool(seen.bad) and not problem,
         batch=context.record.names.get(seen.batch),
     )
 

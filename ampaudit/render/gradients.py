@@ -61,6 +61,8 @@ def _losses(backward: BackwardReport, dtype: str) -> str:
         f"{format_number(value)} in {name}" if value is not None else f"not finite in {name}"
         for value, name in ((first.float32, "FP32"), (first.lower, dtype))
     ]
+    if first.repaired is not None:
+        shown.append(f"{format_number(first.repaired)} with the faults repaired, as for the gradients")
     more = f" (first of {len(backward.losses)} batches)" if len(backward.losses) > 1 else ""
     return f"{', '.join(shown)}{more}"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, format_bytes, format_number, plural, shell_quoted
+from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs
 from ampaudit.report.model import Report
 
@@ -93,7 +94,11 @@ def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _outputs(report: Report) -> str:
-    shown = ", ".join(f"{escape_control(o.name)} {o.in_words}" for o in report.worst_outputs_first[:_OUTPUTS])
+    shown = ", ".join(map(_accuracy, report.worst_outputs_first[:_OUTPUTS]))
     more = f" and {len(report.outputs) - _OUTPUTS} more" if len(report.outputs) > _OUTPUTS else ""
-    repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
-    return f"signal-to-noise ratio against FP32{repaired}: {shown}{more}"
+    return f"signal-to-noise ratio against FP32: {shown}{more}"
+
+
+def _accuracy(output: OutputAccuracy) -> str:
+    repaired = " with the faults repaired" if output.repaired else ""
+    return f"{escape_control(output.name)} {output.in_words}{repaired}"

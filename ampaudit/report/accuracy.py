@@ -30,6 +30,7 @@ class OutputAccuracy:
             fewer than 16 elements, and where nothing varies or both agree.
         constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
         empty: whether it has no elements.
+        repaired: whether it is inf or NaN in 16 bits, and the accuracy is that with the faults repaired.
         batch: name of its worst batch, such as ``call 14`` of a recording; null if that has none.
     """
 
@@ -42,6 +43,7 @@ class OutputAccuracy:
     variation_db: float | None = None
     constant: float | None = None
     empty: bool = False
+    repaired: bool = False
     batch: str | None = None
 
     @property

@@ -53,10 +53,18 @@ class ParameterGradient:
 
 @dataclass(frozen=True, slots=True)
 class LossValues:
-    """The unscaled loss of one batch; null if not finite."""
+    """The unscaled loss of one batch; null if not finite.
+
+    Attributes:
+        float32: in FP32.
+        lower: in 16 bits, as training would see it.
+        repaired: in 16 bits with the faults of the forward pass repaired, where that differs; the gradients
+            are those of this loss.
+    """
 
     float32: float | None
     lower: float | None
+    repaired: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

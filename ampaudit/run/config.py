@@ -38,8 +38,14 @@ class Differentiator(Protocol):
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap an observer so that the values needed by the backward pass are kept."""
 
-    def run(self, executor: LockStep, outputs: list[Pair], number: int, title: str) -> None:
-        """Run the backward pass of the run followed last; the last output is the loss."""
+    def run(
+        self, executor: LockStep, outputs: list[Pair], unrepaired: list[Pair], number: int, title: str
+    ) -> None:
+        """Run the backward pass of the run followed last; the last output is the loss.
+
+        ``unrepaired`` are the outputs of the run before, in which no fault was repaired; the same if there were
+        none.
+        """
 
 
 class Against(Protocol):

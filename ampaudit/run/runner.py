@@ -123,7 +123,7 @@ class Runner:
     def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> CallResult:
         """Read the measurements of a run, run again with repairs if something broke, and merge."""
         started = time.perf_counter()
-        judged, repairing = self.judge(ready, outputs), None
+        judged, repairing, unrepaired = self.judge(ready, outputs), None, outputs
         if judged.needs_repair:
             repairing = self.repairing(ready, judged.faults.masks)
             outputs = self.outputs(ready, repairing)
@@ -132,7 +132,8 @@ class Runner:
         if self._gradients is not None:
             started = time.perf_counter()
             with guarded(self.config.device):
-                self._gradients.run(ready.executor, outputs, ready.number, ready.batch.title(ready.number))
+                title = ready.batch.title(ready.number)
+                self._gradients.run(ready.executor, outputs, unrepaired, ready.number, title)
             self._add_seconds("backward", started)
         return result
 

@@ -58,14 +58,16 @@ class GradientAudit:
         self._tape = Tape(observer, self._needed[id(program)])
         return self._tape
 
-    def run(self, executor: LockStep, outputs: list[Any], number: int, title: str) -> None:
+    def run(
+        self, executor: LockStep, outputs: list[Any], unrepaired: list[Any], number: int, title: str
+    ) -> None:
         """Run the backward pass from the loss, which is the last output."""
         assert self._tape is not None, "a run is recorded before its backward pass"
         tape, program = self._tape, executor.program
         self._tape = None
         reference, value = outputs[-1]
         self._note_parameters(program)
-        self.record.losses.append((float(reference), float(value)))
+        self.record.losses.append((float(reference), float(unrepaired[-1][1]), float(value)))
         loss, needed = program.outputs[-1], self._needed[id(program)]
         if loss not in needed:
             raise RunFailed(

@@ -105,7 +105,8 @@ class GradientRecord:
         sites: by site, the gradient of what it makes.
         parameters: by name, the gradient of a parameter, in the dtype in which it is stored.
         origins: ops whose backward broke a gradient, in the order of the backward pass.
-        losses: per batch the loss in FP32 and in 16 bits, without the scale.
+        losses: per batch the loss in FP32, in 16 bits, and in 16 bits with all faults of the forward pass
+            repaired; without the scale.
         frozen: parameters that ask for no gradient.
         trainable: by name, parameters that ask for one; the value is the first name of a tied one.
         behind: those behind a custom backward that could not run.
@@ -120,7 +121,7 @@ class GradientRecord:
     sites: dict[SiteId, GradientStats] = field(default_factory=dict)
     parameters: dict[str, GradientStats] = field(default_factory=dict)
     origins: list[GradientOrigin] = field(default_factory=list)
-    losses: list[tuple[float, float]] = field(default_factory=list)
+    losses: list[tuple[float, float, float]] = field(default_factory=list)
     frozen: tuple[str, ...] = ()
     trainable: dict[str, str] = field(default_factory=dict)
     behind: set[str] = field(default_factory=set)

@@ -79,7 +79,9 @@ class GradientProbe(GradientAudit):
         self._errors = ErrorTape(super().following(observer, program), float_nodes(program))
         return self._errors
 
-    def run(self, executor: LockStep, outputs: list[Any], number: int, title: str) -> None:
+    def run(
+        self, executor: LockStep, outputs: list[Any], unrepaired: list[Any], number: int, title: str
+    ) -> None:
         """Audit the gradients of the run followed last, and probe them.
 
         Raises:
@@ -88,7 +90,7 @@ class GradientProbe(GradientAudit):
         tape, errors, self._errors = self._tape, self._errors, None
         assert tape is not None
         assert errors is not None
-        super().run(executor, outputs, number, title)
+        super().run(executor, outputs, unrepaired, number, title)
         _refuse_custom_backwards(executor.program, tape)
         names = values_of(executor)
         self.graph.merge(names.graph)

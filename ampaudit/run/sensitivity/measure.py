@@ -116,13 +116,16 @@ class SensitivityProbe:
         self._tape = ErrorTape(observer, float_nodes(program))
         return self._tape
 
-    def run(self, executor: LockStep, outputs: list[Pair], number: int, title: str) -> None:
+    def run(
+        self, executor: LockStep, outputs: list[Pair], unrepaired: list[Pair], number: int, title: str
+    ) -> None:
         """Probe the outputs of the run followed last.
 
         Raises:
             InputError: no output has gradients.
             RunFailed: an op has none.
         """
+        del unrepaired
         assert self._tape is not None, "a run is recorded before its probes"
         tape, self._tape = self._tape, None
         names = self._named(executor)

@@ -570,3 +570,37 @@ def test_native_gradients_have_the_verdicts_of_emulated_ones(make: Callable[[], 
         )
         found.append({(f.code, f.layer) for f in report.findings if f.code.startswith("AMP7")})
     assert found[0] == found[1]
+
+
+SWALLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "divided away": lambda x: 5e4 / x.sum(),
+    "a hyperbolic tangent": lambda x: torch.tanh(x.sum() / 7e4),
+    "an exponential of the negative": lambda x: torch.exp(-x.sum() / 7e4),
+    "clamped": lambda x: (x.sum() / 7e4).clamp(max=3.0),
+    "a root of a square": lambda x: 300 / (x[0] * 300).square().sqrt(),
+    "an angle": lambda x: torch.atan(x.sum() / 7e4),
+    "finite": lambda x: x.mean(),
+}
+
+
+@pytest.mark.parametrize("name", SWALLOWED)
+def test_the_loss_is_that_of_a_real_half_model(name: str) -> None:
+    """Also where an overflow is swallowed: the loss with the faults repaired is another number."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.w.square().mean() + SWALLOWED[name](x)
+
+    x = torch.ones(70_000)
+    report = ampaudit.scan(Model(), (x,), policy="half", backward=True, loss=lambda output: output)
+    assert report.backward is not None
+    (seen,) = report.backward.losses
+    with torch.no_grad():
+        assert seen.float32 == pytest.approx(float(Model()(x)), rel=1e-5)
+        assert seen.lower == pytest.approx(float(Model().half()(x.half())), rel=2e-3)
+    assert (seen.repaired is None) == (name == "finite")
+    assert not any(output.repaired for output in report.outputs)
