@@ -43,8 +43,7 @@ class Differentiator(Protocol):
     ) -> None:
         """Run the backward pass of the run followed last; the last output is the loss.
 
-        ``unrepaired`` are the outputs of the run before, in which no fault was repaired; the same if there were
-        none.
+        ``unrepaired`` are the outputs of the run before, in which no fault was repaired.
         """
 
 
