@@ -16,7 +16,7 @@ from ampaudit.core.errors import SourceError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import open_regular
 from ampaudit.export.storage import StorageDecision
-from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_dtype
+from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
 from ampaudit.trace.storage import kept_by_author
 from ampaudit.trace.values import torch_dtype
 
@@ -80,7 +80,7 @@ def set_dtype(
     float32 = _in_float32(model, decisions, dtype)
     if "torch_dtype" not in config:
         config.setdefault("dtype")
-    config = with_dtype(config, dtype if not float32 else "float32")
+    config = with_stored_dtype(config, dtype if not float32 else "float32")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if not float32:
         return ()

@@ -23,7 +23,7 @@ from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.export.integrity import file_problem, is_own_file
 from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from ampaudit.export.weight_files import StoredTensor
-from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_dtype
+from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
 
 __all__ = ["restore"]
 
@@ -134,7 +134,7 @@ def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
 def _edit_config(path: Path, before: Iterable[TensorEntry]) -> None:
     floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
     dtype = "float32" if "float32" in floats or not floats else min(floats)
-    _write(path, with_dtype(read_raw_config(path.parent), dtype))
+    _write(path, with_stored_dtype(read_raw_config(path.parent), dtype))
 
 
 def _write(path: Path, table: dict[str, Any]) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe, describe_path, read_json
 
-__all__ = ["ADAPTER", "CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_raw_config", "with_dtype"]
+__all__ = [
+    "ADAPTER",
+    "CONFIG_FILE",
+    "MAX_CONFIG",
+    "read_model_config",
+    "read_raw_config",
+    "with_stored_dtype",
+]
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG = 16_000_000  # bytes
@@ -44,12 +51,12 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return cleaned
 
 
-def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def with_stored_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return a configuration with another dtype, also in the configurations of its towers."""
 
     def changed(key: str, value: Any) -> Any:
         if isinstance(value, dict) and key != "quantization_config":
-            return with_dtype(value, dtype)
+            return with_stored_dtype(value, dtype)
         named = key in ("dtype", "torch_dtype") and (value is None or isinstance(value, str))
         return dtype if named else value
 

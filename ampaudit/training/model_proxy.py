@@ -48,6 +48,11 @@ class ModelProxy(nn.Module):
             return self.original(*args, **kwargs)
         return self.mixed(*args, **kwargs)
 
+    @property
+    @abstractmethod
+    def low_dtype(self) -> torch.dtype:
+        """The 16-bit format of the mixed precision."""
+
     @abstractmethod
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in mixed precision."""
@@ -74,6 +79,11 @@ class AutocastModule(ModelProxy):
     def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
         super().__init__(model)
         self._ampaudit_autocast = device, dtype
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """The format of autocast."""
+        return self._ampaudit_autocast[1]
 
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own code under autocast."""

@@ -87,6 +87,11 @@ class MixedModule(ModelProxy):
         self._ampaudit_measured: Mapping[SiteId, Measurement] | None = None
 
     @property
+    def low_dtype(self) -> torch.dtype:
+        """The format of the policy."""
+        return self._ampaudit_config.low_dtype
+
+    @property
     def keeps_activations(self) -> bool:
         """Whether a graph keeps activations that the model's code recomputes."""
         return self._ampaudit_keeps

@@ -179,6 +179,8 @@ def watch_as(
         _check_optimizer(_unwrapped(one), names)
     if not given:
         raise UsageError("there is no optimizer to watch")
+    if dtype is None and (prepared := _prepared(model)) is not None:
+        dtype, reason = prepared.low_dtype, "the format that the model is prepared for"
     low, state = LoopFormat(inner, dtype, reason), WrittenState(inner)
     monitors = [OptimizerMonitor(_unwrapped(o), _scaler(scaler, o), names, every, low, state) for o in given]
     return TrainingMonitor(inner, monitors, low)
@@ -190,6 +192,14 @@ def _inner(model: nn.Module) -> nn.Module:
     if isinstance(model, ModelProxy):
         inner = model.original
     return _inner(inner) if isinstance(inner, nn.Module) else model
+
+
+def _prepared(model: nn.Module) -> ModelProxy | None:
+    """Return the prepared model inside DDP, ``torch.compile`` and others that wrap."""
+    if isinstance(model, ModelProxy):
+        return model
+    inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+    return _prepared(inner) if isinstance(inner, nn.Module) else None
 
 
 def _unwrapped(optimizer: Any) -> Any:

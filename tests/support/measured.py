@@ -22,6 +22,7 @@ _costs: dict[str, float] = {}  # seconds of what tests share
 _used: set[str] = set()  # by this test
 # seconds of this test that went into what others share, and a level for each part that is being made
 _making: list[float] = [0.0]
+_skipped: set[str] = set()  # tests, whose seconds say nothing
 _LEAST = 0.01  # seconds
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -87,6 +88,11 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
         return (yield)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped:
+        _skipped.add(report.nodeid)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if "COVERAGE_PROCESS_START" in os.environ:
@@ -100,6 +106,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     start = _seconds()
     result = yield
     own = _seconds() - start - _making[0]
+    if item.nodeid in _skipped:
+        return result
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
     _used.update(_name(definitions[-1]) for definitions in fixtures)
     shared = {name: round(_costs[name], 3) for name in sorted(_used) if _costs.get(name, 0.0) > _LEAST}

@@ -54,7 +54,8 @@ def test_each_rank_watches_its_own_part_and_knows_who_saw_nan(
         assert seen.peaks > 0
         own = f"the part that rank {rank} of {len(ranks)} holds"
         who = f"gradients of rank {len(ranks) - 1} were inf or NaN in 1 step: all ranks skipped"
-        found = [any(own in note for note in seen.notes), who in seen.notes, len(seen.notes)]
+        notes = [note for note in seen.notes if not note.startswith("judged by float16, the format that")]
+        found = [any(own in note for note in notes), who in notes, len(notes)]
         assert found == ([False, False, 0] if run.startswith("ddp") else [True, True, 2])
 
 
