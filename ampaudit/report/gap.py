@@ -26,6 +26,7 @@ class GapKind(StrEnum):
     BACKWARD = "backward"
     OUTSIDE = "outside torch"
     OTHER_CODE = "other code"
+    NOT_RUN = "not run"
 
     @property
     def code(self) -> str:
@@ -44,23 +45,25 @@ _CODES = {
     GapKind.BACKWARD: "AMP706",
     GapKind.OUTSIDE: "AMP215",
     GapKind.OTHER_CODE: "AMP214",
+    GapKind.NOT_RUN: "AMP903",
 }
 _WORDS = {
     GapKind.OPAQUE: "not audited inside",
     GapKind.UNCHECKED_TWIN: "audited by an unchecked twin",
     GapKind.OUTSIDE: "values leave torch",
     GapKind.OTHER_CODE: "decides differently",
+    GapKind.NOT_RUN: "never run",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """An op that was not looked at, or not as a device computes it.
+    """An op or a part of the model that was not looked at, or not as a device computes it.
 
     Attributes:
         site: the first site of the op.
         kind: why.
-        op: the op's name, or that of a custom backward.
+        op: the op's name, or that of a custom backward, or of modules that never ran.
         reason: one clause that says what is not known.
         sites: the number of sites that it is about.
     """

@@ -215,3 +215,89 @@ def test_a_gap_fails_a_sweep_as_well() -> None:
     model = Wrap(opaque, a=nn.Linear(8, 8))
     assert ampaudit.scan(model, inputs, **swept).exit_code == 0
     assert ampaudit.scan(model, inputs, fail_on="gap", **swept).exit_code == 1
+
+
+class Towers(nn.Module):
+    """A text tower, a vision tower that text alone does not run, and a head that training alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Linear(8, 8)
+        self.vision = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, pixels: torch.Tensor | None = None) -> torch.Tensor:
+        made: torch.Tensor = self.text(x)
+        made = made if pixels is None else made + self.vision(pixels)
+        return self.head(made) if self.training else made
+
+
+class Experts(nn.Module):
+    """Experts that are run one by one, as far as a token chose them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.sum(-1) > 0).long()
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                made = made + expert(x)
+        return made
+
+
+class Tied(nn.Module):
+    """Two names for one weight, of which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.first(x)
+        return made
+
+
+class Short(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x) if x.shape[0] < 100 else self.other(x)
+        return made
+
+
+def share(model: nn.Module, *names: str) -> float:
+    """The share of the parameters that these modules have."""
+    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in ("", *names)}
+    return sum(sizes[name] for name in names) / sizes[""]
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "never"),
+    [
+        (Towers, [(X,)], ["vision", "head"]),
+        (Towers, [(X,), (X, X)], ["head"]),
+        (Experts, [(X,)], ["experts.2", "experts.3"]),
+        (Experts, [(X.abs(),)], ["experts.0", "experts.2", "experts.3"]),
+        (Tied, [(X,)], []),
+        (Short, [(X,)], ["other"]),
+        (Short, [(X,), (X.repeat(30, 1),)], []),
+    ],
+)
+def test_what_no_input_runs_is_a_gap_with_its_share_of_the_weights(
+    make: Callable[[], nn.Module], batches: list[tuple[torch.Tensor, ...]], never: list[str]
+) -> None:
+    model = make().eval()
+    report = ampaudit.scan(model, batches=batches, policy="half", fail_on="gap")
+    gaps = [gap for gap in report.gaps if gap.kind is GapKind.NOT_RUN]
+    assert report.verdict == ("fail" if gaps else "pass")
+    assert len(gaps) == bool(never)
+    if never:
+        assert gaps[0].op == f"{', '.join(never)} ({share(model, *never):.0%} of the weights)"
+        assert gaps[0].op in report.headline
+        assert [finding.code for finding in report.findings if finding.code == "AMP903"] == ["AMP903"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.audit.checks.not_taken import modules_not_run
 from ampaudit.report.finding import Finding
 from ampaudit.report.gap import Gap, GapKind
 from ampaudit.trace import Role, Site
@@ -43,6 +44,8 @@ def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
         elif read.differing:
             line = read.source and f" at {PurePath(read.source.file).name}:{read.source.line}"
             found.append(Gap(read.place, GapKind.OTHER_CODE, f"{read.name}{line or ''}", _OTHER_CODE))
+    if (not_run := modules_not_run(context)) is not None:
+        found.append(not_run)
     order = {site.id: number for number, site in enumerate(context.sites)}
     gaps: dict[tuple[GapKind, str], Gap] = {}
     for gap in sorted(found, key=lambda gap: order.get(gap.site, len(order))):
