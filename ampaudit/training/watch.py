@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -172,34 +172,29 @@ def watch_as(
     if every < 1:
         raise UsageError("every must be at least 1")
     check_trained(model, None)
-    inner = _inner(model)
+    *wrappers, inner = _wrapped(model)
     names = {id(p): layer_path(name) for name, p in inner.named_parameters()}
     given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
     for one in given:
         _check_optimizer(_unwrapped(one), names)
     if not given:
         raise UsageError("there is no optimizer to watch")
-    if dtype is None and (prepared := _prepared(model)) is not None:
+    prepared = next((wrapper for wrapper in wrappers if isinstance(wrapper, ModelProxy)), None)
+    if dtype is None and prepared is not None:
         dtype, reason = prepared.low_dtype, "the format that the model is prepared for"
     low, state = LoopFormat(inner, dtype, reason), WrittenState(inner)
     monitors = [OptimizerMonitor(_unwrapped(o), _scaler(scaler, o), names, every, low, state) for o in given]
     return TrainingMonitor(inner, monitors, low)
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    """Return the model inside ``prepare``, DDP, ``torch.compile`` and others that wrap."""
+def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model, and those inside ``prepare``, DDP, ``torch.compile`` and others that wrap."""
+    yield model
     inner = getattr(model, "module", getattr(model, "_orig_mod", None))
     if isinstance(model, ModelProxy):
         inner = model.original
-    return _inner(inner) if isinstance(inner, nn.Module) else model
-
-
-def _prepared(model: nn.Module) -> ModelProxy | None:
-    """Return the prepared model inside DDP, ``torch.compile`` and others that wrap."""
-    if isinstance(model, ModelProxy):
-        return model
-    inner = getattr(model, "module", getattr(model, "_orig_mod", None))
-    return _prepared(inner) if isinstance(inner, nn.Module) else None
+    if isinstance(inner, nn.Module):
+        yield from _wrapped(inner)
 
 
 def _unwrapped(optimizer: Any) -> Any:
