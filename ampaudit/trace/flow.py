@@ -58,6 +58,27 @@ class Flow:
                 free.add(node)
         return frozenset(self._sites[n].id for n in free if n in self._sites)
 
+    @cached_property
+    def parameters(self) -> tuple[frozenset[str], dict[str, int]]:
+        """The layers of which some graph uses a parameter, and the elements of each layer's parameters.
+
+        A tied parameter counts for the first layer that has it, and is used if it is under any name.
+        """
+        used: set[str] = set()
+        sizes: dict[str, int] = {}
+        counted: set[int] = set()
+        for each in self.every:
+            nodes = {node.name: node for node in each.graph.nodes}
+            read = {id(tensor) for name, tensor in each.tensors.items() if nodes[name].users}
+            for place in each.placeholders:
+                if place.slot is Slot.PARAMETER:
+                    layer, tensor = place.name.rpartition(".")[0], each.tensors[place.node]
+                    if id(tensor) in read:
+                        used.add(layer)
+                    sizes[layer] = sizes.get(layer, 0) + (0 if id(tensor) in counted else tensor.numel())
+                    counted.add(id(tensor))
+        return frozenset(used), sizes
+
     def node(self, site: Site) -> fx.Node:
         """Return the graph's node of a site."""
         return self._nodes[site.id]
