@@ -210,7 +210,7 @@ class LockStep:
 
     def _rounds(self, step: Step) -> bool:
         """Return whether the converted run may differ from the reference on equal inputs."""
-        return step.low_precision or step.rounds
+        return step.rounds
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
         """Copy casts that are later written to, since a cast to float32 would return its own input."""

@@ -30,7 +30,7 @@ class _PartialBackend(Emulated):
     def rounds(self, step: Step) -> bool:
         if step.target is torch.ops.aten.view.dtype:  # the bits of a carrier are not those of the format
             return True
-        return (step.low_precision or step.rounds) and step.node in self._rounding
+        return step.rounds and step.node in self._rounding
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         return self._inner.represent(tensor, dtype)

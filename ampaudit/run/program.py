@@ -24,7 +24,7 @@ from ampaudit.trace.opnames import (
     returned_arguments,
     written_arguments,
 )
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, widened
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, fake_arguments, widened
 
 __all__ = ["Program", "call_on", "compile_program"]
 
@@ -218,19 +218,14 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
     values = (source.meta.get("val") for source in (node, *node.all_input_nodes))
     if not any(getattr(v, "dtype", None) in LOW_PRECISION_DTYPES for v in pytree.tree_leaves(list(values))):
         return False
-    return differs_from_one_rounding(op, *_fake_arguments(node))
-
-
-def _fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-    return args, kwargs
+    return differs_from_one_rounding(op, *fake_arguments(node))
 
 
 def _low_operands(
     node: fx.Node, op: OpOverload | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.dtype | None, frozenset[int | str], tuple[Any, ...], dict[str, Any]]:
     """Return the 16-bit dtype to which an op converts operands, the tensors among them, and its arguments."""
-    fake = _fake_arguments(node)
+    fake = fake_arguments(node)
     computing = computing_dtype(op, *fake) if op is not None else None
     if op is None or computing is None:
         return None, frozenset(), args, kwargs

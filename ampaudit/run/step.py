@@ -101,8 +101,8 @@ class Step:
 
     @property
     def rounds(self) -> bool:
-        """Whether the step rounds anything to 16 bits: its output, or an operand that it converts."""
-        return self.computing is not None or (self.low_precision and self.makes_values)
+        """Whether anything is in 16 bits in the step: its output, or an operand that it converts."""
+        return self.low_precision or self.computing is not None
 
     @property
     def in_place(self) -> bool:

@@ -70,7 +70,7 @@ def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
         if place.dtype in LOW_PRECISION_DTYPES and (place.slot is Slot.INPUT or place.node in copies):
             yield node
     for step in program.steps:
-        if step.rounds:
+        if step.rounds and step.makes_values:
             yield step.node
 
 

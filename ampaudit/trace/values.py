@@ -17,6 +17,7 @@ __all__ = [
     "WIDE",
     "SharedMemory",
     "dtype_name",
+    "fake_arguments",
     "fits",
     "float_value",
     "inexact",
@@ -35,6 +36,12 @@ CASTABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 UNKNOWN_SIZE = -1
 _DROPOUT = torch.ops.aten.dropout.default
+
+
+def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node's call with fake tensors, or ``None``, in the places of nodes."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
+    return args, kwargs
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

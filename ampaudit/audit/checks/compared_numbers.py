@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import fx
-
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.text import format_number
 from ampaudit.trace import Site
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.operands import computing_dtype, converted_numbers
+from ampaudit.trace.values import fake_arguments
 
 __all__ = ["rounded_numbers"]
 
@@ -34,18 +30,13 @@ def _rounded_number(context: CheckContext, site: Site) -> str | None:
     op = overload_of(node.target)
     if op is None:
         return None
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
+    args, kwargs = fake_arguments(node)
     dtype = computing_dtype(op, args, kwargs)
     if dtype is None:
         return None
     read = converted_numbers(op, args, kwargs, dtype)
-    numbers: list[Any] = [*args, *kwargs.values()]
-    for number, rounded in zip(numbers, (*read[0], *read[1].values()), strict=True):
-        if _is_number(number) and number != rounded:
+    for number, rounded in zip((*args, *kwargs.values()), (*read[0], *read[1].values()), strict=True):
+        if rounded is not number:
             before, after = format_number(number), format_number(rounded)
             return f"{before} at {site.id} is {after} in {context.number_format.name}"
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool | torch.SymInt)

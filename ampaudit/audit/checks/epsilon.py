@@ -66,12 +66,14 @@ def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     """Return whether the op is a division, root or logarithm shortly after a lost eps."""
     found = lost_eps(context, site)
-    form = context.number_format
-    # an overflow is none of an eps that is not 0
-    if found is None or (found[1] > form.flush_below and context.is_overflow(origin)):
+    if found is None:
         return None
-    became = "0" if found[1] <= form.flush_below else "subnormal"
-    return f"eps = {format_number(found[1])} at {found[0].id} is {became} in {form.name}"
+    maker, eps = found
+    lost = eps <= context.number_format.flush_below
+    if not lost and context.is_overflow(origin):  # the value would overflow with the exact eps as well
+        return None
+    became = "0" if lost else "subnormal"
+    return f"eps = {format_number(eps)} at {maker.id} is {became} in {context.number_format.name}"
 
 
 CAUSE = Cause("AMP202", applies, _ADVICE)

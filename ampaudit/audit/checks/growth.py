@@ -39,18 +39,18 @@ def _harmful(context: CheckContext) -> Iterator[StepGrowth]:
 
 
 def _finding(context: CheckContext, growth: StepGrowth, site: Site) -> Finding:
-    count = context.step_count or 0
-    ahead = f", beyond the {count} that were run"
+    count = context.step_count
+    reached = f"at step {growth.reaches}, beyond the {count} that were run"
     if growth.what == "error":
         cause = (
             f"the error of {growth.name} doubles every {format_number(growth.doubles_every)} steps; at this "
-            f"rate its accuracy falls below {context.min_sqnr:.0f} dB at step {growth.reaches}{ahead}"
+            f"rate its accuracy falls below {context.min_sqnr:.0f} dB {reached}"
         )
         advice = "keep in float32 what is carried from step to step, or run fewer steps"
     else:
         cause = (
             f"the values double every {format_number(growth.doubles_every)} steps; at this rate they leave "
-            f"the range of {context.number_format.name} at step {growth.reaches}{ahead}"
+            f"the range of {context.number_format.name} {reached}"
         )
         advice = "normalize what is carried from step to step, or keep it in float32"
     found = finding_at(context, site, "AMP119", cause, advice)

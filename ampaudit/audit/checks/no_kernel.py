@@ -16,6 +16,7 @@ from ampaudit.trace.caster import NO_KERNEL
 from ampaudit.trace.fourier import is_fourier, signal_sizes
 from ampaudit.trace.internals import has_kernel
 from ampaudit.trace.opnames import base_name, is_foreign
+from ampaudit.trace.values import fake_arguments
 
 __all__ = ["CHECK"]
 
@@ -76,7 +77,7 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
 def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
     """CUDA transforms float16 if the size is a power of two; a CPU has only float32 and float64."""
     base = base_name(op)
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
+    args, kwargs = fake_arguments(node)
     odd = [size for size in signal_sizes(op, args, kwargs) if size & (size - 1)]
     if site.decision is NO_KERNEL and not (form == "float16" and odd):
         return f"{base} has no {form} kernel on any device; the audit continued in float32", Severity.ERROR
