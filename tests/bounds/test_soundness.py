@@ -69,7 +69,7 @@ def test_the_ops_that_are_covered_are_met_with_finite_bounds() -> None:
 
 @functools.cache
 def _healthy(seed: int) -> Prepared | None:
-    """A program of the test above; ``None`` for one that cannot be traced side by side, or that fails."""
+    """The programs of a seed; ``None`` for those that cannot be traced side by side, or fail."""
     setting = SETTINGS[seed % len(SETTINGS)]
     prepared = Prepared.of(random_branches(seed, setting), setting, seed)
     report = prepared.report(ROUNDS) if prepared is not None else None

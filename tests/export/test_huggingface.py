@@ -87,6 +87,4 @@ def test_the_config_of_each_tower_names_the_stored_dtype(tmp_path: Path) -> None
     assert {tensor.dtype for tensor in loaded.parameters()} == {torch.float16}
     restore(out, tmp_path / "back", force=False)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert {back["dtype"], *(back[tower]["dtype"] for tower in ("text_config", "vision_config"))} == {
-        "bfloat16"
-    }
+    assert {back["dtype"], *(back[tower]["dtype"] for tower in towers)} == {"bfloat16"}

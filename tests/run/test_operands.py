@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +49,14 @@ def audited(function: Function, x: torch.Tensor, dtype: torch.dtype, policy: str
     return values[0] if len(values) == 1 else values
 
 
+def with_each_number(
+    function: Function, x: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[float, torch.Tensor]]:
+    """Each number, and what a model that calls a function with it gives; all in one trace."""
+    values = audited(lambda t: tuple(function(t, number) for number in NUMBERS), x.float(), dtype)
+    return zip(NUMBERS, values, strict=True)
+
+
 def values_of(dtype: torch.dtype) -> torch.Tensor:
     """The numbers as the dtype holds them, their neighbors, and others."""
     bits = torch.tensor(NUMBERS).to(dtype).view(torch.int16)
@@ -60,8 +68,7 @@ def values_of(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_number_is_what_the_native_kernel_makes_of_it(name: str, dtype: torch.dtype) -> None:
     x, function = values_of(dtype), NATIVE[name]
-    found = audited(lambda t: tuple(function(t, number) for number in NUMBERS), x.float(), dtype)
-    for value, number in zip(found, NUMBERS, strict=True):
+    for number, value in with_each_number(function, x, dtype):
         expected = function(x, number)
         if expected.dtype is torch.bool:
             assert torch.equal(value, expected), number
@@ -85,8 +92,7 @@ CUDA: dict[str, Function] = {
 @pytest.mark.parametrize("name", CUDA)
 def test_a_number_is_what_the_format_holds(name: str, dtype: torch.dtype) -> None:
     x, function = values_of(dtype), CUDA[name]
-    found = audited(lambda t: tuple(function(t, number) for number in NUMBERS), x.float(), dtype)
-    for value, number in zip(found, NUMBERS, strict=True):
+    for number, value in with_each_number(function, x, dtype):
         held = float(torch.tensor(float(number)).to(dtype))
         assert_near(value, function(x.float(), held).to(dtype), dtype)
 
