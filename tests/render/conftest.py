@@ -37,7 +37,7 @@ def page_of(chromium: Any, tmp_path: Path) -> Iterator[Open]:
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(path.as_uri())
-        page.wait_for_function("document.querySelector('main') !== null")
+        page.locator("main").wait_for(state="attached")
         return page
 
     yield opened

@@ -248,7 +248,7 @@ def test_five_thousand_sites_without_lag(page_of: Open) -> None:
     page.locator(".row-name").first.focus()
     page.keyboard.press("End")
     assert page.locator("#detail h3").inner_text().endswith("#4999")
-    page.wait_for_function("document.querySelector('.range-chunk:last-child svg') !== null")
+    page.locator(".range-chunk:last-child svg").wait_for(state="attached")
 
 
 def test_a_report_with_nothing_in_it(page_of: Open) -> None:

@@ -75,7 +75,7 @@ def test_a_chart_that_goes_on_says_so(page_of: Open) -> None:
     seen = page.locator("#range-rows").evaluate("box => Math.ceil(box.clientHeight / 22)")
     assert int(said.split()[0]) == page.locator("#range-rows").evaluate("box => box.scrollHeight / 22") - seen
     page.locator("#range-rows").evaluate("box => { box.scrollTop = box.scrollHeight; }")
-    page.wait_for_function("document.getElementById('range-more').textContent === ''")
+    page.locator("#range-more:empty").wait_for(state="attached")
     short = page_of(placed(saved_report(), ["one", "two"]))
     assert short.locator("#range-more").inner_text() == ""
 
