@@ -26,8 +26,8 @@ class OutputAccuracy:
         kind: ``float``, ``complex`` (two floats per element) or ``integer`` (including booleans).
         differing: integers that differ.
         problem: why no accuracy can be given although the output is wrong; empty otherwise.
-        variation_db: signal-to-noise ratio of what varies in it, its mean taken out; null for integers, for
-            fewer than 16 elements, and where nothing varies or both agree.
+        variation_db: signal-to-noise ratio of what varies in it or in its rows, the mean taken out, whichever
+            is lowest; null for integers, for fewer than 16 elements, and where nothing varies or both agree.
         constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
         empty: whether it has no elements.
         repaired: whether it is inf or NaN in 16 bits, and the accuracy is that with the faults repaired.

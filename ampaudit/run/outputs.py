@@ -11,6 +11,7 @@ import torch
 
 from ampaudit.core.decibels import ratio_db
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.row_variation import RowVariation, measure_rows, row_variation
 from ampaudit.run.views import flat_pair
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
 
 OutputKind = Literal["float", "complex", "integer"]
 _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MIN_SPREAD_ELEMENTS = 16  # fewer numbers have no distribution to speak of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class OutputComparison:
         elements: elements compared.
         err_sq: sum of (value - reference)^2 over finite pairs.
         ref_sq: sum of reference^2 over the same pairs.
-        spread_sq: sum of (reference - mean)^2.
+        rows: what is left of the variation within its rows; ``None`` if nothing varies, or nothing is lost.
         bad: elements that are inf or NaN in 16 bits only.
         differing: integers that differ.
         constant: the one value that FP32 gives everywhere, of two elements or more.
@@ -49,7 +49,7 @@ class OutputComparison:
     elements: int = 0
     err_sq: float = 0.0
     ref_sq: float = 0.0
-    spread_sq: float = 0.0
+    rows: RowVariation | None = None
     bad: int = 0
     differing: int = 0
     constant: float | None = None
@@ -70,10 +70,8 @@ class OutputComparison:
 
     @property
     def variation_db(self) -> float | None:
-        """Return the same with the mean taken out; ``None`` if that is meaningless."""
-        if self.kind == "integer" or self.elements < _MIN_SPREAD_ELEMENTS or self.constant is not None:
-            return None
-        return _decibel(self.spread_sq, self.err_sq)
+        """Return the same with the mean of each row taken out; ``None`` if that is meaningless."""
+        return self.rows.db if self.rows is not None else None
 
     @property
     def energy(self) -> float:
@@ -90,18 +88,21 @@ def _decibel(signal: float, error: float) -> float | None:
 def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[str, OutputComparison]:
     """Compare each pair (FP32's, the 16-bit run's); all numbers are fetched in one transfer."""
     found: dict[str, OutputComparison] = {}
-    waiting: dict[str, tuple[OutputKind, int, torch.Tensor]] = {}
+    waiting: dict[str, tuple[OutputKind, torch.Size, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
         kind = output_kind(value if reference is None else reference)
         mismatch = _mismatch(reference, value)
         if mismatch or not reference.numel():
             found[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
             continue
+        if kind == "complex":
+            reference, value = map(_parts, (reference, value))
         numbers = _differing(reference, value) if kind == "integer" else _float_numbers(reference, value)
-        waiting[name] = (kind, reference.numel(), numbers)
-    fetched = torch.stack([row.cpu() for _, _, row in waiting.values()]).tolist() if waiting else []
-    for (name, (kind, elements, _)), row in zip(waiting.items(), fetched, strict=True):
-        found[name] = _comparison(kind, batch, elements, row)
+        waiting[name] = (kind, reference.shape, numbers)
+    rows = [numbers for _, _, numbers in waiting.values()]
+    fetched = torch.cat([row.cpu() for row in rows]).split([row.numel() for row in rows]) if rows else ()
+    for (name, (kind, shape, _)), row in zip(waiting.items(), fetched, strict=True):
+        found[name] = _comparison(kind, batch, shape, row.tolist())
     return {name: found[name] for name in pairs}
 
 
@@ -154,33 +155,36 @@ def _differing(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     low, high = reference.min().double(), reference.max().double()
     count = (reference != value).sum().double()
     zero = torch.zeros_like(count)
-    return torch.stack([count, zero, zero, zero, low, high])
+    return torch.stack([count, zero, zero, low, high])
 
 
 def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return bad elements, error, signal, spread, minimum and maximum; complex numbers as float pairs."""
-    if reference.is_complex():
-        reference, value = (
-            torch.view_as_real(side.to(torch.complex64) if side.dtype is torch.complex32 else side)
-            for side in (reference.resolve_conj(), value.resolve_conj())
-        )
+    """Return bad elements, error, signal, minimum, maximum, and the numbers of the rows."""
     if reference.dtype not in _MEASURED:  # float8 has hardly any kernel
         reference, value = reference.float(), value.float()
     same = reference is value
-    first, second = flat_pair(reference, reference if same else value.to(reference.dtype))
+    value = reference if same else value.to(reference.dtype)
+    first, second = flat_pair(reference, value)
     on_cpu = reference.device.type == "cpu"
     row = torch.tensor(measure_cpu(first, second), dtype=torch.float64) if on_cpu else None
     fields = dict(zip(FIELDS, row if row is not None else measure_any(first, second), strict=True))
-    finite = torch.where(first.isfinite(), first, 0)
-    spread = (finite.double() - finite.mean(dtype=torch.float64)).square().sum()
     bad = fields["pos_inf"] + fields["neg_inf"] + fields["nan"]
     extremes = first.amin().double(), first.amax().double()
-    return torch.stack([bad, fields["err_sq"], fields["ref_sq"], spread, *extremes])
+    numbers = torch.stack([bad, fields["err_sq"], fields["ref_sq"], *extremes])
+    return torch.cat([numbers, measure_rows(reference, value)])
 
 
-def _comparison(kind: OutputKind, batch: int, elements: int, row: list[float]) -> OutputComparison:
-    bad, error, signal, spread, low, high = row
+def _parts(value: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of floats, along a last axis."""
+    value = value.resolve_conj()
+    return torch.view_as_real(value.to(torch.complex64) if value.dtype is torch.complex32 else value)
+
+
+def _comparison(kind: OutputKind, batch: int, shape: torch.Size, row: list[float]) -> OutputComparison:
+    bad, error, signal, low, high, *of_rows = row
+    elements = shape.numel() // (2 if kind == "complex" else 1)
     constant = low + 0.0 if low == high and elements > 1 else None
     if kind == "integer":
         return OutputComparison(kind, batch, elements, differing=int(bad), constant=constant)
-    return OutputComparison(kind, batch, elements, error, signal, spread, int(bad), constant=constant)
+    rows = row_variation(shape, of_rows)
+    return OutputComparison(kind, batch, elements, error, signal, rows, int(bad), constant=constant)

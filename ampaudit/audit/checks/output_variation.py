@@ -1,4 +1,4 @@
-"""AMP211: an output whose variation is below one step of the format at its mean."""
+"""AMP211: an output whose rows vary less than one step of the format at their mean."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ def find(context: CheckContext) -> Iterator[Finding]:
     wrong = inaccurate(context)
     for name, made, _ in context.outputs:
         seen = context.record.outputs.get(name)
-        varies = seen.variation_db if seen is not None else None
-        if seen is None or made is None or name in wrong or varies is None or varies >= LOST_DB:
+        rows = seen.rows if seen is not None else None
+        if seen is None or made is None or name in wrong or rows is None or rows.db >= LOST_DB:
             continue
-        spread = (seen.spread_sq / seen.elements) ** 0.5
-        mean = ((seen.ref_sq - seen.spread_sq) / seen.elements) ** 0.5
+        spread, error = ((part / rows.elements) ** 0.5 for part in (rows.spread_sq, rows.err_sq))
+        what = "it varies" if not rows.worst else "rows vary"
+        around = f" around {format_number(rows.mean)}" if not rows.worst else ""
         cause = (
-            f"{name} varies by {format_number(spread)} around {format_number(mean)}, and its error is "
-            f"{format_number((seen.err_sq / seen.elements) ** 0.5)}: "
-            f"{seen.accuracy_db:.0f} dB with the mean, "
-            f"{varies:.0f} dB without it"
+            f"{name} has {seen.accuracy_db:.0f} dB only because of its mean: {what} by "
+            f"{format_number(spread)}{around}, and the error is {format_number(error)} ({rows.db:.0f} dB)"
         )
+        if rows.worst:
+            where = ", ".join(":" if i is None else str(i) for i in rows.index)
+            cause += f"; the worst is [{where}], around {format_number(rows.mean)}: {rows.worst_db:.0f} dB"
         advice = "give this output in float32, or add the constant part after the model"
         yield finding_at(context, context.site[made], "AMP211", cause, advice)
 
