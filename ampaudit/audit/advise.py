@@ -28,6 +28,8 @@ TRIED = 8  # errors; each costs a run or two
 SHOWN = 2  # changes per error: the smallest, and one of another kind
 ALIKE_DB = 3.0  # rounding alone makes alternatives differ by less
 EXACT_DB = 80.0  # no 16-bit format shows more
+UNNAMED = ("AMP101", "AMP103")  # whose advice is general: no cause is known
+NOT_RUN = "the model cannot be run so"
 
 
 def advised(
@@ -38,7 +40,10 @@ def advised(
     settings: ScanConfig,
     hiding: Sequence[Suppression] = (),
 ) -> tuple[tuple[Finding, ...], CombinedPolicy | None]:
-    """Return the findings with the smallest changes that remove each of the first errors, and one for all."""
+    """Return the findings with the smallest changes that remove each of the first errors, and one for all.
+
+    Where nothing helps, an error has the changes that were tried.
+    """
     assert plan.rules is not None
     errors = errors_of(findings)
     if not errors:
@@ -50,8 +55,19 @@ def advised(
     for number, finding in enumerate(errors[:TRIED]):
         settings.on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
         tried[id(finding)] = advisor.trials(finding)
-    shown = tuple(replace(f, tried=tried[id(f)]) if id(f) in tried else f for f in findings)
+    form = context.number_format.name
+    shown = tuple(_with(f, tried[id(f)], form) if id(f) in tried else f for f in findings)
     return shown, combined_policy(attempts, findings, advisor.kept)
+
+
+def _with(finding: Finding, tried: tuple[Trial, ...], form: str) -> Finding:
+    """Add what was tried; where nothing helps, general advice gives way to what is left to do."""
+    found = replace(finding, tried=tried)
+    if not found.unhelped or found.code not in UNNAMED:
+        return found
+    return replace(
+        found, advice=f"nothing that was tried helps: change the code so that its values stay within {form}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +90,20 @@ class _Advisor:
     attempted: dict[str, Attempt | None] = field(default_factory=dict)
 
     def trials(self, finding: Finding) -> tuple[Trial, ...]:
-        """Return the smallest change that removes a finding, and one of another kind; cures come first."""
+        """Return the smallest change that removes a finding, and one of another kind; cures come first.
+
+        If none does, return those that were tried.
+        """
         found: list[Trial] = []
+        failed: list[Trial] = []
         for alternatives in proposals(self.attempts.subject, finding):
             if sum(trial.outcome == "cure" for trial in found) == SHOWN:
                 break
             if any(trial.kind == alternatives[0].kind for trial in found):
                 continue
-            tried = [(t, p) for p in alternatives if (t := self._tried(p, finding)) is not None]
-            best = _best([trial for trial, _ in tried])
+            tried = [(self._tried(p, finding), p) for p in alternatives]
+            failed += (trial for trial, _ in tried if trial.outcome == "failed")
+            best = _best([trial for trial, _ in tried if trial.outcome != "failed"])
             if best is not None:
                 proposal = next(p for trial, p in tried if trial is best)
                 self.kept.update((finding.site, kept) for kept in proposal.kept)
@@ -92,23 +113,23 @@ class _Advisor:
             limited = self.limited.trial(finding, self.before)
             found[:0] = [limited] if limited is not None else []
         found.sort(key=lambda t: 0 if t.outcome == "cure" else 1 + (t.kind == "rescale"))
-        return tuple(found[:SHOWN])
+        return tuple(found[:SHOWN] or failed)
 
-    def _tried(self, proposal: Proposal, finding: Finding) -> Trial | None:
-        """Try a change; ``None`` unless it removes the finding and keeps the user's function."""
+    def _tried(self, proposal: Proposal, finding: Finding) -> Trial:
+        """Try a change; it fails unless it removes the finding and keeps the user's function."""
         attempt = self._attempt(proposal)
-        sites = {f.site for f in attempt.left} if attempt is not None else set()
-        if attempt is None or not attempt.keeps or finding.site in sites or not sites <= self.before:
-            return None
         before, settings = self.attempts.subject.context, self.attempts.settings
+        begun = _text(before, finding, self.errors)
+        trial = Trial(proposal.kind, proposal.change, proposal.paste, begun, NOT_RUN, "failed")
+        if attempt is None:
+            return trial
+        sites = {f.site for f in attempt.left}
+        helps = attempt.keeps and finding.site not in sites and sites <= self.before
         left = len(attempt.left)
-        return Trial(
-            proposal.kind,
-            proposal.change,
-            proposal.paste,
-            _text(before, finding, self.errors),
-            _text(attempt.context, finding, left),
-            outcome="fix" if left else "cure",
+        return replace(
+            trial,
+            after=_text(attempt.context, finding, left),
+            outcome=("fix" if left else "cure") if helps else "failed",
             left=left,
             before_db=decibels(before),
             after_db=decibels(attempt.context),
@@ -134,7 +155,7 @@ class _Advisor:
         if same.rules is subject.rules and same.model is None:
             return code  # it is the change that was tried
         done = self._tried(same, finding)
-        return code if done is not None and _best((done, trial)) is done else ""
+        return code if done.outcome != "failed" and _best((done, trial)) is done else ""
 
 
 def _best(tried: Sequence[Trial]) -> Trial | None:

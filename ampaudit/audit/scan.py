@@ -219,9 +219,11 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         hiding = (*hidden, *comments_in(() if source.names_files else context.sites))
         shown = suppressed(found, hiding)
         combined = None
-        if (config.advise or config.diff) and not config.ranges and not config.static:
+        tries = (config.advise or config.diff) and not config.ranges and not config.static
+        if tries:
             shown, combined = advised(shown, source, plan, context, config, hiding)
-        report = replace(_report(audit, context, shown, (source, rules, config)), combined=combined)
+        report = _report(audit, context, shown, (source, rules, config))
+        report = replace(report, combined=combined, advised=tries)
         if config.sensitivity:
             report = replace(report, sensitivity=sensitivity_of(audit, probes[len(made)][-1], form))
         if before:

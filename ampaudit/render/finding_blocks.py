@@ -39,11 +39,11 @@ def finding_sections(alerts: Iterable[Alert], *, helpers: bool = True) -> Iterat
 
 
 def combined_section(combined: CombinedPolicy) -> Section:
-    """Return the policy for all errors, as a file and as code that can be copied from the first column."""
+    """Return the combined policy, as a file and as code that can be copied from the first column."""
     said = Labelled((_outcome(combined.outcome, line(combined.in_words), (combined.before, combined.after)),))
     code = (line(""), *_unwrapped("as PyTorch code", combined.code)) if combined.code else ()
     rows = (*_unwrapped("save as a rule file, for --policy", combined.text), *code)
-    return Section((said, *rows), "One policy for all errors", level=2)
+    return Section((said, *rows), combined.title, level=2)
 
 
 def _body(alert: Alert) -> Iterator[Block]:
@@ -56,7 +56,8 @@ def _body(alert: Alert) -> Iterator[Block]:
     rows: list[tuple[Line, tuple[Block, ...]]] = [(line("why", style="dim"), (line(alert.cause),))]
     if alert.poisons:
         rows.append((line("then", style="dim"), (line(alert.poisons),)))
-    if not alert.trials:
+    rows += ((line("tried", style="dim"), (line(attempt),)) for attempt in alert.failed)
+    if alert.advice:
         untried = " (not tried; --advise tries)" if alert.can_try else ""
         rows.append((line("next", style="dim"), (line(alert.advice, (untried, "dim")),)))
     yield Labelled(tuple(rows))

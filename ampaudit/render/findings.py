@@ -28,14 +28,15 @@ class Alert:
         case: what it is about, among the suite's cases.
         site: the op, or the name of what is not one.
         cause: why.
-        advice: what to do next; empty where something was tried.
-        can_try: whether ``--advise`` could try something.
+        advice: what to do next; empty where a change that was tried helps.
+        can_try: whether ``--advise`` could try something, and did not.
         layer: the module; something to name it by where there is none.
         op: the ATen op.
         evidence: its numbers in words.
         measure: the number that says how bad it is.
         path: later sites that it poisons.
         trials: changes that cure or fix it.
+        failed: changes that were tried where none helps, and what each gave.
         line: where to show it, in the user's own code if possible.
         source: the line that computes the value.
         caller: the user's line that led there.
@@ -59,6 +60,7 @@ class Alert:
     measure: str = ""
     path: tuple[str, ...] = ()
     trials: tuple[Trial, ...] = ()
+    failed: tuple[str, ...] = ()
     line: SourceLine | None = None
     source: SourceLine | None = None
     caller: SourceLine | None = None
@@ -76,6 +78,7 @@ class Alert:
             object.__setattr__(self, name, safe_line(getattr(self, name)))
         object.__setattr__(self, "path", tuple(map(escape_control, self.path)))
         object.__setattr__(self, "trials", tuple(map(_safe_trial, self.trials)))
+        object.__setattr__(self, "failed", tuple(map(escape_control, self.failed)))
         if self.suppressed is not None:
             object.__setattr__(self, "suppressed", escape_control(self.suppressed))
 
@@ -90,9 +93,10 @@ class Alert:
 
     @property
     def text(self) -> str:
-        """Cause, evidence, poisoned sites and cures, each on a line."""
+        """Cause, evidence, poisoned sites, and cures or what was tried, each on a line."""
         cures = (f"{trial.outcome}: {trial.change}" for trial in self.trials)
-        return "\n".join(part for part in (self.cause, self.evidence, self.poisons, *cures) if part)
+        tried = (f"tried: {attempt}" for attempt in self.failed)
+        return "\n".join(part for part in (self.cause, self.evidence, self.poisons, *cures, *tried) if part)
 
     @property
     def places(self) -> tuple[SourceLine, ...]:
@@ -158,7 +162,7 @@ class Suite:
         return tuple(alert for alert in self.alerts if alert.suppressed is None)
 
 
-def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Alert:
+def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP, *, advised: bool = False) -> Alert:
     """Return a finding as an alert.
 
     Args:
@@ -166,6 +170,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
         case: what it is about, among the suite's cases.
         rank: of the severity from which it fails.
         unnamed: stands for its layer where it has none.
+        advised: whether changes were tried for the findings of its report.
     """
     source = finding.source
     return Alert(
@@ -176,14 +181,15 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
         case=case,
         site=finding.site,
         cause=escape_control(finding.cause),
-        advice="" if finding.tried else escape_control(finding.advice),
-        can_try=finding.severity is Severity.ERROR and finding.phase != "backward",
+        advice="" if finding.helpful else escape_control(finding.advice),
+        can_try=not advised and finding.severity is Severity.ERROR and finding.phase != "backward",
         layer=finding.layer or unnamed,
         op=short_op(finding.op),
         evidence=finding.numbers,
         measure=finding.key_number,
         path=finding.poisons,
-        trials=tuple(replace(trial, change=trial.in_words) for trial in finding.tried),
+        trials=tuple(replace(trial, change=trial.in_words) for trial in finding.helpful),
+        failed=tuple(f"{trial.change}: {trial.after}" for trial in finding.tried if finding.unhelped),
         line=safe_line(source.evident if source is not None else None),
         source=safe_line(source),
         caller=source.caller if source is not None else None,

@@ -34,7 +34,7 @@ def _lines(suite: Suite) -> Iterable[str]:
             yield f"{len(alerts) - _SHOWN} more of level {command} are in the report of {suite.name}"
     if suite.combined is not None:
         said = f"{suite.combined.in_words}\n{suite.combined.text}"
-        yield f"::notice title=One policy for all errors::{_message(said)}"
+        yield f"::notice title={suite.combined.title}::{_message(said)}"
     verdict = "PASS" if suite.passed else "FAIL"
     gaps = f"; {suite.gaps}" if suite.gaps else ""
     inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""

@@ -58,7 +58,7 @@ def _element(suite: Suite) -> ElementTree.Element:
         else:
             _fill(made, by_case[case])
     if suite.combined is not None:
-        said = f"One policy for all errors: {suite.combined.in_words}\n{suite.combined.text}"
+        said = f"{suite.combined.title}: {suite.combined.in_words}\n{suite.combined.text}"
         ElementTree.SubElement(element, "system-out").text = _legal(said)
     return element
 

@@ -104,7 +104,7 @@ def _suite(suite: Suite) -> Iterator[str]:
     for alert in shown[:_DETAILS]:
         yield from _details(alert)
     if suite.combined is not None:
-        yield escaped(f"One policy for all errors: {suite.combined.in_words}; {suite.combined.after}")
+        yield escaped(f"{suite.combined.title}: {suite.combined.in_words}; {suite.combined.after}")
         yield _fenced(suite.combined.text.rstrip(), "yaml")
         if suite.combined.code:
             yield "The same as PyTorch code:"

@@ -129,12 +129,12 @@ class Evidence:
 
 
 TrialKind = Literal["rewrite", "rescale", "rule", "dtype"]
-Outcome = Literal["cure", "fix"]
+Outcome = Literal["cure", "fix", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A change that was tried and removes the finding (``--advise``).
+    """A change that was tried for a finding (``--advise``).
 
     Attributes:
         kind: a rewrite of the code, weights rescaled, a rule of the policy, or another format.
@@ -143,7 +143,7 @@ class Trial:
         before: what the run without it gave.
         after: what the run with it gave.
         outcome: ``cure`` if no error is left and every output has the required accuracy against the user's
-            FP32 model; ``fix`` if this finding is gone and errors are left elsewhere.
+            FP32 model; ``fix`` if this finding is gone and errors are left elsewhere; ``failed`` otherwise.
         left: errors that are left.
         before_db: accuracy of the worst output without it; ``None`` if it is exact, or not finite.
         after_db: the same with it.
@@ -165,8 +165,8 @@ class Trial:
 
     @property
     def in_words(self) -> str:
-        """What to do; where it is no cure, what it leaves."""
-        if self.outcome == "cure":
+        """What to do; where it is a fix, what it leaves."""
+        if self.outcome != "fix":
             return self.change
         are = "1 error is" if self.left == 1 else f"{self.left} errors are"
         return f"{self.change}; fixes this finding, {are} left elsewhere"
@@ -174,7 +174,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class CombinedPolicy:
-    """One policy for all errors of a report, run as a whole (``--advise``).
+    """One policy for the errors of a report, run as a whole (``--advise``).
 
     Attributes:
         change: what it keeps in float32, in words.
@@ -202,6 +202,11 @@ class CombinedPolicy:
     left: tuple[str, ...] = ()
     before_db: float | None = None
     after_db: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What it is for: all errors, or some."""
+        return f"One policy for {'all' if self.outcome == 'cure' else 'some of the'} errors"
 
     @property
     def in_words(self) -> str:
@@ -233,7 +238,7 @@ class Finding:
         fate: of a value that is not finite: intended, hidden again inside the model, or in its output.
         hidden_at: sites that hide it, by turning inf or NaN into finite values.
         suppressed: the option or comment that suppresses it; null if it counts.
-        tried: changes that were tried and cure or fix it, the smallest first.
+        tried: changes that cure or fix it, the smallest first; if none does, all that were tried.
         batch: name of the batch in which an origin appears first, or another finding is worst, such as ``call
             14`` of a recording; null if that has none.
     """
@@ -264,6 +269,16 @@ class Finding:
         return (
             f"<{type(self).__name__} {self.severity} {self.code} {escape_control(self.site)}{number}{hidden}>"
         )
+
+    @property
+    def helpful(self) -> tuple[Trial, ...]:
+        """Changes that cure or fix it."""
+        return tuple(trial for trial in self.tried if trial.outcome != "failed")
+
+    @property
+    def unhelped(self) -> bool:
+        """Whether changes were tried, and none removes it."""
+        return bool(self.tried) and not self.helpful
 
     @property
     def numbers(self) -> str:

@@ -154,7 +154,8 @@ class Report(Shown):
     """The report of an audit.
 
     ``raised`` is schema 1's name for ``promoted``; ``against`` compares with a reference model; ``path`` is
-    given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed.
+    given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed; ``advised``
+    says that changes were tried (``--advise``).
     """
 
     schema: Literal[1]
@@ -178,6 +179,7 @@ class Report(Shown):
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
     combined: CombinedPolicy | None = None
+    advised: bool = False
     path: InputPath | None = None
     gaps: tuple[Gap, ...] = ()
     steps: StepsReport | None = None

@@ -178,7 +178,7 @@ def test_no_code_for_a_device_that_no_parameter_names() -> None:
 
     model = nn.Sequential(Square(), nn.LayerNorm(8, elementwise_affine=False))
     report = scan(model, torch.full((8, 64), 100.0), policy="torch-cuda", dtype="float16", advise=True)
-    assert errors(report)[0].tried
+    assert "cure" in {trial.outcome for trial in errors(report)[0].tried}
     assert all(trial.code == "" for trial in errors(report)[0].tried)
 
 

@@ -191,8 +191,9 @@ def test_without_proof_a_change_is_not_even_tried(
     """A run shows that these inputs do not tell the difference; the proof, that none do."""
     offered: list[str] = []
 
-    def noted(advisor: object, proposal: Proposal, finding: Finding) -> None:
+    def noted(advisor: object, proposal: Proposal, finding: Finding) -> Trial:
         offered.append(proposal.kind)
+        return Trial(proposal.kind, proposal.change, proposal.paste, "", "", "failed")
 
     monkeypatch.setattr("ampaudit.audit.advise._Advisor._tried", noted)
     case = CASES[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import fx
@@ -55,16 +55,28 @@ def to_keep(subject: AdviceContext, finding: Finding) -> Iterator[Kept]:
         yield Kept((site.twin.site,), why)  # rules reach what its op is given, not the inside
         return
     yield Kept(_in_order(subject, {s.id for s in first}), why)
-    if finding.kind != "overflow":
-        yield from _back(subject, first, why)
     island = _island(subject, first)
     if len(island) > len(first):
         yield Kept(_in_order(subject, island.keys()), why)
+    if finding.kind != "overflow" or _reads_inaccurate(subject, first):
+        yield from _back(subject, first, island, why)
 
 
-def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[Kept]:
+def _reads_inaccurate(subject: AdviceContext, first: Sequence[Site]) -> bool:
+    """Return whether a site reads a value that was flushed or is inaccurate, and so was wrong before it."""
+    context = subject.context
+    made = (m for site in first for m in context.flow.makers(site))
+    return any(
+        seen.samples.flushed or (seen.sqnr_db is not None and seen.sqnr_db < context.min_sqnr)
+        for seen in (context.observed(m.id) for m in made)
+    )
+
+
+def _back(
+    subject: AdviceContext, first: Sequence[Site], island: Mapping[SiteId, Site], why: str
+) -> Iterator[Kept]:
     """Go back from the site in growing steps, since the rounding began at one of its inputs."""
-    kept = {site.id: site for site in first}
+    kept = dict(island)
     frontier = list(first)
     for back in range(1, BACK[-1] + 1):
         made = [m for step in frontier for m in subject.context.flow.makers(step)]

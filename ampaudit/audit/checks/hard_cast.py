@@ -12,15 +12,20 @@ from ampaudit.report.finding import Finding
 from ampaudit.trace import Role, Site
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
-__all__ = ["CHECK"]
+__all__ = ["CHECK", "names_dtype"]
 
 _WRITTEN = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|float32|half|float)\b")
+
+
+def names_dtype(site: Site) -> bool:
+    """Return whether the code casts to a dtype that it names."""
+    return site.role is Role.CAST and site.source is not None and bool(_WRITTEN.search(site.source.code))
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Find casts in the code to the other 16-bit format, or to float32 where the policy undoes them."""
     for site in context.graph_sites:
-        if site.role is not Role.CAST or site.source is None or not _WRITTEN.search(site.source.code):
+        if not names_dtype(site):
             continue
         other = site.dtype in LOW_PRECISION_DTYPES and not context.low_precision(site)
         if other and site.decision.reason != "author":

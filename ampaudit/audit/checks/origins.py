@@ -28,7 +28,9 @@ from ampaudit.audit.checks import (
     undefined,
 )
 from ampaudit.audit.checks.compared_numbers import rounded_numbers
+from ampaudit.audit.checks.hard_cast import names_dtype
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
@@ -136,7 +138,9 @@ def _domain_text(context: CheckContext, site: Site) -> str:
 
 def _advice(context: CheckContext, site: Site) -> str:
     where = f"layer {site.layer!r}" if site.layer else "this op"
-    other = "" if context.number_format.name == "bfloat16" else ", or use --dtype bfloat16 (range of float32)"
+    peak, form = context.observed(site.id).bad_ref_peak, context.number_format
+    fits = form != BFLOAT16 and peak <= BFLOAT16.max and not names_dtype(site)
+    other = ", or use --dtype bfloat16 (range of float32)" if fits else ""
     return f"try a rule that keeps {where} in float32{other}"
 
 

@@ -104,7 +104,12 @@ class ScanView(View[Report]):
             passed=report.exit_code == 0,
             cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
             alerts=tuple(
-                alert_of(f, escape_control(f.layer or TOP), 0 if (f.code, f.site) in failing else rank)
+                alert_of(
+                    f,
+                    escape_control(f.layer or TOP),
+                    0 if (f.code, f.site) in failing else rank,
+                    advised=report.advised,
+                )
                 for f in report.findings
             ),
             tool_version=report.tool.version,
