@@ -14,11 +14,9 @@ __all__ = ["merge_measured", "note_origins"]
 
 
 def note_origins(record: RunRecord, origins: Sequence[SiteId], faults: FaultPropagation, number: int) -> None:
-    """Add the origins of a batch that are new, with what each of them poisons."""
-    known = {origin.site for origin in record.origins}
-    for site in origins:
-        if site not in known:
-            record.origins.append(faults.origin(site, number))
+    """Add the origins of a batch, with what each of them poisons."""
+    harming = {origin.site for origin in record.origins if origin.harms}
+    record.add_origins(faults.origin(site, number, origins) for site in origins if site not in harming)
 
 
 def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredValue], number: int) -> None:

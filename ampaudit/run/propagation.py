@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from torch import fx
 
@@ -78,10 +78,18 @@ class FaultPropagation:
         """Whether anything besides harmless masks is wrong."""
         return any(not self._harmless(step) for step in self._wrong_steps())
 
-    def origin(self, site: SiteId, batch: int) -> Origin:
-        """Return the sites that an origin poisons, and whether an output shows it."""
+    def origin(self, site: SiteId, batch: int, origins: Container[SiteId]) -> Origin:
+        """Return the sites that an origin poisons, and whether an output shows it.
+
+        Args:
+            site: the origin.
+            batch: its number.
+            origins: all of the batch.
+        """
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
         reached = self._reach(start)
+        for node in self._broken_again(origins) & _descendants(start):
+            reached |= self._reach(node)
         shown = any(node in reached for node in self._program.outputs)
         poisons = tuple(
             step.site.id
@@ -141,6 +149,18 @@ class FaultPropagation:
                     reached.add(user)
                     frontier.append(user)
         return reached
+
+    def _broken_again(self, origins: Container[SiteId]) -> set[fx.Node]:
+        """Return what breaks with intact inputs, but not with the origins repaired.
+
+        A fault that is hidden comes back there: x / inf is 0, and its logarithm is -inf.
+        """
+        return {
+            step.node
+            for step in self._wrong_steps()
+            if step.site and step.site.id not in origins and not self._harmless(step)
+            if self._wrong.isdisjoint(step.node.all_input_nodes)
+        }
 
     def _only_negative(self, node: fx.Node) -> bool:
         step = self._steps.get(node)
@@ -207,3 +227,12 @@ class FaultPropagation:
         if not step.makes_values:
             return all(self._from_mask(n) for n in node.all_input_nodes if n in self._wrong)
         return step.site is not None and step.site.id in self._rows and self._harmless(step)
+
+
+def _descendants(start: fx.Node) -> set[fx.Node]:
+    found, frontier = {start}, [start]
+    while frontier:
+        users = frontier.pop().users.keys() - found
+        found |= users
+        frontier += users
+    return found

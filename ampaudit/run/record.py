@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -234,11 +235,18 @@ class RunRecord:
             self.observation(site).join(seen)
         for site, choices in later.decisions.items():
             self.decisions.setdefault(site, DecisionStats()).add(choices.elements, choices.differing)
-        known = {origin.site for origin in self.origins}
-        self.origins += [origin for origin in later.origins if origin.site not in known]
+        self.add_origins(later.origins)
         self.masks |= later.masks
         self.by_design |= later.by_design
         self.gaps |= later.gaps
+
+    def add_origins(self, later: Iterable[Origin]) -> None:
+        """Add the origins of later batches: the first of each site, or the first that harms."""
+        known = {origin.site: origin for origin in self.origins}
+        for origin in later:
+            if origin.site not in known or (origin.harms and not known[origin.site].harms):
+                known[origin.site] = origin
+        self.origins = list(known.values())
 
     def observation(self, site: SiteId) -> Observation:
         """Return the observation of a site, creating it if necessary."""
