@@ -162,7 +162,9 @@ class Suite:
         return tuple(alert for alert in self.alerts if alert.suppressed is None)
 
 
-def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP, *, advised: bool = False) -> Alert:
+def alert_of(
+    finding: Finding, case: str, rank: float, unnamed: str = TOP, *, call: str = "", advised: bool = False
+) -> Alert:
     """Return a finding as an alert.
 
     Args:
@@ -170,6 +172,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP, *, ad
         case: what it is about, among the suite's cases.
         rank: of the severity from which it fails.
         unnamed: stands for its layer where it has none.
+        call: which call of its op on its line it is about; empty where there is one.
         advised: whether changes were tried for the findings of its report.
     """
     source = finding.source
@@ -185,7 +188,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP, *, ad
         can_try=not advised and finding.severity is Severity.ERROR and finding.phase != "backward",
         layer=finding.layer or unnamed,
         op=short_op(finding.op),
-        evidence=finding.numbers,
+        evidence="; ".join(part for part in (call, finding.numbers) if part),
         measure=finding.key_number,
         path=finding.poisons,
         trials=tuple(replace(trial, change=trial.in_words) for trial in finding.helpful),

@@ -37,6 +37,7 @@ class CodeDifference:
         low: the op in 16 bits with its constants, ``None`` where it is missing.
         fp32: the same in FP32.
         lines: how many lines differ.
+        low_sites: all sites of the 16-bit trace that FP32's lacks, or runs with other constants.
     """
 
     site: SiteId
@@ -46,6 +47,7 @@ class CodeDifference:
     low: str | None
     fp32: str | None
     lines: int
+    low_sites: tuple[SiteId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,11 @@ def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | No
     found = list(_differences(first, second))
     if not found:
         return None
-    low_op, fp32_op = min(found, key=_masks)
+    low_op, fp32_op = min((pair for pair, _ in found), key=_masks)
     shown = low_op or fp32_op
     assert shown is not None
     site = shown.site
-    lines = {(op.site.source, op.site.layer) for pair in found if (op := pair[0] or pair[1]) is not None}
+    lines = {(op.site.source, op.site.layer) for pair, _ in found if (op := pair[0] or pair[1]) is not None}
     return CodeDifference(
         site=site.id,
         layer=site.layer,
@@ -90,23 +92,24 @@ def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | No
         low=str(low_op) if low_op is not None else None,
         fp32=str(fp32_op) if fp32_op is not None else None,
         lines=len(lines),
+        low_sites=tuple(op.site.id for _, ops in found for op in ops),
     )
 
 
 _Pair = tuple[_Op | None, _Op | None]
 
 
-def _differences(first: list[_Op], second: list[_Op]) -> Iterator[_Pair]:
+def _differences(first: list[_Op], second: list[_Op]) -> Iterator[tuple[_Pair, list[_Op]]]:
+    """Yield each difference: where it begins, and all its ops in 16 bits."""
     matcher = SequenceMatcher(None, [op.key for op in first], [op.key for op in second], autojunk=False)
     for tag, start, end, other_start, other_end in matcher.get_opcodes():
         if tag == "equal":
             pairs = zip(first[start:end], second[other_start:other_end], strict=True)
-            yield from (pair for pair in pairs if not _alike(pair[0].constants, pair[1].constants))
+            yield from ((pair, [pair[0]]) for pair in pairs if not _alike(*(op.constants for op in pair)))
         else:
-            yield (
-                first[start] if start < end else None,
-                second[other_start] if other_start < other_end else None,
-            )
+            low = first[start] if start < end else None
+            fp32 = second[other_start] if other_start < other_end else None
+            yield (low, fp32), first[start:end]
 
 
 def _masks(pair: _Pair) -> bool:

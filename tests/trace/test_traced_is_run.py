@@ -320,15 +320,23 @@ def test_the_check_is_fast() -> None:
             self.parts = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout()])
             self.settings = {"scale": 1.0}
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x)
+            return x
+
     model = nn.Sequential(*[Block() for _ in range(100)])
     assert sum(1 for _ in model.modules()) == 501
     state, key = PythonState(model), call_key((X,), {"mask": X})
-    seconds = []
+    seconds, forward = [], []
     for _ in range(50):
         started = time.perf_counter()
         same = state.unchanged(), call_key((X,), {"mask": X}) == key
         seconds.append(time.perf_counter() - started)
         assert same == (True, True)
-    assert min(seconds) < 2e-3  # 0.3 ms on the machine that this was written on
+        started = time.perf_counter()
+        model(torch.ones(2, 2))
+        forward.append(time.perf_counter() - started)
+    assert min(seconds) < min(forward) / 2  # 0.3 ms of 5 ms
     model[50].parts[2].p = 0.1
     assert not state.unchanged()

@@ -56,9 +56,10 @@ def _effect(seen: OutputDifference) -> str:
         return f"{seen.name} differs from FP32 in {seen.err_sq:,.0f} of {seen.ref_sq:,.0f} integers"
     if not math.isfinite(seen.code_sqnr_db):
         return f"{seen.name} has nothing in common with FP32"
-    total = f"{seen.sqnr_db:.0f}" if math.isfinite(seen.sqnr_db) else "no"
-    code = f"{seen.code_sqnr_db:.0f} dB because of the code alone"
-    return f"{seen.name} has {total} dB against the FP32 model, {code}"
+    total = f"has {seen.sqnr_db:.0f} dB against FP32"
+    if not math.isfinite(seen.sqnr_db):
+        total = "is exact" if seen.sqnr_db > 0 else "is inf or NaN"
+    return f"{seen.name} {total}, {seen.code_sqnr_db:.0f} dB from this difference alone"
 
 
 def describe_difference(place: CodeDifference, dtype: str) -> str:

@@ -35,6 +35,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
             db = origin.hidden_sqnr_db
             right = db is None or db >= context.min_sqnr
             how = "with the right values" if right else f"and wrong ({db:.0f} dB against FP32)"
+            if site.id in context.only_in_low_precision:
+                how = "which the FP32 model does not run"
             peak = limited_peak(context, site)
             if peak is not None:
                 how = f"{how}; in FP32 it limits {format_number(peak)} as well"

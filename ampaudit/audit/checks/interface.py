@@ -155,7 +155,20 @@ class CheckContext:
     def harmed(self) -> bool:
         """Whether values stay wrong because something left the range."""
         faults = any(row.faults for row in self.record.steps)
-        return faults or any(origin.harms for origin in self.record.origins)
+        return faults or any(map(self.harms, self.record.origins))
+
+    def harms(self, origin: Origin) -> bool:
+        """Return whether values stay wrong because of an origin.
+
+        Where code hides it that the FP32 model does not run, its values are right only beside that code.
+        """
+        return origin.harms or not self.only_in_low_precision.isdisjoint(origin.hidden_at)
+
+    @cached_property
+    def only_in_low_precision(self) -> frozenset[SiteId]:
+        """Sites of code that the FP32 model does not run, or runs with other constants."""
+        place = self.record.code.place
+        return frozenset(place.low_sites if place is not None else ())
 
     @cached_property
     def broken_sites(self) -> frozenset[SiteId]:

@@ -86,9 +86,9 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
         code,
         f"{reason}; {text}" if reason else text,
         cause.advice if cause else _advice(context, site),
-        severity=Severity.ERROR if origin.harms else Severity.NOTE,
+        severity=Severity.ERROR if context.harms(origin) else Severity.NOTE,
     )
-    fate = _fate_text(origin)
+    fate = _fate_text(context, origin)
     return replace(
         finding,
         evidence=replace(finding.evidence, step=context.step_of(origin.batch)),
@@ -101,13 +101,15 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
     )
 
 
-def _fate_text(origin: Origin) -> str:
+def _fate_text(context: CheckContext, origin: Origin) -> str:
     """Describe what hides the value again: finite does not mean correct."""
     if origin.fate != "recovered":
         return ""
     where = origin.hidden_at[0]
-    if not origin.harms:
+    if not context.harms(origin):
         return f"{where} makes it finite again, with the right values"
+    if not origin.harms:
+        return f"{where} makes it finite again, which the FP32 model does not run: no NaN shows it"
     return (
         f"{where} makes it finite again, and wrong ({origin.hidden_sqnr_db or 0.0:.0f} dB against FP32): "
         "no NaN shows it"

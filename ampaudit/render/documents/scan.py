@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ampaudit.core.text import escape_control, format_bytes, format_number
+from ampaudit.core.text import escape_control, format_bytes, format_number, short_op
 from ampaudit.render.against import against_sections
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
 from ampaudit.render.finding_blocks import combined_section, finding_sections
@@ -97,6 +98,7 @@ class ScanView(View[Report]):
         failing = {(gap.kind.code, gap.site) for gap in report.gaps if report.fail_on == "gap"}
         layers = [site.layer for site in report.sites if site.forward is not None]
         layers += [finding.layer for finding in report.findings]
+        calls = _calls(report.sites)
         suite = Suite(
             name=self.name,
             label=f"{escape_control(report.run.policy)}, {report.run.dtype}"
@@ -108,6 +110,7 @@ class ScanView(View[Report]):
                     f,
                     escape_control(f.layer or TOP),
                     0 if (f.code, f.site) in failing else rank,
+                    call=calls.get(f.site, ""),
                     advised=report.advised,
                 )
                 for f in report.findings
@@ -202,6 +205,21 @@ def _numbers(report: Report) -> Iterator[str]:
     if report.backward is not None:
         yield scales_that_suit(report.backward)
     yield report.run.extent
+
+
+def _calls(sites: Sequence[SiteReport]) -> Mapping[str, str]:
+    """Return which call a site is, where its line calls its op several times."""
+    of_line: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for site in sites:
+        if site.source is not None:
+            place = site.source.file, str(site.source.line)
+            of_line[site.layer, site.op, site.role, *place].append(site.site)
+    return {
+        name: f"call {number} of {len(names)} of {short_op(key[1])} on this line"
+        for key, names in of_line.items()
+        if len(names) > 1
+        for number, name in enumerate(names, 1)
+    }
 
 
 def _fields(value: object, names: Sequence[str]) -> Mapping[str, Cell]:
