@@ -20,7 +20,7 @@ from ampaudit.core.version import __version__
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOnGaps
-from ampaudit.report.gap import Gap, GapKind, fails
+from ampaudit.report.gap import Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -77,7 +77,8 @@ def build_report(
         tool=THIS_TOOL,
         model=model,
         run=run,
-        verdict="fail" if fails(findings, gaps, fail_on) else "pass",
+        verdict=verdict_on(findings, ranges=run.level == "ranges"),
+        gate=gate_on(findings, gaps, fail_on),
         fail_on=fail_on,
         coverage=_coverage(context, found),
         findings=findings,

@@ -15,7 +15,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.sweep import parse_sweep
 from ampaudit.report.extrapolation import SizeGrowth, Sweep, SweptValue
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.gap import fails
+from ampaudit.report.gap import gate_on, verdict_on
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
 from ampaudit.run.growth import MIN_SIZES, crossing_of
@@ -93,9 +93,11 @@ def _warned(report: Report, config: ScanConfig, *, comments: bool) -> Report:
     files = dict.fromkeys(line.file for found in added if (line := found.source) is not None)
     hiding = (*map(option, config.ignore), *(comments_of_files(files) if comments else ()))
     findings = with_later(report.findings, added, hiding)
-    failed = fails(findings, report.gaps, config.fail_on)
     ordered = tuple(sorted(findings, key=lambda finding: -finding.severity.rank))
-    return replace(report, findings=ordered, verdict="fail" if failed else "pass")
+    verdict = verdict_on(ordered, ranges=report.run.level == "ranges")
+    return replace(
+        report, findings=ordered, verdict=verdict, gate=gate_on(ordered, report.gaps, config.fail_on)
+    )
 
 
 def _finding(found: SizeGrowth, site: SiteReport, report: Report, sweep: Sweep) -> Finding:
@@ -119,7 +121,7 @@ def _value(value: int, report: Report) -> SweptValue:
     errors = [finding for finding in report.active if finding.severity is Severity.ERROR]
     return SweptValue(
         value,
-        "pass" if report.exit_code == 0 else "fail",
+        "fail" if report.verdict == "fail" else "pass",
         errors=len(errors),
         warnings=report.count(Severity.WARNING),
         breaks=tuple(dict.fromkeys(finding.site for finding in errors)),

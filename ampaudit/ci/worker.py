@@ -77,13 +77,14 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         measured = _with_recorded(measured, Path(request.target))
     if budgets.max_metric_drop is not None and measured.metric_fp32 is None:
         notes.append("the model file has no metric(output, batch): max-metric-drop was not checked")
+    wrong = any(breaches(report, measured, replace(budgets, fail_on="error"), baseline))
     found += breaches(report, measured, budgets, baseline)
     if baseline is not None and baseline.model.source != report.model.source:
         notes.append(f"the baseline is about {baseline.model.source}")
     crashed = report.exit_code == 3  # one of our checks
     return TargetResult(
         target=request.target,
-        verdict="error" if crashed else "fail" if found else "pass",
+        verdict="error" if crashed else "fail" if found or wrong else "pass",
         exit_code=3 if crashed else int(bool(found)),
         error="a check failed and its findings are missing\n  next: run 'ampaudit scan' on it"
         if crashed

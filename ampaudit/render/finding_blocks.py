@@ -27,6 +27,7 @@ def finding_sections(alerts: Iterable[Alert], *, helpers: bool = True) -> Iterat
     for number, alert in enumerate(alerts, 1):
         head = line(
             f"{number:>2}  ",
+            (f"{alert.level.value}  ", _SEVERITY_STYLES[alert.level]),
             (alert.layer, "bold"),
             f"  {alert.op}  " if alert.op else "  ",
             (f"{alert.code} {alert.title}", _SEVERITY_STYLES[alert.level]),

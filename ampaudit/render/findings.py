@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, escape_lines, plural, short_op
-from ampaudit.report.finding import CombinedPolicy, Finding, Severity, Source, Trial
+from ampaudit.report.finding import CombinedPolicy, Finding, Severity, Source, Trial, Verdict
 from ampaudit.report.pages import title_of
 
 __all__ = ["TOP", "Alert", "Suite", "alert_of", "safe_line"]
@@ -120,7 +120,8 @@ class Suite:
     Attributes:
         name: of the model.
         label: how it was audited: ``torch-cuda, float16``.
-        passed: its verdict.
+        verdict: what was found.
+        gate: what the exit code makes of it, and by which option: ``fail (--fail-on error)``.
         cases: what was looked at, each to pass or fail by itself: layers, runs or targets.
         alerts: in order of gravity.
         tool_version: of the ampaudit that audited.
@@ -134,7 +135,8 @@ class Suite:
 
     name: str
     label: str
-    passed: bool
+    verdict: Verdict
+    gate: str
     cases: tuple[str, ...]
     alerts: tuple[Alert, ...]
     tool_version: str
@@ -147,7 +149,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         """Escape what is not safe to print."""
-        for name in ("name", "label", "tool_version", "gaps"):
+        for name in ("name", "label", "gate", "tool_version", "gaps"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         object.__setattr__(self, "cases", tuple(map(escape_control, self.cases)))
         errors = {escape_control(case): escape_lines(text) for case, text in self.errors.items()}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ampaudit.core.text import plural
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
 from ampaudit.report.documents import Document
-from ampaudit.report.finding import Severity
+from ampaudit.report.finding import Severity, counts_in_words
 
 __all__ = ["to_github"]
 
@@ -35,11 +34,11 @@ def _lines(suite: Suite) -> Iterable[str]:
     if suite.combined is not None:
         said = f"{suite.combined.in_words}\n{suite.combined.text}"
         yield f"::notice title={suite.combined.title}::{_message(said)}"
-    verdict = "PASS" if suite.passed else "FAIL"
     gaps = f"; {suite.gaps}" if suite.gaps else ""
     inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""
-    found = f"{plural(len(suite.alerts), 'finding')}{gaps}{inputs}"
-    yield f"ampaudit: {verdict} {suite.name} ({suite.label}), {found}"
+    counts = counts_in_words(alert.level for alert in suite.active) or "no findings"
+    word = suite.verdict.upper()
+    yield f"ampaudit: {word} {suite.name} ({suite.label}), {counts}{gaps}{inputs}; gate: {suite.gate}"
 
 
 def _annotation(suite: Suite, alert: Alert, command: str) -> str:

@@ -42,10 +42,9 @@ def _element(suite: Suite) -> ElementTree.Element:
         skipped="0",
         time=f"{sum(suite.seconds.values()):.3f}",
     )
-    told = {name: text for name in ("inputs", "gaps") if (text := getattr(suite, name))}
-    if told:
-        properties = ElementTree.SubElement(element, "properties")
-        for name, text in told.items():
+    properties = ElementTree.SubElement(element, "properties")
+    for name in ("verdict", "gate", "inputs", "gaps"):
+        if text := getattr(suite, name):
             ElementTree.SubElement(properties, "property", name=name, value=text)
     for case in suite.cases:
         seconds = f"{suite.seconds.get(case, 0.0):.3f}"

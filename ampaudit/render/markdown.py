@@ -11,6 +11,7 @@ from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Secti
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
+from ampaudit.render.verdict import MARKS
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Severity
 
@@ -92,8 +93,9 @@ def _suite(suite: Suite) -> Iterator[str]:
     """Render the verdict, errors, and the findings above note."""
     counts = [(level, sum(alert.level is level for alert in suite.active)) for level in Severity]
     said = ", ".join(plural(count, level.value) for level, count in counts if count) or "no findings"
-    yield f"## {'✅ PASS' if suite.passed else '❌ FAIL'}: {code(suite.name)}"
-    yield f"{escaped(suite.label)}: {said}" + (f"; {escaped(suite.gaps)}" if suite.gaps else "")
+    yield f"## {MARKS[suite.verdict]}: {code(suite.name)}"
+    gaps = f"; {escaped(suite.gaps)}" if suite.gaps else ""
+    yield f"{escaped(suite.label)}: {said}{gaps}; gate: {escaped(suite.gate)}"
     if suite.errors:
         yield "\n".join(f"- {code(case)}: {escaped(text)}" for case, text in suite.errors.items())
     shown = [alert for alert in suite.active if alert.level is not Severity.NOTE]
@@ -118,7 +120,7 @@ def _row(alert: Alert) -> tuple[str, ...]:
 
 def _details(alert: Alert) -> Iterator[str]:
     lines = [*alert.text.split("\n"), *([f"next: {alert.advice}"] if alert.advice else [])]
-    title = f"{escaped(alert.code)} at {escaped(alert.site)}"
+    title = f"{alert.level.value}: {escaped(alert.code)} at {escaped(alert.site)}"
     yield f"<details><summary>{title}</summary>"
     yield "<br>\n".join(map(escaped, lines))
     yield from (_fenced(trial.diff, "diff") for trial in alert.trials if trial.diff)

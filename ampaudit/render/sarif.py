@@ -47,7 +47,8 @@ def _run(suite: Suite) -> dict[str, Any]:
     left = len(suite.alerts) - len(alerts)
     told = [f"{left} more findings are in the JSON report"] if left else []
     told += [f"{case}: {text}" for case, text in suite.errors.items()]
-    properties = {name: text for name in ("inputs", "gaps") if (text := getattr(suite, name))}
+    about = ("verdict", "gate", "inputs", "gaps")
+    properties = {name: text for name in about if (text := getattr(suite, name))}
     if suite.combined is not None:
         properties["combinedPolicy"] = suite.combined.text
     return {
@@ -70,7 +71,7 @@ def _run(suite: Suite) -> dict[str, Any]:
         ],
         "results": [_result(suite, alert, codes.index(alert.code)) for alert in alerts],
         "columnKind": "unicodeCodePoints",
-        **({"properties": properties} if properties else {}),
+        "properties": properties,
     }
 
 

@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ampaudit.core.text import escape_control, format_scale, plural
+from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.sweep import sweep_words
 from ampaudit.report.accuracy import OutputAccuracy
-from ampaudit.report.finding import OTHER_FUNCTION, Severity
+from ampaudit.report.finding import OTHER_FUNCTION, Severity, counts_in_words
 from ampaudit.report.gap import GapKind, gaps_in_words
 from ampaudit.report.model import Report
 
-__all__ = ["VERDICT_STYLES", "verdict_words"]
+__all__ = ["MARKS", "VERDICT_STYLES", "verdict_section", "verdict_words"]
 
-VERDICT_STYLES = {"PASS": "bold green", "FAIL": "bold red", "WARN": "bold yellow"}
+VERDICT_STYLES = {"pass": "bold green", "fail": "bold red", "warn": "bold yellow", "error": "bold yellow"}
+MARKS = {"pass": "✅ PASS", "fail": "❌ FAIL", "warn": "⚠️ WARN"}
+
+
+def verdict_section(
+    verdict: str, sentence: str, gate: str = "", *, before: Iterable[Line] = (), wrap: bool = True
+) -> Section:
+    """Return a verdict with its sentence, and the gate where that decides otherwise."""
+    rows = [*before, line((verdict.upper(), VERDICT_STYLES[verdict]), f"  {sentence}", wrap=wrap)]
+    if gate and gate.partition(" ")[0] != ("fail" if verdict == "fail" else "pass"):
+        rows.append(line(("gate  ", "dim"), gate, wrap=wrap))
+    return Section(tuple(rows))
 
 
 def verdict_words(report: Report) -> tuple[str, str]:
     """Return ``PASS``, ``FAIL`` or ``WARN``, and the reason."""
-    errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
-    word = "FAIL" if errors or report.verdict == "fail" else "PASS"
-    if word == "PASS" and report.run.level == "ranges" and warnings:
-        word = "WARN"
-    extra = f" ({plural(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
-    gaps = f"; {escape_control(gaps_in_words(report.gaps))}" if report.gaps else ""
-    if errors:
-        what = "; ".join(_broken(report)) + gaps
-    elif report.run.level == "static" and report.proofs is not None:
-        left = report.proofs.sites - report.proofs.proved
-        what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
-        what += (f"; a scan must observe the other {left}" if left else "") + gaps
-    elif report.run.level == "ranges" and warnings:
-        what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}{gaps}"
-    else:
-        first, *others = _sound(report)
-        failed = word == "FAIL" and gaps and not warnings  # by --fail-on gap
-        first = f"{gaps.removeprefix('; ')}; {first}" if failed else f"{first}{gaps}"
-        what = "; ".join((first, *others))
+    counts = counts_in_words(f.severity for f in report.active if f.severity is not Severity.NOTE)
+    gaps = (escape_control(gaps_in_words(report.gaps)),) if report.gaps else ()
+    first, *others = _reasons(report)
+    what = "; ".join((f"{first} ({counts})" if counts else first, *gaps, *others))
     if report.sweep is not None:
         what += f"; {escape_control(sweep_words(report.sweep))}"
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
     if report.against is not None:
         what += f"; {report.against.extent}"
     path = "; along the path that these inputs take" if report.path is not None else ""
-    return word, f"{what}{extra}{_ignored(report)}{path}{made_up}"
+    return report.verdict.upper(), f"{what}{_ignored(report)}{path}{made_up}"
+
+
+def _reasons(report: Report) -> Iterator[str]:
+    warnings, level = report.count(Severity.WARNING), report.run.level
+    if report.count(Severity.ERROR):
+        yield from _broken(report)
+    elif level == "static" and report.proofs is not None:
+        left = report.proofs.sites - report.proofs.proved
+        yield f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
+        if left:
+            yield f"a scan must observe the other {left}"
+    elif level == "ranges" and warnings:
+        yield f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
+    else:
+        yield from _sound(report)
 
 
 def _ignored(report: Report) -> str:

@@ -70,7 +70,14 @@ class View(ABC, Generic[D]):
     def verdict(self) -> tuple[str, str]:
         """Return ``PASS``, ``FAIL`` or nothing, and what there is to say; safe to print."""
         word, _, rest = escape_control(self.document.headline).partition(" ")
-        return (word, rest) if word in ("PASS", "FAIL") else ("", f"{word} {rest}".rstrip())
+        return (word, rest) if word in ("PASS", "WARN", "FAIL") else ("", f"{word} {rest}".rstrip())
+
+    @property
+    def gate(self) -> str:
+        """The gate and the option that it follows, as ``fail (--fail-on error)``; empty without a gate."""
+        gate = getattr(self.document, "gate", "")
+        rule = getattr(self.document, "fail_on", "")
+        return f"{gate} (--fail-on {rule})" if rule else gate
 
     def subject(self) -> str:
         """Return how the document was made, in a few words."""

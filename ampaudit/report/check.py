@@ -8,6 +8,7 @@ from typing import Literal
 
 from ampaudit.report.budgets import Breach, Measurements
 from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.finding import Gate, gate_of
 
 __all__ = ["CheckResults", "Request", "TargetResult"]
 
@@ -37,7 +38,8 @@ class TargetResult:
 
     Attributes:
         target: which.
-        verdict: ``pass``, ``fail`` (a budget is exceeded), or ``error`` (it could not be audited).
+        verdict: ``pass``, ``fail`` (its report has an error, or a budget is exceeded), or ``error`` (it could
+            not be audited).
         exit_code: 0, 1, or the error's: 2 for bad input, 3 for an audit that could not be carried out.
         breaches: what is exceeded.
         measured: what was measured.
@@ -67,7 +69,8 @@ class CheckResults(Shown):
     """The results of all targets."""
 
     schema: Literal[1]
-    verdict: Literal["pass", "fail"]
+    verdict: Gate
+    gate: Gate
     targets: tuple[TargetResult, ...]
     kind: Literal["check"] = "check"
 
@@ -78,9 +81,10 @@ class CheckResults(Shown):
 
     @classmethod
     def of(cls, targets: Sequence[TargetResult]) -> CheckResults:
-        """Collect results; the check passes if every target does."""
-        failed = any(target.exit_code != 0 for target in targets)
-        return cls(1, "fail" if failed else "pass", tuple(targets))
+        """Collect results: the verdict is on what was found, the gate on what the budgets make of it."""
+        passed = all(target.verdict == "pass" for target in targets)
+        gate = gate_of(all(target.exit_code == 0 for target in targets))
+        return cls(1, gate_of(passed), gate, tuple(targets))
 
     @property
     def headline(self) -> str:

@@ -6,13 +6,14 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import escape_control, format_number
+from ampaudit.core.text import escape_control, format_number, plural
 from ampaudit.report.pages.page import Kind
 
 __all__ = [
@@ -24,11 +25,15 @@ __all__ = [
     "FailOn",
     "FailOnGaps",
     "Finding",
+    "Gate",
     "Outcome",
     "Severity",
     "Source",
     "Trial",
     "TrialKind",
+    "Verdict",
+    "counts_in_words",
+    "gate_of",
     "threshold",
 ]
 CRASHED = "AMP990"  # the finding that a check itself failed
@@ -49,6 +54,8 @@ class Severity(StrEnum):
         return {"error": 3, "warning": 2, "note": 1}[self.value]
 
 
+Verdict = Literal["pass", "warn", "fail"]  # what was found
+Gate = Literal["pass", "fail"]  # what the exit code says, which options decide
 FailOn = Literal["error", "warning", "note", "never"]
 FailOnGaps = Literal["error", "gap", "warning", "note", "never"]
 
@@ -58,6 +65,18 @@ def threshold(fail_on: FailOnGaps) -> float:
     if fail_on == "never":
         return math.inf
     return Severity("error" if fail_on == "gap" else fail_on).rank
+
+
+def gate_of(passed: bool) -> Gate:
+    """Return the word for a gate."""
+    return "pass" if passed else "fail"
+
+
+def counts_in_words(severities: Iterable[Severity]) -> str:
+    """Return ``2 errors, 1 warning``, the gravest first; empty without any."""
+    found = list(severities)
+    counts = ((found.count(severity), severity.value) for severity in Severity)
+    return ", ".join(plural(count, name) for count, name in counts if count)
 
 
 @dataclass(frozen=True, slots=True)

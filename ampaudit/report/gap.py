@@ -8,9 +8,9 @@ from enum import StrEnum
 
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural, short_op
-from ampaudit.report.finding import FailOnGaps, Finding, threshold
+from ampaudit.report.finding import FailOnGaps, Finding, Gate, Severity, Verdict, gate_of, threshold
 
-__all__ = ["Gap", "GapKind", "fails", "gaps_in_words"]
+__all__ = ["Gap", "GapKind", "gaps_in_words", "gate_on", "verdict_on"]
 
 _SHOWN = 3  # ops of each kind
 
@@ -80,11 +80,19 @@ class Gap:
         return f"{short_op(self.op)} is {self.kind.in_words}: {self.reason}"
 
 
-def fails(findings: Iterable[Finding], gaps: Sequence[Gap], fail_on: FailOnGaps) -> bool:
-    """Return whether findings that are not suppressed, or gaps, make a report fail."""
+def verdict_on(findings: Iterable[Finding], *, ranges: bool = False) -> Verdict:
+    """Return what findings that are not suppressed say: errors fail; of ranges alone, warnings warn."""
+    found = {finding.severity for finding in findings if finding.suppressed is None}
+    if Severity.ERROR in found:
+        return "fail"
+    return "warn" if ranges and Severity.WARNING in found else "pass"
+
+
+def gate_on(findings: Iterable[Finding], gaps: Sequence[Gap], fail_on: FailOnGaps) -> Gate:
+    """Return whether findings that are not suppressed, or gaps, make the exit code 1."""
     least = threshold(fail_on)
     found = any(finding.severity.rank >= least and finding.suppressed is None for finding in findings)
-    return found or (fail_on == "gap" and bool(gaps))
+    return gate_of(not found and not (fail_on == "gap" and gaps))
 
 
 def gaps_in_words(gaps: Sequence[Gap]) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ampaudit.core.text import escape_control
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import FailOn, Severity, threshold
+from ampaudit.report.finding import FailOn, Gate, Severity
 
 __all__ = ["LintFinding", "LintReport", "UnreadFile"]
 
@@ -82,6 +82,8 @@ class LintReport(Shown):
 
     schema: Literal[1]
     tool_version: str
+    verdict: Gate
+    gate: Gate
     fail_on: FailOn
     linted: int
     findings: tuple[LintFinding, ...]
@@ -97,9 +99,8 @@ class LintReport(Shown):
 
     @property
     def exit_code(self) -> int:
-        """1 for findings at or above the threshold; else 2 if no file could be read; else 0."""
-        least = threshold(self.fail_on)
-        if any(finding.severity.rank >= least for finding in self.active):
+        """1 for findings at or above ``fail_on``; else 2 if no file could be read; else 0."""
+        if self.gate == "fail":
             return 1
         return 2 if self.unread and self.unreadable >= self.linted else 0
 
@@ -107,7 +108,7 @@ class LintReport(Shown):
     def headline(self) -> str:
         """The verdict, and what it is about."""
         found = f"{counted(len(self.findings), 'finding')} in {counted(self.linted, 'file')}"
-        return f"{'FAIL' if self.exit_code else 'PASS'} {found}"
+        return f"{self.verdict.upper()} {found}"
 
     def card_rows(self) -> CardRows:
         """Return the findings."""

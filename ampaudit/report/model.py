@@ -21,7 +21,7 @@ from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.against import AgainstReport
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
-from ampaudit.report.finding import CRASHED, CombinedPolicy, FailOnGaps, Finding, Severity
+from ampaudit.report.finding import CRASHED, CombinedPolicy, FailOnGaps, Finding, Gate, Severity, Verdict
 from ampaudit.report.gap import Gap, gaps_in_words
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.input_path import InputPath
@@ -153,6 +153,9 @@ class Environment:
 class Report(Shown):
     """The report of an audit.
 
+    ``verdict`` is what was found: ``fail`` if there is an error, ``warn`` if ranges would overflow. ``gate``
+    is what ``fail_on`` makes of it, and the exit code.
+
     ``raised`` is schema 1's name for ``promoted``; ``against`` compares with a reference model; ``path`` is
     given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed; ``advised``
     says that changes were tried (``--advise``).
@@ -162,7 +165,8 @@ class Report(Shown):
     tool: ToolInfo
     model: ModelInfo
     run: RunInfo
-    verdict: Literal["pass", "fail"]
+    verdict: Verdict
+    gate: Gate
     fail_on: FailOnGaps
     coverage: Coverage
     findings: tuple[Finding, ...]
@@ -190,10 +194,10 @@ class Report(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0 for a pass, 1 for findings at or above ``fail_on``, or gaps, 3 if a check itself failed."""
+        """0 if the gate passes, 1 if it fails, 3 if a check itself failed."""
         if any(finding.code == CRASHED for finding in self.findings):
             return 3
-        return 0 if self.verdict == "pass" else 1
+        return 0 if self.gate == "pass" else 1
 
     @property
     def active(self) -> tuple[Finding, ...]:

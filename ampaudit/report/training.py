@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import Finding
+from ampaudit.report.finding import FailOn, Finding, Gate, Verdict
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 __all__ = ["Health", "ParameterHealth", "StepRecord", "TrainingReport", "Variant"]
@@ -157,7 +157,9 @@ class TrainingReport(Shown):
     steps: int
     seed: int | None
     optimizer: str
-    verdict: Literal["pass", "fail"]
+    verdict: Verdict
+    gate: Gate
+    fail_on: FailOn
     findings: tuple[Finding, ...]
     variants: tuple[Variant, ...]
     notes: tuple[str, ...]
@@ -171,8 +173,8 @@ class TrainingReport(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0 for a pass, 1 for findings at or above the threshold."""
-        return 0 if self.verdict == "pass" else 1
+        """0 if the gate passes, 1 for findings at or above ``fail_on`` in a run that is judged."""
+        return 0 if self.gate == "pass" else 1
 
     @property
     def headline(self) -> str:

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from junitparser import JUnitXml
 
+from ampaudit.linter.config import LintConfig
+from ampaudit.linter.lint import lint_report
 from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
@@ -41,8 +43,7 @@ def project(tmp_path: Path) -> Path:
 
 def report_of(*texts: str, name: str = "train.py") -> LintReport:
     files = [lint_text(text, name, RuleSelection()) for text in texts]
-    findings = tuple(finding for file in files for finding in file.findings)
-    return LintReport(1, "0.1.0", "warning", len(files), findings, tuple(u for f in files for u in f.unread))
+    return lint_report(files, LintConfig())
 
 
 def test_findings_are_printed_with_their_lines(project: Path, cli: CLI) -> None:

@@ -43,7 +43,7 @@ def fills(card: str) -> list[str]:
 def test_a_card_has_the_verdict_the_strip_and_the_findings() -> None:
     report = saved_report()
     card = report._repr_html_()
-    assert '<i class="FAIL">FAIL</i> 2 places break in float16' in card
+    assert '<i class="FAIL">FAIL</i> 2 places break in float16 (2 errors)' in card
     assert "policy torch-cuda, float16, eval mode" in card
     assert "least -2.7 bits at blocks.1.wo/linear" in card
     assert "#b2182b" in fills(card)

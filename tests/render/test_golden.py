@@ -16,6 +16,8 @@ from click.testing import CliRunner
 
 from ampaudit.cli.program import COMMANDS, main
 from ampaudit.cli.terminal import as_text
+from ampaudit.linter.config import LintConfig
+from ampaudit.linter.lint import lint_report
 from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
@@ -69,8 +71,7 @@ def linted() -> LintReport:
         "notes.md": "```python\nimport apex.amp\n```\n",
     }
     files = [lint_text(text, name, RuleSelection()) for name, text in names.items()]
-    findings = tuple(finding for file in files for finding in file.findings)
-    return LintReport(1, "0.1.0", "warning", len(files), findings, tuple(u for f in files for u in f.unread))
+    return lint_report(files, LintConfig())
 
 
 @pytest.mark.parametrize("verbosity", [-1, 0, 1])

@@ -203,7 +203,7 @@ def check_xml(text: str) -> None:
     assert_printable(text)
     root = ElementTree.fromstring(text)
     assert {element.tag for element in root.iter()} <= {
-        *("testsuites", "testsuite", "testcase", "failure", "error", "system-out"),
+        *("testsuites", "testsuite", "testcase", "failure", "error", "system-out", "properties", "property"),
     }  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def test_the_text_says_what_where_and_how_far(failing: Report, width: int) -> No
     assert all(len(line) <= width for line in text.splitlines())
     words = " ".join(text.split())
     for expected in (
-        "FAIL 2 places break in float16",
+        "FAIL 2 places break in float16 (2 errors)",
         "left.up linear AMP101 overflow",
         "right.up linear AMP101 overflow",
         "tests/support/planted.py:",

@@ -113,7 +113,9 @@ def _linted() -> LintReport:
         fixable=True,
         source="    clip(model.parameters())",
     )
-    return LintReport(1, "0.1.0", "warning", 2, (finding,), (UnreadFile("old.py", 1, "not valid Python"),))
+    return LintReport(
+        1, "0.1.0", "fail", "fail", "warning", 2, (finding,), (UnreadFile("old.py", 1, "not valid Python"),)
+    )
 
 
 def _converted() -> Conversion:

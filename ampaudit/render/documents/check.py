@@ -9,13 +9,13 @@ from ampaudit.core.text import escape_control, format_bytes, model_file, plural,
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
 from ampaudit.render.findings import Alert, Suite, safe_line
+from ampaudit.render.verdict import VERDICT_STYLES, verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.check import CheckResults, TargetResult
 from ampaudit.report.pages import title_of
 
 __all__ = ["CheckView"]
 
-_STYLES = {"pass": "bold green", "fail": "bold red", "error": "bold yellow"}
 _SHOWN = 12
 
 
@@ -33,12 +33,10 @@ class CheckView(View[CheckResults]):
             said = list(_details(result))
             if said:
                 yield Section((facts(said),), title=escape_control(result.target))
-        failed = sum(result.exit_code != 0 for result in results)
+        failed = sum(result.verdict != "pass" for result in results)
         total = plural(len(results), "target")
-        if failed:
-            yield Section((line(("FAIL  ", "bold red"), f"{failed} of {total}"),))
-        else:
-            yield Section((line(("PASS  ", "bold green"), f"{total} checked"),))
+        sentence = f"{failed} of {total}" if failed else f"{total} checked"
+        yield verdict_section(self.document.verdict, sentence, self.gate)
 
     def suites(self) -> tuple[Suite, ...]:
         """Return all targets as one suite."""
@@ -47,7 +45,8 @@ class CheckView(View[CheckResults]):
         suite = Suite(
             name=self.name,
             label=plural(len(names), "target"),
-            passed=check.exit_code == 0,
+            verdict=check.verdict,
+            gate=self.gate,
             cases=tuple(names),
             alerts=tuple(alert for target in check.targets for alert in _alerts(target)),
             tool_version=__version__,
@@ -91,7 +90,7 @@ def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
     drop = seen.metric_drop if seen else None
     return [
         escape_control(result.target),
-        line((result.verdict.upper(), _STYLES[result.verdict])),
+        line((result.verdict.upper(), VERDICT_STYLES[result.verdict])),
         f"{bits:.1f} bits" if bits is not None else "",
         seen.accuracy if seen else "",
         f"{seen.fp32_share:.0%}" if seen else "",

@@ -12,6 +12,7 @@ from ampaudit.render.findings import Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.strip import Strip
 from ampaudit.render.sweep import sweep_words
+from ampaudit.render.verdict import MARKS, VERDICT_STYLES
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
@@ -74,7 +75,7 @@ class ComparisonView(View[Comparison]):
         """Return the policies side by side, and the digest of each."""
         rows = []
         for report in self.document.reports:
-            verdict = "✅ PASS" if report.exit_code == 0 else "❌ FAIL"
+            verdict = MARKS[report.verdict]
             breaks = str(report.count(Severity.ERROR))
             policy = line((escape_control(report.run.policy), "code"))
             rows.append((policy, verdict, breaks, _bits(report), report.accuracy))
@@ -113,7 +114,7 @@ def _cells(report: Report) -> list[str | Line]:
     errors, copies = report.count(Severity.ERROR), report.weights.working_bytes
     return [
         report.run.policy,
-        line(("PASS", "bold green") if report.exit_code == 0 else ("FAIL", "bold red")),
+        line((report.verdict.upper(), VERDICT_STYLES[report.verdict])),
         str(errors) if errors else "",
         _bits(report),
         report.accuracy,

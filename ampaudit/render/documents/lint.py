@@ -9,6 +9,7 @@ from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, plural
 from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.findings import Alert, Suite, safe_line
+from ampaudit.render.verdict import verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.finding import Severity, threshold
 from ampaudit.report.lint import LintFinding, LintReport
@@ -41,8 +42,7 @@ class LintView(View[LintReport]):
             for code in sorted({note.code for note in notes}):
                 yield Section(tuple(_group([note for note in notes if note.code == code])))
         unread = (line(str(item), style="yellow", wrap=False) for item in report.unread)
-        verdict = ("FAIL  ", "bold red") if report.exit_code else ("PASS  ", "bold green")
-        yield Section((*unread, line(verdict, _summary(report), wrap=False)))
+        yield verdict_section(report.verdict, _summary(report), self.gate, before=unread, wrap=False)
 
     def suites(self) -> tuple[Suite, ...]:
         """Return all files as one suite."""
@@ -51,7 +51,8 @@ class LintView(View[LintReport]):
         suite = Suite(
             name=self.name,
             label=plural(report.linted, "file"),
-            passed=report.exit_code == 0,
+            verdict=report.verdict,
+            gate=self.gate,
             cases=tuple(dict.fromkeys(escape_control(finding.file) for finding in report.findings)),
             alerts=tuple(_alert(finding, rank) for finding in report.findings),
             tool_version=report.tool_version,

@@ -17,7 +17,7 @@ from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_section
 from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.sweep import sweep_sections
-from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
+from ampaudit.render.verdict import verdict_section, verdict_words
 from ampaudit.render.view import Cell, Row, View, ViewPage
 from ampaudit.report.finding import Severity, threshold
 from ampaudit.report.gap import gaps_in_words
@@ -42,8 +42,8 @@ class ScanView(View[Report]):
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Return the verdict, findings, tables of the level that was run, and a summary."""
         report, run, full = self.document, self.document.run, verbosity > 0
-        word, sentence = self.verdict()
-        verdict = Section((line((word, VERDICT_STYLES[word]), f"  {sentence}"),))
+        _, sentence = self.verdict()
+        verdict = verdict_section(report.verdict, sentence, self.gate)
         if verbosity < 0:
             yield verdict
             return
@@ -103,7 +103,8 @@ class ScanView(View[Report]):
             name=self.name,
             label=f"{escape_control(report.run.policy)}, {report.run.dtype}"
             + (", along the path of these inputs" if report.path is not None else ""),
-            passed=report.exit_code == 0,
+            verdict=report.verdict,
+            gate=self.gate,
             cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
             alerts=tuple(
                 alert_of(

@@ -9,8 +9,9 @@ from ampaudit.core.text import escape_control, format_bytes, format_number, form
 from ampaudit.render.blocks import Block, Line, Section, Table, facts, headline, line, tabulate
 from ampaudit.render.finding_blocks import finding_sections
 from ampaudit.render.findings import Alert, Suite, alert_of
+from ampaudit.render.verdict import verdict_section
 from ampaudit.render.view import Row, View
-from ampaudit.report.finding import Severity
+from ampaudit.report.finding import Severity, threshold
 from ampaudit.report.training import ParameterHealth, TrainingReport, Variant
 
 __all__ = ["TrainingView", "sparkline"]
@@ -26,7 +27,7 @@ class TrainingView(View[TrainingReport]):
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Return verdict, findings, curves, and the parameters that lose most."""
-        report, verdict = self.document, Section((self._verdict(),))
+        report, verdict = self.document, self._verdict()
         if verbosity < 0:
             yield verdict
             return
@@ -48,7 +49,8 @@ class TrainingView(View[TrainingReport]):
         suite = Suite(
             name=self.name,
             label=f"training, {report.dtype}",
-            passed=report.exit_code == 0,
+            verdict=report.verdict,
+            gate=self.gate,
             cases=tuple(escape_control(variant.name) for variant in report.variants),
             alerts=self._alerts(),
             tool_version=report.tool.version,
@@ -83,24 +85,27 @@ class TrainingView(View[TrainingReport]):
 
     def _alerts(self) -> tuple[Alert, ...]:
         report = self.document
-        failing = Severity.ERROR.rank if report.verdict == "fail" else math.inf
+        failing = threshold(report.fail_on) if report.gate == "fail" else math.inf
         return tuple(
             alert_of(f, escape_control(f.site.rpartition("/")[0]), failing, f.site.partition("/")[0])
             for f in report.findings
         )
 
-    def _verdict(self) -> Line:
+    def _verdict(self) -> Section:
+        return verdict_section(self.document.verdict, self._sentence(), self.gate)
+
+    def _sentence(self) -> str:
         report = self.document
         errors = plural(sum(f.severity is Severity.ERROR for f in report.findings), "finding")
         seen = plural(report.steps, "watched step")
         if report.verdict == "fail":
             deviates = f"{report.dtype} training deviates from FP32 ({errors})"
             what = f"{errors} in {seen}" if report.reference is None else deviates
-            return line(("FAIL", "bold red"), f"  {what}")
+            return what
         if report.steps == 0:
-            return line(("WARN", "bold yellow"), "  no step was watched: the optimizer was never stepped")
+            return "no step was watched: the optimizer was never stepped"
         if report.reference is None:
-            return line(("PASS", "bold green"), f"  no error in {seen}")
+            return f"no error in {seen}"
         failing = {f.site.rpartition("/")[0] for f in report.findings if f.severity is Severity.ERROR}
         runs = [variant.name for variant in report.variants if variant.name != "fp32"]
         follow = ", ".join(name for name in runs if name not in failing)
@@ -109,7 +114,7 @@ class TrainingView(View[TrainingReport]):
             follow and f"{follow}: the loss follows FP32's",
             deviate and f"{deviate}: it deviates ({errors})",
         )
-        return line(("PASS", "bold green"), f"  {escape_control('; '.join(filter(None, parts)))}")
+        return escape_control("; ".join(filter(None, parts)))
 
 
 def _extent(report: TrainingReport) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section, headline, line
 from ampaudit.render.tuning_tables import point_words, tuning_policy, tuning_tables, tuning_verdict
-from ampaudit.render.verdict import VERDICT_STYLES
+from ampaudit.render.verdict import MARKS, verdict_section
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.tuning import TuningReport
 
@@ -27,7 +27,7 @@ class TuningView(View[TuningReport]):
         """Return the verdict, what stays in float32, storage, the frontier, and what was tried."""
         report, full = self.document, verbosity > 0
         word, sentence = self.verdict()
-        verdict = Section((line((word, VERDICT_STYLES[word]), f"  {sentence}"),))
+        verdict = verdict_section(word.lower(), sentence)
         if verbosity < 0:
             yield verdict
             return
@@ -70,10 +70,8 @@ class TuningView(View[TuningReport]):
     def digest(self) -> Iterator[Section]:
         """Return the verdict, the tables and the rule file."""
         word, sentence = self.verdict()
-        icon = "✅" if word == "PASS" else "❌"
-        yield Section(
-            (line(sentence), line(self.subject())), line(f"{icon} {word}: ", (self.name, "code")), level=2
-        )
+        title = line(f"{MARKS[word.lower()]}: ", (self.name, "code"))
+        yield Section((line(sentence), line(self.subject())), title, level=2)
         yield from tuning_tables(self.document, full=False, grouped=True)
         yield tuning_policy(self.document)
 

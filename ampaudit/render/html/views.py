@@ -44,6 +44,7 @@ class ReportView:
         word: ``PASS``, ``FAIL`` or ``WARN``.
         sentence: what the verdict is about.
         heading: how it was audited.
+        gate: what the exit code makes of the verdict, and by which option.
         culprit: the gravest error or warning; ``None`` without one.
         tiles: the numbers at the top.
         findings: the gravest first.
@@ -63,6 +64,7 @@ class ReportView:
     word: str
     sentence: str
     heading: str
+    gate: str
     culprit: Alert | None
     tiles: tuple[Tile, ...]
     findings: tuple[Alert, ...]
@@ -92,6 +94,7 @@ def _view(report: Report, suite: Suite, heading: str) -> ReportView:
         word=word,
         sentence=sentence,
         heading=heading,
+        gate=suite.gate,
         culprit=next((a for a in alerts if a.suppressed is None and a.level is not Severity.NOTE), None),
         tiles=tuple(_tiles(report)),
         findings=tuple(alerts[:MAX_FINDINGS]),
