@@ -343,7 +343,7 @@ def test_ignored_findings_are_counted(model: nn.Module) -> None:
     errors = full.count(ampaudit.Severity.ERROR)
     assert (full.verdict, report.verdict, report.ignored(ampaudit.Severity.ERROR)) == ("fail", "pass", errors)
     _, sentence = verdict_words(report)
-    assert sentence.startswith("nothing else breaks in float16; output is broken")
+    assert sentence.startswith("nothing else breaks in float16 (1 warning); output is broken")
     assert f"ignored: {errors} error" in sentence
     assert f"{len(hidden)} ignored" in report.headline
     with pytest.raises(UsageError, match="no check has the code 'AMPX'"):

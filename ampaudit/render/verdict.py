@@ -15,7 +15,7 @@ from ampaudit.report.model import Report
 __all__ = ["MARKS", "VERDICT_STYLES", "verdict_section", "verdict_words"]
 
 VERDICT_STYLES = {"pass": "bold green", "fail": "bold red", "warn": "bold yellow", "error": "bold yellow"}
-MARKS = {"pass": "✅ PASS", "fail": "❌ FAIL", "warn": "⚠️ WARN"}
+MARKS = {"pass": "✅ PASS", "fail": "❌ FAIL", "warn": "⚠ WARN"}
 
 
 def verdict_section(

@@ -91,7 +91,7 @@ def test_each_op_that_was_not_looked_at_is_one_gap(
     assert {(gap.kind.code, gap.site) for gap in report.gaps} <= {(f.code, f.site) for f in report.findings}
     assert report.exit_code == 0
     assert scanned(function, fail_on="gap").exit_code == bool(kinds)
-    assert scanned(function, fail_on="gap").verdict == ("fail" if kinds else "pass")
+    assert scanned(function, fail_on="gap").gate == ("fail" if kinds else "pass")
 
 
 def test_a_gap_counts_the_sites_of_its_op() -> None:
@@ -106,9 +106,9 @@ def test_a_gap_counts_the_sites_of_its_op() -> None:
 def test_what_is_ignored_is_no_gap() -> None:
     report = scanned(both, fail_on="gap", ignore=["AMP904"])
     assert [gap.kind for gap in report.gaps] == [GapKind.CONTROL_FLOW]
-    assert report.verdict == "fail"
+    assert report.gate == "fail"
     report = scanned(both, fail_on="gap", ignore=["AMP904", "AMP901"])
-    assert (report.gaps, report.verdict) == ((), "pass")
+    assert (report.gaps, report.gate) == ((), "pass")
 
 
 def test_a_gap_fails_beside_errors_and_not_beside_warnings() -> None:
@@ -135,12 +135,13 @@ def test_every_format_says_so_in_its_verdict() -> None:
     assert words == "1 gap (not audited inside: ampaudit_gaps_here.double)"
     assert words in report.headline
     first = as_file(report, "text").split("\n\n")[1]
-    assert first.startswith("FAIL")
+    assert first.startswith("PASS")
+    assert first.endswith("\ngate  fail (--fail-on gap)")
     assert words in " ".join(first.split())
     assert words in html.unescape(as_file(report, "markdown"))
     assert words in as_file(report, "html")
     assert "3 of 3 sites; 1 gap" in as_file(report, "html")
-    assert as_file(report, "github").strip().endswith(words)
+    assert as_file(report, "github").strip().endswith(f"{words}; gate: fail (--fail-on gap)")
     assert json.loads(as_file(report, "sarif"))["runs"][0]["properties"]["gaps"] == words
     suite = ElementTree.fromstring(as_file(report, "junit"))[0]
     assert suite.find("properties/property[@name='gaps']").get("value") == words  # type: ignore[union-attr]
@@ -295,7 +296,7 @@ def test_what_no_input_runs_is_a_gap_with_its_share_of_the_weights(
     model = make().eval()
     report = ampaudit.scan(model, batches=batches, policy="half", fail_on="gap")
     gaps = [gap for gap in report.gaps if gap.kind is GapKind.NOT_RUN]
-    assert report.verdict == ("fail" if gaps else "pass")
+    assert report.gate == ("fail" if gaps else "pass")
     assert len(gaps) == bool(never)
     if never:
         assert gaps[0].op == f"{', '.join(never)} ({share(model, *never):.0%} of the weights)"
