@@ -16,7 +16,7 @@ from ampaudit.core.decibels import ratio_db
 __all__ = ["NUMBERS", "RowVariation", "measure_rows", "row_variation"]
 
 MIN_ELEMENTS = 16  # fewer numbers have no distribution to speak of
-FLAT = 2.0**-20  # relative to the mean: less is the rounding of FP32 itself
+FLAT = 2.0**-16  # relative to the mean: less is the rounding of FP32 itself, as ops before amplify it
 NUMBERS = 7  # per way to divide a tensor into rows: see `measure_rows`
 
 
