@@ -40,12 +40,14 @@ class Checkpoint:
         parts: its files, in the order of their names.
         index: name of the index file, if there is one.
         metadata: metadata of the index.
+        widened: bytes by which its tensors are larger than in the files, if they were dequantized.
     """
 
     path: Path
     parts: tuple[Part, ...]
     index: str | None
     metadata: Mapping[str, Any]
+    widened: int = 0
 
     @property
     def entries(self) -> dict[str, TensorEntry]:

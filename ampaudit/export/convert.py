@@ -16,7 +16,7 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
-from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_in
+from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
 from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.arguments import given_path
@@ -50,6 +50,7 @@ from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, ProgramShapes
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
+from ampaudit.source.float8_weights import open_weights
 from ampaudit.source.weights import model_names
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
@@ -125,7 +126,7 @@ def convert(
     storage = graph if chosen.mode == "inference" else fold_casts(converted, "inference")
     checkpoint, names = _checkpoint(opened, chosen, rescaling)
     decisions = decide_as_planned(checkpoint, planned_dtypes(opened.model, storage), names)
-    notes: list[str] = list(converted.traced.notes)
+    notes = [*opened.notes, *converted.traced.notes]
     with keeping(audited.report), staged_directory(directory, force=chosen.force, ours=MANIFEST) as stage:
         if opened.kind == "huggingface":
             copy_companions(Path(opened.location), stage, directory)
@@ -192,7 +193,8 @@ def _checkpoint(
     """
     if options.weights is None and source.kind != "huggingface":
         return _state_dict_of(source.model), {}
-    checkpoint = open_checkpoint(options.weights or weights_in(Path(source.location)))
+    given = options.weights
+    checkpoint = open_checkpoint(given) if given is not None else open_weights(Path(source.location))
     names = model_names(source.model, checkpoint.entries) if options.weights is None else {}
     return (rescaling.of(checkpoint, names) if rescaling is not None else checkpoint), names
 

@@ -97,7 +97,7 @@ def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, mani
         mode=manifest.mode,
         verdict=None,
         exit_code=0,
-        bytes_before=sum(entry.size for entry in entries.values()),
+        bytes_before=sum(entry.size for entry in entries.values()) - checkpoint.widened,
         bytes_after=after,
         stored=stored,
         kept=kept,

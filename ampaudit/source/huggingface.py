@@ -16,8 +16,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from ampaudit.checkpoint.header import FLOAT_TYPES
-from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.open import open_checkpoint, weights_in
+from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
 from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
@@ -25,6 +24,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_bytes
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
 from ampaudit.report.inputs import GIVEN, InputsInfo
+from ampaudit.source.float8_weights import notes_on, open_weights, tensors_of
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import ModelSource, Sized
 from ampaudit.source.made_inputs import (
@@ -58,6 +58,7 @@ _IMPORTS = (
 _SLACK = 256_000_000  # bytes of a head without weights, or of tables that the model computes
 _ANSWER = TypeAdapter(Rehearsed)
 _LIMITS = SandboxLimits(seconds=120, memory=500_000_000, processor_seconds=5)
+_Loaded = tuple[nn.Module, MadeInputs | None, tuple[str, ...]]  # with notes on the weights
 _PROCESSING_LIMITS = SandboxLimits(seconds=120, memory=2_000_000_000, processor_seconds=30)
 
 
@@ -69,7 +70,7 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
         InputError: the kind of input is unknown; pass --inputs.
         WeightsError: see ``open_checkpoint``.
     """
-    model, made = _trusted(path, options) if options.trust else _untrusted(path, options)
+    model, made, notes = _trusted(path, options) if options.trust else _untrusted(path, options)
     functions, info = functions_of(), GIVEN
     if made is not None:
         check_ids(model, made["batches"])
@@ -79,7 +80,9 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
         sized, functions, info = inputs_from(options, model)
     digest = hashlib.sha256(read_bounded(path / CONFIG_FILE, MAX_CONFIG, SourceError)).hexdigest()
     batches = sized(options.input_sizes or {})
-    return ModelSource(location, "huggingface", model, batches, digest, inputs=info, sized=sized, **functions)
+    return ModelSource(
+        location, "huggingface", model, batches, digest, inputs=info, sized=sized, notes=notes, **functions
+    )
 
 
 def _request(options: SourceConfig) -> InputRequest | None:
@@ -91,7 +94,7 @@ def _request(options: SourceConfig) -> InputRequest | None:
     return InputRequest(files=given, batches=options.batches, seed=options.seed)
 
 
-def _untrusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs | None]:
+def _untrusted(path: Path, options: SourceConfig) -> _Loaded:
     """Build the model from a checked configuration, once a sandbox could, and give it checked weights.
 
     Transformers never sees the directory itself.
@@ -112,20 +115,21 @@ def _untrusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs
         answer = sandbox.answer(what, SourceError, hint)
         found = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
         made = None if request["inputs"] is None else _made(found, sandbox.folder / INPUTS_FILE)
-    weights = options.weights if options.stream and options.weights is not None else weights_in(path)
+    given = options.weights if options.stream else None
+    weights = open_checkpoint(given) if given is not None else open_weights(path)
     _check_size(path, found["size"], weights)
     table["architectures"] = [found["name"]]
     architecture = named_architecture(table)
     with _loading(path), _offline(), temporary_directory("ampaudit-config-") as folder:
         config = configured(architecture, table, folder)
         if options.stream:
-            return empty_model(architecture, config).eval(), made
+            return empty_model(architecture, config).eval(), made, ()
         # the method of the base class: some classes read further files
         load = transformers.PreTrainedModel.from_pretrained.__func__
-        tensors = map_checkpoint(weights).tensors
+        tensors = tensors_of(weights)
         model = load(architecture, None, config=config, state_dict=tensors, dtype=torch.float32)
     assert isinstance(model, nn.Module)
-    return model, made
+    return model, made, notes_on(weights)
 
 
 def _made(found: Rehearsed, file: Path) -> MadeInputs:
@@ -135,10 +139,9 @@ def _made(found: Rehearsed, file: Path) -> MadeInputs:
     return MadeInputs(batches=read_inputs(file), origin=found["origin"], detail=found["detail"])
 
 
-def _check_size(path: Path, size: int, weights: Path) -> None:
+def _check_size(path: Path, size: int, weights: Checkpoint) -> None:
     """Reject a configuration of a model that is much larger than the weights beside it."""
-    entries = open_checkpoint(weights).entries.values()
-    stored = sum(4 * entry.elements for entry in entries if entry.dtype in FLOAT_TYPES)
+    stored = sum(4 * entry.elements for entry in weights.entries.values() if entry.dtype in FLOAT_TYPES)
     if size > 2 * stored + _SLACK:
         raise SourceError(
             f"{describe_path(path / CONFIG_FILE)}: describes a model of {format_bytes(size)}; "
@@ -147,7 +150,7 @@ def _check_size(path: Path, size: int, weights: Path) -> None:
         )
 
 
-def _trusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs | None]:
+def _trusted(path: Path, options: SourceConfig) -> _Loaded:
     """Load the model as Transformers does, with the code in the directory."""
     table = read_raw_config(path)
     _check_installed()
@@ -164,7 +167,7 @@ def _trusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs |
         request = _request(options)
         made = None if request is None else make_inputs(model, request, path, trust=True)
     assert isinstance(model, nn.Module)
-    return model, made
+    return model, made, ()
 
 
 def _own_class(table: dict[str, Any], transformers: Any) -> Any:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
 from ampaudit.core.errors import SourceError
-from ampaudit.core.untrusted import describe, describe_path, read_json
+from ampaudit.core.untrusted import describe, describe_path, read_json, validate
 
 __all__ = [
     "ADAPTER",
     "CONFIG_FILE",
     "MAX_CONFIG",
+    "UNREAD_HINT",
+    "Quantization",
     "read_model_config",
+    "read_quantization",
     "read_raw_config",
     "with_stored_dtype",
 ]
@@ -30,8 +35,40 @@ _DTYPES = {"float16", "bfloat16", "float32", "float64", "half", "float", "double
 # what Transformers would load from elsewhere, and what is not needed for the model itself
 _DROPPED = {
     "_name_or_path", "auto_map", "base_model_name_or_path", "custom_generate", "custom_pipelines",
-    "kernel_config", "name_or_path", "use_kernels",
+    "kernel_config", "name_or_path", "quantization_config", "use_kernels",
 }  # fmt: skip
+# quantizations whose weights are in float8, with scales beside them
+_FLOAT8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "mxfp8")
+UNREAD_HINT = "pass --trust to scan it with its package; to convert it, save it with dequantized weights"
+
+_Size = Annotated[int, Field(ge=1, le=1 << 32)]
+_Block = Annotated[tuple[_Size, _Size], BeforeValidator(lambda v: v.split("x") if isinstance(v, str) else v)]
+
+
+class _QuantizedWeights(BaseModel):
+    block_structure: _Block | None = None
+
+
+class _Group(BaseModel):
+    weights: _QuantizedWeights | None = None
+
+
+class Quantization(BaseModel):
+    """What a configuration says of quantized weights; the groups are those of compressed-tensors."""
+
+    quant_method: str
+    weight_block_size: _Block | None = None
+    config_groups: dict[str, _Group] | None = None
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """The sizes of the blocks that have a scale each, if all weights have them."""
+        groups = (self.config_groups or {}).values()
+        blocks = {group.weights.block_structure if group.weights else None for group in groups}
+        return blocks.pop() if len(blocks) == 1 else self.weight_block_size
+
+
+_QUANTIZATION = TypeAdapter(Quantization)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
@@ -51,16 +88,39 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return cleaned
 
 
+def read_quantization(directory: Path) -> Quantization | None:
+    """Read what a configuration says of quantized weights; ``None`` if they are not.
+
+    Raises:
+        SourceError: see ``read_raw_config``; or weights of that quantization are not read.
+    """
+    entry = next(_quantization_entries(read_raw_config(directory)), None)
+    if entry is None:
+        return None
+    if (problem := _quantized(entry)) is not None:
+        raise _refused(directory, f"quantization_config {problem}", UNREAD_HINT)
+    return validate(_QUANTIZATION, entry, directory / CONFIG_FILE, SourceError, "restore the file")
+
+
+def _quantization_entries(table: Mapping[str, Any]) -> Iterator[Any]:
+    """Iterate over the entries of a configuration and of those in it, as of towers."""
+    for key, value in table.items():
+        if key == "quantization_config" and value:
+            yield value
+        elif isinstance(value, dict):
+            yield from _quantization_entries(value)
+
+
 def with_stored_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a configuration with another dtype, also in the configurations of its towers."""
+    """Return a configuration with another dtype, also for its towers, and without a quantization."""
 
     def changed(key: str, value: Any) -> Any:
-        if isinstance(value, dict) and key != "quantization_config":
+        if isinstance(value, dict):
             return with_stored_dtype(value, dtype)
         named = key in ("dtype", "torch_dtype") and (value is None or isinstance(value, str))
         return dtype if named else value
 
-    return {key: changed(key, value) for key, value in config.items()}
+    return {key: changed(key, value) for key, value in config.items() if key != "quantization_config"}
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:
@@ -131,7 +191,9 @@ def _other_weights(value: Any) -> str | None:
 
 def _quantized(value: Any) -> str | None:
     method = value.get("quant_method") if isinstance(value, dict) else value
-    return f"asks for a quantization, {describe(method)!r}, which its package has to load" if value else None
+    if not value or (isinstance(value, dict) and method in _FLOAT8_METHODS):
+        return None
+    return f"asks for a quantization, {describe(method)!r}; only weights in float8 are dequantized"
 
 
 def _other_files(value: Any) -> str | None:
@@ -152,9 +214,7 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "transformers_weights": _other_weights,
 }
 
-_HINTS = {
-    "quantization_config": "pass --trust to load it with that package; the audit dequantizes its weights"
-}
+_HINTS = {"quantization_config": UNREAD_HINT}
 
 
 def _refused(directory: Path, what: str, hint: str) -> SourceError:

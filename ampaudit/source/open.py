@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PROGRAM
-from ampaudit.checkpoint.open import weights_in
+from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.core.errors import InputError, SourceError, UsageError
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.source_config import SourceConfig
@@ -81,21 +81,22 @@ def _converted_dtype(manifest: Path) -> str | None:
 
 def _streamed(location: str, options: SourceConfig) -> ModelSource:
     """Load a source with its weights left on disk."""
+    from ampaudit.source.float8_weights import notes_on, open_weights
     from ampaudit.source.streamed import with_mapped, without_weights
 
     with without_weights():
         source = _open(location, options)
     if options.weights is not None and source.kind in ("python", "import", "huggingface"):
-        weights = options.weights
+        weights = open_checkpoint(options.weights)
     elif source.kind == "huggingface":
-        weights = weights_in(Path(location))
+        weights = open_weights(Path(location))
     else:
         raise UsageError(
             f"--stream: {location} has no weight files that could stay on disk",
             hint="pass --weights FILE.safetensors with a Python file, or give a Hugging Face directory",
         )
     release = with_mapped(source.model, weights, renamed=options.weights is None)
-    return replace(source, release=release)
+    return replace(source, release=release, notes=(*source.notes, *notes_on(weights)))
 
 
 def _open(location: str, options: SourceConfig) -> ModelSource:

@@ -33,6 +33,12 @@ def scaled(
 ) -> Tensor:
     """Multiply values by scales per tensor, row, column group or block.
 
+    Args:
+        values: of any dtype.
+        scale: its shape says what a scale is for, unless ``block`` does.
+        block: sizes of a block along the last axes, of which each has a scale; the last may be cut off.
+        zero: what is subtracted from the values first, of a shape as that of the scales.
+
     Raises:
         ValueError: the scales do not fit.
     """
@@ -45,21 +51,26 @@ def scaled(
 def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> Tensor:
     """Repeat scales over the elements that they stand for."""
     wide = scale.float()
-    if wide.numel() == 1:
+    if block is None and wide.numel() == 1:
         return wide.reshape(())
-    if wide.dim() == 1 and len(wide) == shape[0]:
+    if block is None and wide.dim() == 1 and len(wide) == shape[0]:
         wide = wide.view(-1, *[1] * (len(shape) - 1))
-    if wide.dim() != len(shape):
+    widths = [*[1] * (len(shape) - len(block)), *block] if block is not None else _widths(wide.shape, shape)
+    counts = [-(-size // width) for size, width in zip(shape, widths, strict=False)]
+    if list(wide.shape) != counts or len(counts) != len(shape):
         raise ValueError(f"scales of shape {tuple(scale.shape)} for values of shape {tuple(shape)}")
-    sizes = (*[1] * (len(shape) - len(block)), *block) if block is not None else (None,) * len(shape)
-    for axis, (size, given) in enumerate(zip(shape, sizes, strict=True)):
-        found = wide.shape[axis]
-        if found not in (1, size):
-            width = given or (_BLOCK if found == -(-size // _BLOCK) else size // found)
-            if -(-size // width) != found:
-                raise ValueError(f"scales of shape {tuple(scale.shape)} for values of shape {tuple(shape)}")
+    for axis, (size, width) in enumerate(zip(shape, widths, strict=True)):
+        if counts[axis] not in (1, size):
             wide = wide.repeat_interleave(width, axis).narrow(axis, 0, size)
     return wide
+
+
+def _widths(counts: torch.Size, shape: torch.Size) -> list[int]:
+    """Return the size along each axis of the blocks that have a scale each."""
+    return [
+        _BLOCK if count not in (1, size) and count == -(-size // _BLOCK) else max(1, size // max(1, count))
+        for count, size in zip(counts, shape, strict=False)
+    ]
 
 
 def bitsandbytes_4bit(data: Tensor, state: Any) -> Tensor:

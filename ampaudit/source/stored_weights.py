@@ -25,7 +25,7 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.structure import structural_copy
 
-__all__ = ["with_plain_weights"]
+__all__ = ["dequantized_note", "with_plain_weights"]
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -81,7 +81,7 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
             vars(module).pop(name, None)
         if type(module).__name__ == "FP8Experts":
             vars(module)["config"]._experts_implementation = "eager"  # the others call kernels
-    notes = tuple(_note(kind, count) for kind, count in formats.items() if count)
+    notes = tuple(dequantized_note(kind, count) for kind, count in formats.items() if count)
     return replace(source, model=copied, notes=(*source.notes, *notes))
 
 
@@ -94,7 +94,8 @@ def _outermost(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[tuple[
             inside = (path and f"{path}.") if id(module) in replaced else None
 
 
-def _note(kind: str, count: int) -> str:
+def dequantized_note(kind: str, count: int) -> str:
+    """Say how many layers had weights in a format, and what is not audited of them."""
     what = f"{plural(count, 'layer')} with {describe(kind)} weights"
     return f"{what}: dequantized for both runs; what their quantized kernels compute is not audited"
 

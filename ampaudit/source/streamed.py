@@ -14,10 +14,11 @@ from torch import nn
 
 from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.open import open_checkpoint
+from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import OutputError, WeightsError
 from ampaudit.core.files import temporary_directory
+from ampaudit.source.float8_weights import is_dequantized
 from ampaudit.source.weights import check_names, model_names
 from ampaudit.trace.internals import Replacement, patched
 
@@ -40,7 +41,7 @@ def without_weights() -> Iterator[None]:
         yield
 
 
-def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callable[[torch.Tensor], None]:
+def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> Callable[[torch.Tensor], None]:
     """Give a model the weights of a checkpoint, which stay on disk.
 
     Args:
@@ -61,28 +62,28 @@ def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callabl
     for name, own in names.items():
         if own in given:
             raise WeightsError(
-                f"{checkpoint}: {own!r} is assembled from several tensors",
+                f"{checkpoint.path}: {own!r} is assembled from several tensors",
                 hint="leave out --stream for this model",
             )
         given[own] = mapped.tensors[name]
-    check_names(model, given, checkpoint, strict=not renamed)
+    check_names(model, given, checkpoint.path, strict=not renamed)
     _assign(model, given)
     return mapped.drop
 
 
 @contextlib.contextmanager
-def _in_float32(checkpoint: Path) -> Iterator[Path]:
-    """Write a float32 copy of a checkpoint with 16-bit tensors to a temporary file, to be mapped.
+def _in_float32(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Write a float32 copy of a checkpoint with 16-bit or float8 weights to a temporary file, to be mapped.
 
     The audit needs FP32 weights; as a file they need no memory. A mapped file needs no name, so it has
     none that a killed process could leave behind; but Windows keeps the name, and removes it at the end.
     """
-    opened = open_checkpoint(checkpoint)
-    if not any(entry.dtype in _WIDENED for entry in opened.entries.values()):
-        yield checkpoint
+    narrow = any(entry.dtype in _WIDENED for entry in checkpoint.entries.values())
+    if not narrow and not is_dequantized(checkpoint):
+        yield checkpoint.path
         return
     entries, pieces = [], []
-    for part in opened.parts:
+    for part in checkpoint.parts:
         for entry in part.entries.values():
             wide = entry.dtype in _WIDENED
             entries.append(TensorEntry(entry.name, "F32" if wide else entry.dtype, entry.shape))
@@ -96,7 +97,7 @@ def _in_float32(checkpoint: Path) -> Iterator[Path]:
             yield folder / "widened.safetensors"
     except OSError as error:
         raise OutputError(
-            f"cannot write a float32 copy of {checkpoint} to the temporary directory: {error.strerror}",
+            f"cannot write a float32 copy of {checkpoint.path} to the temporary directory: {error.strerror}",
             hint="set TMPDIR to a directory with room for it",
         ) from error
 
