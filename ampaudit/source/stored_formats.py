@@ -57,7 +57,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> 
         wide = wide.view(-1, *[1] * (len(shape) - 1))
     widths = [*[1] * (len(shape) - len(block)), *block] if block is not None else _widths(wide.shape, shape)
     counts = [-(-size // width) for size, width in zip(shape, widths, strict=False)]
-    if list(wide.shape) != counts or len(counts) != len(shape):
+    if list(wide.shape) != counts or len(widths) != len(shape):
         raise ValueError(f"scales of shape {tuple(scale.shape)} for values of shape {tuple(shape)}")
     for axis, (size, width) in enumerate(zip(shape, widths, strict=True)):
         if counts[axis] not in (1, size):
