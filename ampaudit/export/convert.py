@@ -171,6 +171,7 @@ def convert(
         onnx_casts=written.onnx.casts if written.onnx is not None else None,
         onnx_error=written.onnx_error,
         inputs=opened.inputs,
+        gaps=audited.report.gaps,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ampaudit.core.text import format_bytes
 from ampaudit.report.card import CardRows, Shown
+from ampaudit.report.gap import Gap
 from ampaudit.report.inputs import InputsInfo, of_made_up
 
 __all__ = ["Conversion", "OutputRecord", "ProgramShapes"]
@@ -92,6 +93,7 @@ class Conversion(Shown):
         shapes: what the program takes; null without a program.
         inputs: where the batch comes from that the program was compared on; null if only weights were
             converted.
+        gaps: what of the model was written and not audited.
     """
 
     source: str
@@ -115,6 +117,7 @@ class Conversion(Shown):
     notes: tuple[str, ...]
     shapes: ProgramShapes | None = None
     inputs: InputsInfo | None = None
+    gaps: tuple[Gap, ...] = ()
     schema: Literal[1] = 1
     kind: Literal["conversion"] = "conversion"
 

@@ -96,6 +96,7 @@ def convert_onnx(
         files={name: record.size for name, record in manifest.files.items()},
         notes=manifest.notes,
         inputs=source.inputs,
+        gaps=report.gaps,
     )
 
 

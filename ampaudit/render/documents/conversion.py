@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from ampaudit.checkpoint.header import TORCH_NAMES
 from ampaudit.checkpoint.layout import MASTER, PLAN, REFERENCE, REPORT
-from ampaudit.core.text import escape_control, format_bytes, plural
+from ampaudit.core.text import escape_control, format_bytes, plural, short_op
 from ampaudit.render.blocks import Section, facts, line
 from ampaudit.render.view import View
 from ampaudit.report.conversion import Conversion, OutputRecord
+from ampaudit.report.gap import GapKind
 
 __all__ = ["ConversionView"]
 
@@ -47,6 +48,9 @@ def _weights(made: Conversion) -> Iterator[tuple[str, str]]:
         yield "overflow", f"{escape_control(name)}: {count} values become inf"
     for name, count in made.broken.items():
         yield "broken", f"{escape_control(name)}: {count} values are NaN or infinite already"
+    for gap in made.gaps:
+        what = "written, but never run" if gap.kind is GapKind.NOT_RUN else gap.kind.in_words
+        yield "unaudited", f"{escape_control(short_op(gap.op))}: {what}: {escape_control(gap.reason)}"
 
 
 def _program(made: Conversion) -> Iterator[tuple[str, str]]:
