@@ -38,7 +38,7 @@ _DROPPED = {
     "kernel_config", "name_or_path", "quantization_config", "use_kernels",
 }  # fmt: skip
 # quantizations whose weights are in float8, with scales beside them
-_FLOAT8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "mxfp8")
+_FLOAT8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp8")
 UNREAD_HINT = "pass --trust to scan it with its package; to convert it, save it with dequantized weights"
 
 _Size = Annotated[int, Field(ge=1, le=1 << 32)]
@@ -193,7 +193,8 @@ def _quantized(value: Any) -> str | None:
     method = value.get("quant_method") if isinstance(value, dict) else value
     if not value or (isinstance(value, dict) and method in _FLOAT8_METHODS):
         return None
-    return f"asks for a quantization, {describe(method)!r}; only weights in float8 are dequantized"
+    methods = f"{', '.join(_FLOAT8_METHODS[:-1])} and {_FLOAT8_METHODS[-1]}"
+    return f"asks for a quantization, {describe(method)!r}; only float8 weights of {methods} are dequantized"
 
 
 def _other_files(value: Any) -> str | None:

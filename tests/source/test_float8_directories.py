@@ -210,6 +210,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale", torch.tensor([0.3]), 20, 24),
         (FP8 | {"quant_method": "mxfp8"}, "weight_scale_inv", EXPONENTS, 16, 16),
         ({"quant_method": "fbgemm_fp8"}, "weight_scale", CHANNELS, 1, 24),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "weight_scale", torch.tensor(0.3), 20, 24),
         (compressed(strategy="channel"), "weight_scale", CHANNELS.bfloat16(), 1, 24),
         (compressed(strategy="tensor"), "weight_scale", torch.tensor([0.3]).bfloat16(), 20, 24),
         (compressed(strategy="block", block_structure=[16, 16]), "weight_scale", GRID, 16, 16),
@@ -258,6 +259,14 @@ def test_zero_points_are_subtracted_first(tmp_path: Path) -> None:
     found = tensors_of(open_weights(write(tmp_path, tensors, compressed(strategy="channel"))))
     assert found.keys() == {"a.weight"}
     assert torch.equal(found["a.weight"], exact(values.float() - 2, CHANNELS, 1, 24))
+
+
+def test_the_configuration_of_a_tower_says_the_blocks(tmp_path: Path) -> None:
+    values, grid = codes(20, 24), GRID[:, :1]
+    path = write(tmp_path, {"a.weight": values, "a.weight_scale_inv": grid}, None)
+    table = {"text_config": {"quantization_config": FP8 | {"weight_block_size": [15, 32]}}}
+    (path / "config.json").write_text(json.dumps(table))
+    assert torch.equal(tensors_of(open_weights(path))["a.weight"], exact(values, grid, 15, 32))
 
 
 def test_float8_without_a_quantization_is_plain_numbers(tmp_path: Path) -> None:
@@ -328,7 +337,7 @@ def test_other_quantizations_are_refused_with_what_to_do(
     (path / "config.json").write_text(json.dumps(config))
     output = ["-o", str(tmp_path / "out")] if word == "convert" else []
     error = error_of(command(word, path, *output))
-    assert f"asks for a quantization, {str(method)!r}; only weights in float8 are dequantized" in str(error)
+    assert f"asks for a quantization, {str(method)!r}; only float8 weights of compressed" in str(error)
     assert error.hint.startswith("pass --trust to scan it with its package")
     assert not (tmp_path / "out").exists()
 
