@@ -262,7 +262,7 @@ def test_zero_points_are_subtracted_first(tmp_path: Path) -> None:
 
 
 def test_the_configuration_of_a_tower_says_the_blocks(tmp_path: Path) -> None:
-    values, grid = codes(20, 24), GRID[:, :1]
+    values, grid = codes(20, 24), GRID[:, :1].contiguous()
     path = write(tmp_path, {"a.weight": values, "a.weight_scale_inv": grid}, None)
     table = {"text_config": {"quantization_config": FP8 | {"weight_block_size": [15, 32]}}}
     (path / "config.json").write_text(json.dumps(table))
