@@ -37,6 +37,7 @@ from ampaudit.source.made_inputs import (
 )
 from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
 from ampaudit.source.processor import KINDS, has_processor, processor_directory
+from ampaudit.source.random_inputs import placeholders
 from ampaudit.source.rehearsal import (
     INPUTS_FILE,
     Rehearsed,
@@ -74,7 +75,7 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
     functions, info = functions_of(), GIVEN
     if made is not None:
         check_ids(model, made["batches"])
-        sized: Sized = partial(at_sizes, made["batches"])
+        sized: Sized = partial(at_sizes, made["batches"], placeholders(model.config))
         info = InputsInfo(made["origin"], made["detail"])
     else:
         sized, functions, info = inputs_from(options, model)
@@ -104,7 +105,7 @@ def _untrusted(path: Path, options: SourceConfig) -> _Loaded:
     beside = processor_directory(path.resolve())
     request = {"table": table, "directory": str(beside), "inputs": _request(options)}
     limits, hint = _LIMITS, "restore the file"
-    if request["inputs"] is not None and has_processor(beside):
+    if request["inputs"] is not None and (has_processor(beside) or "text_config" in table):
         limits, hint = _PROCESSING_LIMITS, f"{hint}, or pass --inputs FILE.py with example_inputs()"
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     target = "ampaudit.source.rehearsal:rehearse"

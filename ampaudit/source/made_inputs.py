@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.core.errors import AuditError, InputError, first_line
+from ampaudit.core.errors import AuditError, InputError, UsageError, first_line
 from ampaudit.core.text import plural
 from ampaudit.core.untrusted import describe
+from ampaudit.source.fused_inputs import Fusion, fused, fusions
 from ampaudit.source.inputs import unknown_axis
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
 from ampaudit.source.processor import KINDS, Processor
-from ampaudit.source.random_inputs import OWN_INPUTS, PLACEHOLDERS, needed_inputs, random_input, text_config
+from ampaudit.source.random_inputs import OWN_INPUTS, needed_inputs, placeholders, random_input, text_config
 from ampaudit.source.samples import SampleSet, images, sounds, texts
 
 __all__ = ["InputRequest", "MadeInputs", "at_sizes", "check_ids", "make_inputs", "read_inputs"]
@@ -30,6 +31,7 @@ _SEQUENCES = (  # whose last axis is that of tokens or samples
     *("input_ids", "inputs", "attention_mask", "token_type_ids", "decoder_input_ids"),
     *("decoder_attention_mask", "input_values", "mm_token_type_ids"),
 )
+_WITH_PLACEHOLDERS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _DTYPES = (torch.int64, torch.float32, torch.bool)
 
 
@@ -75,7 +77,7 @@ def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool 
                 raise
             if request["files"]:
                 raise InputError(problem, hint=OWN_INPUTS) from error
-    made = [_completed(model, {}) for _ in range(request["batches"] or 1)]
+    made, _ = _fused(model, [_completed(model, {}) for _ in range(request["batches"] or 1)])
     return MadeInputs(batches=made, origin="random", detail=f"random {', '.join(made[0])}: {problem}")
 
 
@@ -108,7 +110,9 @@ def _processed(model: Any, processor: Processor, request: InputRequest) -> MadeI
             raise
         how = " without the chat template, which fails"  # some take only what has a picture, or tools
         made = processor.encoded(columns, rows, chat=False)
+    completed, further = _fused(model, [_completed(model, tensors) for tensors in made])
     added = [name for name in needed_inputs(model) if name not in made[0]]
+    added += [fusion.name for fusion in further if fusion.name not in (*made[0], *added)]
     words = [_described(kind, found, rows * batches) for kind, found in samples.items()]
     words[0] += how
     if cut := sum(processor.cut[: samples.get("text", _NOTHING).total or 0]):  # of the user's texts
@@ -117,7 +121,6 @@ def _processed(model: Any, processor: Processor, request: InputRequest) -> MadeI
     origin: Literal["file", "sample", "random"]
     built_in = any(found.total is None for found in samples.values())
     origin = "random" if added else "sample" if built_in else "file"
-    completed = [_completed(model, tensors) for tensors in made]
     return MadeInputs(batches=completed, origin=origin, detail="; ".join(words))
 
 
@@ -161,6 +164,14 @@ def _completed(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _fused(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list[Fusion]]:
+    """Add the modalities that a model puts into texts, where it takes them."""
+    found = fusions(model, batches[0])
+    for fusion in found:
+        batches = [fused(batch, fusion) for batch in batches]
+    return batches, found
+
+
 def read_inputs(file: Path) -> list[dict[str, Tensor]]:
     """Read the batches that a sandbox left in a file.
 
@@ -177,11 +188,18 @@ def read_inputs(file: Path) -> list[dict[str, Tensor]]:
     return [batches[index] for index in sorted(batches)]
 
 
-def at_sizes(batches: Sequence[Mapping[str, Tensor]], sizes: Mapping[str, int]) -> tuple[Batch, ...]:
+def at_sizes(
+    batches: Sequence[Mapping[str, Tensor]], special: Sequence[int], sizes: Mapping[str, int]
+) -> tuple[Batch, ...]:
     """Repeat or cut rows to a ``batch``, and tokens or samples of sound to a ``length``.
 
+    Args:
+        batches: as a directory's inputs are made.
+        special: see ``placeholders``; tokens up to the last of these are kept as they are.
+        sizes: by the name of an axis.
+
     Raises:
-        UsageError: the inputs have no such axis.
+        UsageError: the inputs have no such axis, or a text of this length has no room for its picture.
     """
     names = {n for n in _SEQUENCES for batch in batches if n in batch and not _is_picture(n, batch[n])}
     axes = ["length", "batch"] if names else ["batch"]
@@ -191,12 +209,32 @@ def at_sizes(batches: Sequence[Mapping[str, Tensor]], sizes: Mapping[str, int]) 
     made = []
     for batch in batches:
         tensors = dict(batch)
-        for name in batch:
-            for axis, size in sizes.items():
-                if axis == "batch" or name in names:
-                    tensors[name] = _repeated_along(tensors[name], 0 if axis == "batch" else -1, size)
+        rows = len(next(batch[name] for name in (*_SEQUENCES, *batch) if name in batch))
+        fixed = _fixed(batch, special)
+        for name, tensor in batch.items():
+            if "length" in sizes and name in names:
+                start = fixed if name in _WITH_PLACEHOLDERS else 0
+                tensors[name] = _at_length(tensor, start, sizes["length"])
+            if "batch" in sizes:  # a row may have several patches
+                per_row = max(1, len(tensor) // rows)
+                tensors[name] = _repeated_along(tensors[name], 0, sizes["batch"] * per_row)
         made.append(Batch((), tensors))
     return tuple(made)
+
+
+def _fixed(batch: Mapping[str, Tensor], special: Sequence[int]) -> int:
+    """Return the number of tokens up to the last placeholder."""
+    ids = batch.get("input_ids", torch.empty(0, 0, dtype=torch.int64))
+    places = torch.isin(ids, torch.tensor(special, dtype=torch.int64)).nonzero()
+    return int(places[:, -1].max()) + 1 if len(places) else 0
+
+
+def _at_length(tensor: Tensor, fixed: int, size: int) -> Tensor:
+    if fixed and not fixed < min(size, tensor.shape[-1]):
+        hint = f"give lengths of more than {fixed}, or pass --inputs with an example_inputs(length)"
+        raise UsageError(f"a length of {size} has no room for a text after its picture or sound", hint=hint)
+    text = _repeated_along(tensor[..., fixed:], -1, size - fixed)
+    return torch.cat([tensor[..., :fixed], text], -1)
 
 
 def _is_picture(name: str, tensor: Tensor) -> bool:
@@ -221,8 +259,8 @@ def check_ids(model: Any, batches: Iterable[dict[str, Tensor]]) -> None:
             ids = batch.get(name)
             if ids is None or not ids.numel() or not isinstance(vocabulary, int):
                 continue
-            special = (getattr(config, key, None) for key in PLACEHOLDERS)  # some are beyond the vocabulary
-            ids = ids[~torch.isin(ids, torch.tensor([i for i in special if isinstance(i, int)] or [-1]))]
+            special = torch.tensor(placeholders(config), dtype=torch.int64)
+            ids = ids[~torch.isin(ids, special)]  # some are beyond the vocabulary
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                 raise InputError(
                     f"the tokenizer gives token {int(ids.max()):,}; the model has {vocabulary:,}",

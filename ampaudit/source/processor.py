@@ -15,7 +15,7 @@ from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe, read_bounded
 from ampaudit.source.model_config import CONFIG_FILE
 from ampaudit.source.other_kinds import PIPELINE
-from ampaudit.source.random_inputs import fuses_images, text_config
+from ampaudit.source.random_inputs import placeholders, text_config
 
 __all__ = ["KINDS", "Processor", "copy_processor", "has_processor", "processor_directory"]
 
@@ -156,7 +156,7 @@ class Processor:
     def _together(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
         """Call the whole processor, which may put the tokens of an image between those of a text."""
         options: dict[str, Any] = {"padding": True}
-        if not fuses_images(self._config):
+        if not placeholders(self._config):
             options = {"padding": "max_length", "truncation": True, "max_length": length}
         if not self._special:
             options["add_special_tokens"] = False
@@ -206,7 +206,7 @@ class Processor:
 
     def _prompts(self, items: Sequence[Any], *, chat: bool, pictured: bool) -> list[str]:
         """Write texts as prompts: with the chat template, and with a placeholder for an image."""
-        pictured = pictured and fuses_images(self._config)
+        pictured = pictured and bool(placeholders(self._config))
         if chat:
             whole = self._whole if pictured else self.parts["text"]
             return [self._from_template(whole, _messages(item, pictured)) for item in items]

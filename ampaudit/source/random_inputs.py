@@ -14,7 +14,20 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe
 from ampaudit.source.model_config import CONFIG_FILE
 
-__all__ = ["OWN_INPUTS", "PLACEHOLDERS", "fuses_images", "needed_inputs", "random_input", "text_config"]
+__all__ = [
+    "AUDIO_TOKENS",
+    "IMAGE_TOKENS",
+    "OWN_INPUTS",
+    "checked_sizes",
+    "first_setting",
+    "input_sizes",
+    "longest_text",
+    "needed_inputs",
+    "part_with",
+    "placeholders",
+    "random_input",
+    "text_config",
+]
 
 _LENGTH = 32
 _MAX_ELEMENTS = 1 << 25
@@ -22,12 +35,14 @@ _SAMPLES = 16_000  # a second of sound
 OWN_INPUTS = "pass --inputs FILE.py with example_inputs()"
 _SPECIAL = ("pad", "eos", "image", "video", "audio", "vision_start", "vision_end")
 _TOWERS = {"text_config": "input_ids", "vision_config": "pixel_values", "audio_config": "input_features"}
-PLACEHOLDERS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 
 
-def fuses_images(config: Any) -> bool:
-    """Return whether tokens of images or sound stand between those of the text, which can do without."""
-    return any(getattr(config, name, None) is not None for name in PLACEHOLDERS)
+def placeholders(config: Any) -> list[int]:
+    """Return the token ids that stand for images or sound between those of a text, which can do without."""
+    ids = (getattr(config, name, None) for name in (*IMAGE_TOKENS, *AUDIO_TOKENS))
+    return [number for number in ids if type(number) is int]
 
 
 def text_config(config: Any, *, decoder: bool = False) -> Any:
@@ -47,9 +62,10 @@ def needed_inputs(model: Any) -> list[str]:
     usual = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names += [p.name for p in parameters.values() if p.default is p.empty and p.kind is usual]
     towers = [name for part, name in _TOWERS.items() if hasattr(config, part)]
-    if len(towers) > 1 and not fuses_images(config):
+    if len(towers) > 1 and not placeholders(config):
         names += towers
-    if "token_type_ids" in parameters and "pixel_values" in parameters:  # one stream of text and images
+    pictured = "token_type_ids" in parameters and "pixel_values" in parameters
+    if pictured and not placeholders(config):  # one stream of text and images
         names += ["input_ids", "pixel_values"]
     if getattr(config, "is_encoder_decoder", False):
         ids = "decoder_input_ids" if "decoder_input_ids" in parameters else "decoder_input_values"
@@ -64,11 +80,47 @@ def random_input(model: Any, name: str, rows: int) -> Tensor:
     Raises:
         InputError: it is another kind of input, or the configuration has absurd sizes.
     """
-    make = _MAKERS.get(name)
-    if make is None:
+    if name in _IDS:
+        return _ids(model, rows, decoder=_IDS[name])
+    return torch.randn(input_sizes(model, name, rows))
+
+
+def input_sizes(model: Any, name: str, rows: int) -> tuple[int, ...]:
+    """Return the sizes of an input that is not of token ids.
+
+    Raises:
+        InputError: see ``random_input``.
+    """
+    sizes = _SIZES.get(name)
+    if sizes is None:
         raise _unknown(name)
-    made = make(model, rows)
-    return made if isinstance(made, Tensor) else torch.randn(_checked(name, rows, *made))
+    return checked_sizes(name, rows, *sizes(model.config))
+
+
+def longest_text(config: Any, *, decoder: bool = False) -> int | None:
+    """Return the largest number of tokens that a configuration names, if it does.
+
+    Raises:
+        InputError: it is no size.
+    """
+    names = ("max_position_embeddings", "max_target_positions")
+    longest: Any = first_setting(text_config(config, decoder=decoder), names, None)
+    if longest is None or longest == -1:
+        return None
+    checked_sizes("max_position_embeddings", longest)
+    return int(longest)
+
+
+def part_with(config: Any, names: Collection[str], wanted: str) -> Any:
+    """Return the first part of a configuration that has a setting, or else the whole."""
+    parts = (getattr(config, name, None) for name in names)
+    return next((part for part in parts if hasattr(part, wanted)), config)
+
+
+def first_setting(config: Any, names: Collection[str], default: Any) -> Any:
+    """Return the first setting that is not ``None``, or else the default."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), default)
 
 
 def _safe_ids(ids: Tensor, config: Any, vocabulary: int) -> Tensor:
@@ -88,7 +140,12 @@ def _unknown(name: str) -> InputError:
     return InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=OWN_INPUTS)
 
 
-def _checked(name: str, *sizes: Any) -> tuple[int, ...]:
+def checked_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
+    """Return sizes of an input that a configuration names.
+
+    Raises:
+        InputError: they are none, or absurd.
+    """
     if None in sizes:
         raise _unknown(name)
     for size in sizes:
@@ -102,64 +159,55 @@ def _checked(name: str, *sizes: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _ids(model: Any, rows: int, *, decoder: bool = False) -> Tensor:
-    config = text_config(model.config, decoder=decoder)
-    longest = _first(config, ("max_position_embeddings", "max_target_positions"), _LENGTH)
-    longest = _LENGTH if longest == -1 else longest
-    _checked("max_position_embeddings", longest)
+def _ids(model: Any, rows: int, *, decoder: bool) -> Tensor:
+    config, longest = text_config(model.config, decoder=decoder), longest_text(model.config, decoder=decoder)
     vocabulary: Any = getattr(config, "vocab_size", None)
-    _checked("vocab_size", vocabulary)
-    return _safe_ids(torch.randint(0, vocabulary, (rows, min(_LENGTH, longest))), model.config, vocabulary)
+    checked_sizes("vocab_size", vocabulary)
+    length = _LENGTH if longest is None else min(_LENGTH, longest)
+    return _safe_ids(torch.randint(0, vocabulary, (rows, length)), model.config, vocabulary)
 
 
-def _pixels(model: Any, rows: int) -> tuple[Any, ...]:
-    config = _part(model.config, ("vision_config", "encoder", "backbone_config"), "image_size")
-    size = _first(config, ("image_size", "input_size"), 224)
+def _pixels(config: Any) -> tuple[Any, ...]:
+    config = part_with(config, ("vision_config", "encoder", "backbone_config"), "image_size")
+    size = first_setting(config, ("image_size", "input_size"), 224)
     height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
-    channels, frames = _first(config, ("num_channels",), 3), _first(config, ("num_frames",), None)
+    channels, frames = (
+        first_setting(config, ("num_channels",), 3),
+        first_setting(config, ("num_frames",), None),
+    )
     return (*(() if frames is None else (frames,)), channels, height, width)
 
 
-def _sound(model: Any, rows: int) -> tuple[Any, ...]:
-    config = model.config
+def _sound(config: Any) -> tuple[Any, ...]:
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
         return config.max_length, config.num_mel_bins
-    channels = _first(config, ("audio_channels",), None)
+    channels = first_setting(config, ("audio_channels",), None)
     return (_SAMPLES,) if channels is None else (channels, _SAMPLES)
 
 
-def _features(model: Any, rows: int) -> tuple[Any, ...]:
-    config = _part(model.config, ("audio_config", "encoder"), "num_mel_bins")
+def _features(config: Any) -> tuple[Any, ...]:
+    config = part_with(config, ("audio_config", "encoder"), "num_mel_bins")
     if hasattr(config, "spec_size"):
         return 1, 4 * config.spec_size, config.num_mel_bins
+    if hasattr(getattr(config, "encoder_config", None), "input_dim"):
+        return 200, config.encoder_config.input_dim
     if hasattr(config, "input_feat_per_channel"):
         return 200, config.input_feat_per_channel
     if hasattr(config, "feature_projection_input_dim"):
         return 200, config.feature_projection_input_dim
-    return _first(config, ("num_mel_bins",), 80), 2 * _first(config, ("max_source_positions",), 1500)
+    return first_setting(config, ("num_mel_bins",), 80), 2 * first_setting(
+        config, ("max_source_positions",), 1500
+    )
 
 
-def _part(config: Any, names: Collection[str], wanted: str) -> Any:
-    """Return the first part of a configuration that has a setting, or else the whole."""
-    parts = (getattr(config, name, None) for name in names)
-    return next((part for part in parts if hasattr(part, wanted)), config)
-
-
-def _first(config: Any, names: Collection[str], default: Any) -> Any:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if value is not None), default)
-
-
-_MAKERS: dict[str, Callable[[Any, int], Tensor | tuple[Any, ...]]] = {
-    "input_ids": _ids,
-    "inputs": _ids,
-    "decoder_input_ids": lambda model, rows: _ids(model, rows, decoder=True),
+_IDS = {"input_ids": False, "inputs": False, "decoder_input_ids": True}  # whether of a decoder
+_SIZES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "pixel_values": _pixels,
     "input_values": _sound,
-    "decoder_input_values": lambda model, rows: (_LENGTH, _first(model.config, ("num_mel_bins",), 80)),
+    "decoder_input_values": lambda config: (_LENGTH, first_setting(config, ("num_mel_bins",), 80)),
     "input_features": _features,
-    "past_values": lambda model, rows: (
-        _first(model.config, ("context_length",), None),
-        _first(model.config, ("num_input_channels",), None),
+    "past_values": lambda config: (
+        first_setting(config, ("context_length",), None),
+        first_setting(config, ("num_input_channels",), None),
     ),
 }

@@ -265,14 +265,14 @@ def test_files_and_files_of_inputs_take_the_size(model_file: Write, functions: s
 def test_made_inputs_are_repeated_or_cut() -> None:
     ids, mask = torch.arange(10).view(2, 5), torch.ones(2, 5).long()
     batch = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.ones(2, 3, 4, 4)}
-    (made,) = at_sizes([batch], {"length": 12, "batch": 3})
+    (made,) = at_sizes([batch], [], {"length": 12, "batch": 3})
     assert made.kwargs["input_ids"].tolist()[2] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert made.kwargs["attention_mask"].shape == (3, 12)
     assert made.kwargs["pixel_values"].shape == (3, 3, 4, 4)
-    (made,) = at_sizes([batch], {"length": 2})
+    (made,) = at_sizes([batch], [], {"length": 2})
     assert made.kwargs["input_ids"].tolist() == [[0, 1], [5, 6]]
     with pytest.raises(UsageError, match="no axis 'length'"):
-        at_sizes([{"pixel_values": batch["pixel_values"]}], {"length": 2})
+        at_sizes([{"pixel_values": batch["pixel_values"]}], [], {"length": 2})
 
 
 def test_every_format_shows_each_size(tmp_path: Path) -> None:

@@ -1,0 +1,229 @@
+"""Adds pictures and sound to the texts of models that replace placeholder tokens by features of these."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampaudit.core.errors import InputError
+from ampaudit.source.meta_run import MetaRun, meta_copy
+from ampaudit.source.random_inputs import (
+    AUDIO_TOKENS,
+    IMAGE_TOKENS,
+    checked_sizes,
+    first_setting,
+    input_sizes,
+    longest_text,
+    part_with,
+)
+
+__all__ = ["Fusion", "fused", "fusions"]
+
+_USUAL = 224  # pixels; some models take pictures of any size up to a large one
+_MAX_TILES = 5  # of a picture: 2 x 2 and the whole
+_SIDE = 12  # patches, which can be merged by 2, 3 or 4
+_PATCHES = {"image_grid_thw", "image_grid_hw", "image_position_ids", "spatial_shapes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Random inputs of a modality, and the placeholders for their features.
+
+    Attributes:
+        name: of the main input.
+        sizes: of it; empty where the batches have one already.
+        others: what a model may take beside it.
+        token: the placeholder.
+        kind: of the placeholders, among ``mm_token_type_ids``.
+        longest: the largest number of tokens in a row.
+        count: of placeholders in each row.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    others: Mapping[str, Tensor]
+    token: int
+    kind: int
+    longest: int | None
+    count: int = 0
+
+
+_Layouts = Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]  # sizes of the main input, and other inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Modality:
+    """What Transformers calls the parts of a modality.
+
+    Attributes:
+        name: of the main input.
+        tokens: settings that may hold the placeholder.
+        method: returns the features.
+        kind: see ``Fusion``.
+        layouts: of so many rows, the usual ones first, for a model that takes inputs of these names.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    method: str
+    kind: int
+    layouts: Callable[[Any, Collection[str], int], _Layouts]
+
+
+def fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
+    """Return what can be added to batches like this one.
+
+    No configuration says how many placeholders stand for a picture. So a copy of the model without weights
+    computes its features, which are counted, and runs until they are among the embeddings of the text.
+    """
+    taken, found = inspect.signature(model.forward).parameters.keys(), list[Fusion]()
+    for modality in _MODALITIES:
+        token = first_setting(model.config, modality.tokens, None)
+        known = type(token) is int and modality.name in taken and "input_ids" in batch
+        if known and not bool((batch["input_ids"] == token).any()):
+            fusion = _learned(meta_copy(model), modality, token, batch)
+            if fusion is not None:
+                found.append(fusion)
+                batch = fused(batch, fusion)
+    return found
+
+
+def fused(batch: Mapping[str, Tensor], fusion: Fusion) -> dict[str, Tensor]:
+    """Return a batch with inputs of a modality, and with placeholders before the text."""
+    found = {**batch, **fusion.others}
+    if fusion.sizes:
+        found[fusion.name] = torch.randn(fusion.sizes)
+    firsts = {"attention_mask": 1, "input_ids": fusion.token, "mm_token_type_ids": fusion.kind}
+    for name, first in {**firsts, "token_type_ids": 0}.items():
+        if name in found:
+            placeholders = found[name].new_full((len(found[name]), fusion.count), first)
+            found[name] = torch.cat([placeholders, found[name]], 1)[:, : fusion.longest]
+    return found
+
+
+def _learned(model: nn.Module, modality: _Modality, token: int, batch: Mapping[str, Tensor]) -> Fusion | None:
+    """Return the first fusion that a model without weights takes."""
+    taken, method = inspect.signature(model.forward).parameters.keys(), _method(model, modality)
+    names = taken if method is None else inspect.signature(method).parameters.keys()
+    layouts: _Layouts = iter([((), {})])
+    if modality.name not in batch:
+        layouts = modality.layouts(model, names, len(batch["input_ids"]))
+    with contextlib.suppress(InputError):  # of sizes that a configuration has
+        longest = longest_text(model.config)
+        for sizes, others in layouts:
+            kept = {name: tensor for name, tensor in others.items() if name in names}
+            if "mm_token_type_ids" in taken and "mm_token_type_ids" not in batch:
+                kept["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
+            fusion = Fusion(modality.name, sizes, kept, token, modality.kind, longest)
+            with contextlib.suppress(Exception):  # models refuse inputs in many ways
+                return _counted(model, method, names, batch, fusion)
+    return None
+
+
+def _method(model: nn.Module, modality: _Modality) -> Callable[..., Any] | None:
+    """Return what computes features: a method of the model, or of a model inside that it calls."""
+    methods = (getattr(module, modality.method, None) for module in model.modules())
+    return next((m for m in methods if m and modality.name in inspect.signature(m).parameters), None)
+
+
+def _counted(
+    model: nn.Module,
+    method: Callable[..., Any] | None,
+    names: Collection[str],
+    batch: Mapping[str, Tensor],
+    fusion: Fusion,
+) -> Fusion:
+    """Return a fusion with its number of placeholders, or raise what a model raises that does not take it."""
+    with MetaRun(), torch.no_grad():
+        if method is not None:
+            given = {name: tensor for name, tensor in fused(batch, fusion).items() if name in names}
+            total = _number(method(**given))
+            fusion = replace(fusion, count=total // len(batch["input_ids"]))
+        complete = fused(batch, fusion)
+        with contextlib.suppress(_Embedded), _stopping(model, complete["input_ids"].shape):
+            model(**complete)
+    return fusion
+
+
+class _Embedded(Exception):
+    """The language model is called with embeddings of all tokens; that it takes those of a text is known."""
+
+
+@contextlib.contextmanager
+def _stopping(model: nn.Module, sizes: torch.Size) -> Iterator[None]:
+    """Raise ``_Embedded`` before a module inside is called with embeddings of so many tokens."""
+
+    def stop(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        embeddings = kwargs.get("inputs_embeds")
+        if embeddings is not None and embeddings.shape[:2] == sizes:
+            raise _Embedded
+
+    hooks = [module.register_forward_pre_hook(stop, with_kwargs=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _number(features: Any) -> int:
+    """Return the number of features in one tensor, or in a tensor of each picture."""
+    if not isinstance(features, Tensor | list | tuple):
+        features = first_setting(features, ("pooler_output", "last_hidden_state"), ())
+    tensors = [features] if isinstance(features, Tensor) else features
+    return sum(math.prod(tensor.shape[:-1]) for tensor in tensors)
+
+
+def _pictures(model: Any, names: Collection[str], rows: int) -> _Layouts:
+    """Yield pictures as patches with their places, as a whole, or in tiles."""
+    vision = part_with(model.config, ("vision_config",), "patch_size")
+    *_, channels, height, width = input_sizes(model, "pixel_values", rows)
+    if _PATCHES & set(names):
+        yield from _patches(vision, channels, rows)
+        return
+    for h, w in dict.fromkeys([(min(height, _USUAL), min(width, _USUAL)), (height, width)]):
+        others = {"image_sizes": torch.tensor([[h, w]] * rows)}
+        yield (rows, channels, h, w), others
+        for tiles in range(1, _MAX_TILES + 1):
+            yield (rows, tiles, channels, h, w), others
+        most = first_setting(vision, ("max_num_tiles",), 1)
+        sizes = checked_sizes("pixel_values", rows, 1, most, channels, h, w)
+        ratios = {"aspect_ratio_ids": torch.ones(rows, 1), "aspect_ratio_mask": torch.ones(rows, 1, most)}
+        yield sizes, {name: tensor.long() for name, tensor in ratios.items()}
+
+
+def _patches(vision: Any, channels: int, rows: int) -> _Layouts:
+    patch, frames = (first_setting(vision, (name,), 1) for name in ("patch_size", "temporal_patch_size"))
+    (*_, height, width), number = checked_sizes("pixel_values", frames, channels, patch, patch), _SIDE * _SIDE
+    size = channels * height * width
+    places = torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE))
+    others = {
+        "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]] * rows),
+        "image_grid_hw": torch.tensor([[_SIDE, _SIDE]] * rows),
+        "image_position_ids": places.repeat(rows, 1, 1),
+        "pixel_attention_mask": torch.ones(rows, number, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[_SIDE, _SIDE]] * rows),
+    }
+    yield (rows * number, frames * size), others
+    yield (rows * number, channels, height, width), others
+    yield (rows, number, size), others
+
+
+def _spectrograms(model: Any, names: Collection[str], rows: int) -> _Layouts:
+    sizes = input_sizes(model, "input_features", rows)
+    yield sizes, {}
+    mask = torch.ones(rows, sizes[-1], dtype=torch.long)
+    yield sizes, {"feature_attention_mask": mask, "input_features_mask": mask}
+
+
+_MODALITIES = (
+    _Modality("pixel_values", IMAGE_TOKENS, "get_image_features", 1, _pictures),
+    _Modality("input_features", AUDIO_TOKENS, "get_audio_features", 3, _spectrograms),
+)
