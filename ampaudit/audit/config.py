@@ -85,7 +85,7 @@ Ignored = Annotated[
     Option("Hide findings by code or prefix and layer glob (repeatable).", metavar="CODE[:LAYER]"),
 ]
 MinHeadroom = Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")]
-MinSqnr = Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")]
+MinSqnr = Annotated[float, NOT_NAN, Ge(0), Option("Required accuracy of every output.", metavar="DB")]
 MIN_HEADROOM, MIN_SQNR = 1.0, 20.0  # what scan and convert ask for by default
 # options under which others would have no effect
 _EXCLUDES = {

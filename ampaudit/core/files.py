@@ -29,6 +29,9 @@ __all__ = [
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
+_REPLACE = "choose another path, or replace it with --force (in Python: force=True)"
+
+
 def check_writable(path: Path, *, force: bool) -> None:
     """Check before a long run that a file can be written.
 
@@ -41,7 +44,7 @@ def check_writable(path: Path, *, force: bool) -> None:
         what = "a directory" if path.is_dir() else "a device or a socket"
         raise OutputError(f"{path} is {what}", hint="give -o the path of a file")
     if path.exists() and not force:
-        raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
+        raise OutputError(f"{path} exists", hint=_REPLACE)
     _check_parent(path)
 
 
@@ -124,10 +127,10 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
         if not (path / ours).is_file():
             raise OutputError(
                 f"{path} is not empty and has no {ours}: it was not written by ampaudit",
-                hint="choose another directory; --force replaces only what ampaudit wrote",
+                hint="choose another directory; only one that ampaudit wrote can be replaced",
             )
         if not force:
-            raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
+            raise OutputError(f"{path} exists", hint=_REPLACE)
     _check_parent(path)
 
 

@@ -16,13 +16,8 @@ _SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Seve
 _DIFF_STYLES = {"+": "green", "-": "red"}
 
 
-def finding_sections(alerts: Iterable[Alert], *, helpers: bool = True) -> Iterator[Section]:
-    """Return a section per finding, numbered; a diff that fixes several is shown once.
-
-    Args:
-        alerts: in order.
-        helpers: whether to print the functions that code calls; otherwise they follow with the code for all.
-    """
+def finding_sections(alerts: Iterable[Alert]) -> Iterator[Section]:
+    """Return a section per finding, numbered; a diff, or a function that code calls, is shown once."""
     shown: set[str] = set()
     for number, alert in enumerate(alerts, 1):
         head = line(
@@ -35,7 +30,7 @@ def finding_sections(alerts: Iterable[Alert], *, helpers: bool = True) -> Iterat
         diffs = dict.fromkeys(t.diff for t in alert.trials if t.diff not in shown)
         shown |= diffs.keys()
         rows = (row for diff in diffs for row in _diff(diff))
-        trials = (block for trial in alert.trials for block in _trial(trial, helpers))
+        trials = [block for trial in alert.trials for block in _trial(trial, shown)]
         yield Section((head, Indented(tuple(_body(alert)), 4), *trials, *rows))
 
 
@@ -64,11 +59,13 @@ def _body(alert: Alert) -> Iterator[Block]:
     yield Labelled(tuple(rows))
 
 
-def _trial(trial: Trial, helpers: bool) -> Iterator[Block]:
-    """Render a change that was tried; what to copy is not wrapped."""
+def _trial(trial: Trial, shown: set[str]) -> Iterator[Block]:
+    """Render a change that was tried; what to copy is not wrapped, and a function is shown once."""
     outcome = _outcome(trial.outcome, line(trial.change), (trial.before, trial.after))
     yield Indented((Labelled((outcome,)),), 4)
-    code = trial.code if helpers else trial.code.rpartition("\n\n\n")[2]
+    functions, _, calls = trial.code.rpartition("\n\n\n")
+    code = calls if functions in shown else trial.code
+    shown.add(functions)
     for copied in (trial.paste if not trial.diff else "", code):
         yield from (line(f"{'':10}{row}", style="cyan", wrap=False) for row in copied.splitlines())
 

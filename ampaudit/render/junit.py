@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 from ampaudit.core.text import escape_control
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
+from ampaudit.render.paths import relative_path
 from ampaudit.report.documents import Document
 
 __all__ = ["to_junit"]
@@ -75,7 +76,7 @@ def _fill(case: ElementTree.Element, alerts: list[Alert]) -> None:
 
 
 def _paragraph(alert: Alert) -> str:
-    where = f" {alert.line.file}:{alert.line.line}" if alert.line is not None else ""
+    where = f" {relative_path(alert.line.file)}:{alert.line.line}" if alert.line is not None else ""
     hidden = f" (suppressed: {alert.suppressed})" if alert.suppressed is not None else ""
     head = f"{alert.level.value}: {alert.code} {alert.title} at {alert.site}{where}{hidden}"
     return f"{head}\n{alert.text}\n{alert.advice}".rstrip()

@@ -59,7 +59,7 @@ def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
     yield "Precision", f"{plural(len(report.low_precision_sites), 'site')} in {dtype}; {casts}"
     yield "Outputs", _outputs(report)
     masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
-    yield "Weights", f"{masters} of FP32 masters, {copies} of 16-bit copies"
+    yield "Weights", f"{masters} in FP32, {copies} in 16 bits"
     backend = report.run.backend  # named after the contract, unless that is the default
     if backend != "native" and (full or backend != "emulated"):
         yield "Contract", report.run.contract
@@ -88,9 +88,13 @@ def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
         reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"
         yield "Stress", f"{escape_control(s.site)}: {reached}; {found}"
     for t in report.tails:
-        rate = f"{format_number(t.per_million)} expected overflows per million samples"
-        interval = f"(90 %: {format_number(t.low)} to {format_number(t.high)}, from {t.batches} batches)"
-        yield "Tail", f"{escape_control(t.site)}: {rate} {interval}"
+        low, rate, high = (_rate(number) for number in (t.low, t.per_million, t.high))
+        interval = f"90 %: {low} to {high}, from {t.batches} batches"
+        yield "Tail", f"{escape_control(t.site)}: expected overflows per million samples: {rate} ({interval})"
+
+
+def _rate(per_million: float) -> str:
+    return "0" if per_million == 0 else "under 0.001" if per_million < 1e-3 else format_number(per_million)
 
 
 def _outputs(report: Report) -> str:

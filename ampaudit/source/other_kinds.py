@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ampaudit.core.errors import SourceError
+from ampaudit.checkpoint.open import open_checkpoint
+from ampaudit.core.errors import SourceError, WeightsError
 from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe, describe_path, open_regular, read_table
 from ampaudit.source.model_config import ADAPTER, CONFIG_FILE, read_raw_config
@@ -25,6 +26,7 @@ _WEIGHTS = (
     "holds weights, not a model",
     "ampaudit scan model.py --weights {path}, where get_model() in model.py builds the model",
 )
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_FRAMEWORK = ("is not a PyTorch model", "scan the PyTorch model that it was made from")
 _KINDS = {
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt"): _WEIGHTS,
@@ -127,6 +129,15 @@ def _check_config(path: Path) -> None:
         )
 
 
+def _refused(path: Path) -> str:
+    """Return why the weights in a file of ``torch.save`` are not read; empty if they are."""
+    try:
+        open_checkpoint(path)
+    except WeightsError as error:
+        return str(error.__cause__ or error)
+    return ""
+
+
 def not_a_model(location: str) -> SourceError:
     """Return the error that fits ``location``, which no reader knows."""
     path = Path(location)
@@ -137,6 +148,9 @@ def not_a_model(location: str) -> SourceError:
         if hub:
             hint += f"; for a model of the Hub, run 'hf download {hub[1]} --local-dir DIR' and scan DIR"
         return SourceError(f"no such file or directory: {shown}", hint=hint)
+    if path.suffix.lower() in _PICKLED and (needed := _refused(path)):
+        hint = "if you trust it, scan a Python file whose get_model() loads it with weights_only=False"
+        return SourceError(f"{shown} is no plain state_dict: {needed}", hint=hint)
     for suffixes, (kind, next_step) in _KINDS.items():
         if path.suffix.lower() in suffixes:
             hint = next_step.format(path=shell_quoted(describe_path(path)))

@@ -109,11 +109,18 @@ def _only_module_class(module: ModuleType, location: str) -> type[nn.Module]:
     free = [c for c in classes if not _required_parameters(c)]
     if len(free) == 1:
         return free[0]
-    names = ", ".join(c.__name__ for c in (free or classes)) or "none"
-    what = "several models" if free else "no model"
+    names = ", ".join(c.__name__ for c in free)
+    if not classes:
+        what = "defines no get_model() and no nn.Module"
+    elif free:
+        what = f"defines several models ({names})"
+    else:
+        needs = "; ".join(f"{c.__name__} needs {', '.join(_required_parameters(c))}" for c in classes)
+        what = f"defines no model that can be made without arguments ({needs})"
+    name = (free or classes or [nn.Module])[0].__name__
     raise SourceError(
-        f"{location}: {what} in the file (nn.Module classes without required arguments: {names})",
-        hint="add: def get_model(): return MyModel(...), or name a factory with FILE.py:factory",
+        f"{location} {what}",
+        hint=f"add: def get_model(): return {name}(...), or name a factory with FILE.py:factory",
     )
 
 

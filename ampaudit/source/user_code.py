@@ -36,8 +36,25 @@ def module_from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     with _first_on_path(str(path.resolve().parent)), calling_user_code(f"{path}"):
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            if "relative import" not in str(error):
+                raise
+            root, dotted = _in_package(path.resolve())
+            raise SourceError(
+                f"{path} imports relatively, which only works in its package",
+                hint=f"name it as a module: ampaudit scan {dotted}:get_model, in the directory {root}",
+            ) from error
     return module
+
+
+def _in_package(path: Path) -> tuple[Path, str]:
+    """Return the directory above a file's package, and the dotted name of its module."""
+    names, root = [path.parent.name, path.stem], path.parent.parent
+    while (root / "__init__.py").is_file():
+        names, root = [root.name, *names], root.parent
+    return root, ".".join(names)
 
 
 def import_module_named(name: str) -> ModuleType:

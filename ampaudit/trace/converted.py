@@ -11,6 +11,7 @@ from torch import fx
 
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Slot, TracedModel
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["ConvertedModel", "Release", "WeightCopy", "attach_weights", "clipped", "identity"]
 
@@ -79,13 +80,16 @@ class ConvertedModel:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """Return bytes of the FP32 masters and of the 16-bit working copies; tied tensors count once."""
-        masters = {id(t): t.numel() * t.element_size() for t in self.masters.values()}
+        """Return bytes of the FP32 masters, and of all that is in 16 bits; tied tensors count once."""
+        masters, own = (
+            {id(t): t.nbytes for t in self.masters.values() if (t.dtype in LOW_PRECISION_DTYPES) is low}
+            for low in (False, True)
+        )
         copies = {
             (id(self.masters[c.placeholder]), c.dtype): self.masters[c.placeholder].numel() * c.dtype.itemsize
             for c in self.copies.values()
         }
-        return {"master": sum(masters.values()), "working": sum(copies.values())}
+        return {"master": sum(masters.values()), "working": sum(copies.values()) + sum(own.values())}
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:

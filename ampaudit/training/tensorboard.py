@@ -59,7 +59,8 @@ def check_summaries(directory: Path, *, force: bool, runs: Sequence[str] = ("fp3
     for folder in _folders(directory, runs):
         if not force and folder.is_dir() and any(folder.glob("events.out.tfevents.*")):
             raise OutputError(
-                f"{folder} holds summaries already", hint="choose another folder, or pass --force"
+                f"{folder} holds summaries already",
+                hint="choose another folder, or replace it with --force (in Python: force=True)",
             )
         existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
         check_writable(existing / "events.out.tfevents", force=True)

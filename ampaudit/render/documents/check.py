@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, format_bytes, model_file, plural, shell_quoted
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
 from ampaudit.render.findings import Alert, Suite, safe_line
+from ampaudit.render.paths import relative_path
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.check import CheckResults, TargetResult
@@ -32,7 +34,7 @@ class CheckView(View[CheckResults]):
         for result in results:
             said = list(_details(result))
             if said:
-                yield Section((facts(said),), title=escape_control(result.target))
+                yield Section((facts(said),), title=_name(result))
         failed = sum(result.verdict != "pass" for result in results)
         total = plural(len(results), "target")
         sentence = f"{failed} of {total}" if failed else f"{total} checked"
@@ -41,7 +43,7 @@ class CheckView(View[CheckResults]):
     def suites(self) -> tuple[Suite, ...]:
         """Return all targets as one suite."""
         check = self.document
-        names = [escape_control(target.target) for target in check.targets]
+        names = list(map(_name, check.targets))
         suite = Suite(
             name=self.name,
             label=plural(len(names), "target"),
@@ -61,7 +63,7 @@ class CheckView(View[CheckResults]):
             seen = target.measured
             names = ("headroom_bits", "headroom_site", "sqnr_db", "metric_fp32", "metric_lower", "fp32_share")
             yield {
-                "target": target.target,
+                "target": _name(target),
                 "verdict": target.verdict,
                 "policy": target.policy,
                 "dtype": target.dtype,
@@ -71,6 +73,11 @@ class CheckView(View[CheckResults]):
                 "seconds": target.seconds,
                 "peak_bytes": target.peak_bytes or None,
             }
+
+
+def _name(result: TargetResult) -> str:
+    absolute = Path(result.target).is_absolute()
+    return escape_control(relative_path(result.target) if absolute else result.target)
 
 
 def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
@@ -89,7 +96,7 @@ def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
     bits = seen.headroom_bits if seen else None
     drop = seen.metric_drop if seen else None
     return [
-        escape_control(result.target),
+        _name(result),
         line((result.verdict.upper(), VERDICT_STYLES[result.verdict])),
         f"{bits:.1f} bits" if bits is not None else "",
         seen.accuracy if seen else "",
@@ -101,7 +108,7 @@ def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
 
 
 def _alerts(target: TargetResult) -> Iterator[Alert]:
-    name = escape_control(target.target)
+    name = _name(target)
     model = SourceLine(model_file(target.target), 1)
     for breach in target.breaches:
         yield Alert(
@@ -112,6 +119,6 @@ def _alerts(target: TargetResult) -> Iterator[Alert]:
             case=name,
             site=escape_control(breach.where),
             cause=escape_control(breach.what),
-            advice=f"ampaudit scan {shell_quoted(target.target)} says more",
+            advice=f"ampaudit scan {shell_quoted(name)} says more",
             line=safe_line(breach.source.evident if breach.source is not None else model),
         )

@@ -11,6 +11,7 @@ from ampaudit.render.blocks import Section, facts, headline, line, tabulate
 from ampaudit.render.finding_blocks import combined_section, finding_sections
 from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
+from ampaudit.render.paths import relative_path
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.scan_tables import all_sites, level_sections, path_sections
 from ampaudit.render.sensitivity import sensitivity_sections
@@ -55,8 +56,7 @@ class ScanView(View[Report]):
         active = suite.active
         shown = [alert for alert in active if full or alert.level is not Severity.NOTE]
         limit = len(shown) if full else _FINDINGS
-        helpers = suite.combined is None or not suite.combined.code
-        yield from finding_sections(shown[:limit], helpers=helpers)
+        yield from finding_sections(shown[:limit])
         if len(shown) > limit:
             more = f"and {len(shown) - limit:,} more findings; -v shows all"
             yield Section((line(more, style="bold"),))
@@ -145,7 +145,7 @@ class ScanView(View[Report]):
                 **_measured(site),
                 "alone_db": getattr(noise.get(site.site), "db", None),
                 "error_share": getattr(noise.get(site.site), "share", None),
-                "file": source.file if source is not None else None,
+                "file": relative_path(source.file) if source is not None else None,
                 "line": source.line if source is not None else None,
                 "inputs": inputs,
             }
