@@ -96,7 +96,7 @@ def test_a_report_file_is_not_replaced_without_force(cli: Cli, model_file: Write
         (["good.py", "--weights", "none.pt"], ["none.pt: No such file"]),
         (["good.py", "-o", "nowhere/report.txt"], ["no such directory"]),
         (["syntax.py"], ["syntax.py:3: syntax error"]),
-        (["nomodel.py"], ["no model in the file", "get_model"]),
+        (["nomodel.py"], ["defines no get_model()", "get_model"]),
     ],
 )
 def test_bad_input_is_one_clear_line(

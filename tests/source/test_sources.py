@@ -208,7 +208,7 @@ def test_bad_python_files(model_file: Write, tmp_path: Path) -> None:
     raises(str(tmp_path / "nothing"), SourceError, "no such file or directory")
     broken = model_file("def f(:\n", "broken.py")
     raises(str(broken), SourceError, r"broken\.py:3: syntax error")
-    raises(str(model_file("x = 1\n", "empty.py")), SourceError, "no model in the file")
+    raises(str(model_file("x = 1\n", "empty.py")), SourceError, "defines no get_model()")
     raises(str(model_file(MODEL, "noinput.py")), SourceError, "no example_inputs")
     two = MODEL + MODEL.replace("Net", "Other") + INPUTS
     raises(str(model_file(two, "two.py")), SourceError, r"several models .*Net, Other")
