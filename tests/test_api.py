@@ -146,13 +146,16 @@ def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
         config.policy = "ampaudit"
     assert config.changed(seed=1).policy == "half"
     for options, message in (
-        ({"min_sqnr": "40"}, "min_sqnr = '40'\n  next: it must be a number"),
+        ({"min_sqnr": "40"}, "min_sqnr = '40'\n  next: it must be a number, 0 or more"),
         ({"polcy": "half"}, "polcy: no such option\n  next: did you mean 'policy'"),
         ({"device": "gpu"}, "--device gpu: unknown device\n  next: one of: auto, cpu, cuda"),
         ({"stress": -1}, "stress = -1\n  next: it must be a whole number, 0 or more"),
         ({"policy": None}, "policy = None\n  next: it must be a string, a path or a RuleSet"),
         ({"seed": True}, "seed = True\n  next: it must be a whole number"),
-        ({"min_sqnr": math.nan}, "min_sqnr = nan\n  next: it must be a number; nan is not a valid limit"),
+        (
+            {"min_sqnr": math.nan},
+            "min_sqnr = nan\n  next: it must be a number, 0 or more; nan is not a valid limit",
+        ),
         ({"loss_scale": 0}, "loss_scale = 0\n  next: it must be a number above 0"),
         ({"keep_outputs": "all"}, "it must be a function"),
         ({"ignore": "AMP101"}, "it must be a list of strings"),

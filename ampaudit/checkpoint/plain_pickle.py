@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from ampaudit.checkpoint.stand_ins import STAND_INS, GlobalName, Opaque, Pairs, StorageRecord, TensorRecord
 from ampaudit.core.untrusted import describe
 
-__all__ = ["MAX_PICKLE", "RefusedPickle", "interpret"]
+__all__ = ["MAX_PICKLE", "CodeNeeded", "RefusedPickle", "interpret"]
 
 MAX_PICKLE = 64_000_000  # bytes
 _SAVE_AGAIN = "torch.save model.state_dict() only, or use safetensors"
@@ -28,6 +28,10 @@ class RefusedPickle(ValueError):
     ) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+class CodeNeeded(RefusedPickle):
+    """Raised for a pickle that imports more than plain data need, such as the class of a module."""
 
 
 def interpret(stream: BinaryIO, storages: list[StorageRecord]) -> Any:
@@ -120,7 +124,7 @@ class _Reader:
         path = name.replace(" ", ".", 1).replace("__builtin__.", "builtins.", 1)
         path = path.replace("torch.cuda.", "torch.", 1) if path.endswith("Storage") else path
         if path not in STAND_INS:
-            raise RefusedPickle(f"its pickle needs {describe(path)}, which would run code", _SAVE_AGAIN)
+            raise CodeNeeded(f"its pickle needs {describe(path)}, which would run code", _SAVE_AGAIN)
         self.stack.append(GlobalName(path, STAND_INS[path]))
 
     def stack_global(self, _: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.checkpoint.open import open_checkpoint
+from ampaudit.checkpoint.plain_pickle import CodeNeeded
 from ampaudit.core.errors import SourceError, WeightsError
 from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe, describe_path, open_regular, read_table
@@ -129,12 +130,12 @@ def _check_config(path: Path) -> None:
         )
 
 
-def _refused(path: Path) -> str:
-    """Return why the weights in a file of ``torch.save`` are not read; empty if they are."""
+def _needed_code(path: Path) -> str:
+    """Return what code a file of ``torch.save`` needs, such as a module's class; empty if none."""
     try:
         open_checkpoint(path)
     except WeightsError as error:
-        return str(error.__cause__ or error)
+        return str(error.__cause__) if isinstance(error.__cause__, CodeNeeded) else ""
     return ""
 
 
@@ -148,7 +149,7 @@ def not_a_model(location: str) -> SourceError:
         if hub:
             hint += f"; for a model of the Hub, run 'hf download {hub[1]} --local-dir DIR' and scan DIR"
         return SourceError(f"no such file or directory: {shown}", hint=hint)
-    if path.suffix.lower() in _PICKLED and (needed := _refused(path)):
+    if path.suffix.lower() in _PICKLED and (needed := _needed_code(path)):
         hint = "if you trust it, scan a Python file whose get_model() loads it with weights_only=False"
         return SourceError(f"{shown} is no plain state_dict: {needed}", hint=hint)
     for suffixes, (kind, next_step) in _KINDS.items():
