@@ -38,6 +38,7 @@ PATCHING = {
     "ampaudit.trace.autocast_state",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn
     "ampaudit.trace.interpose",  # the method of the tracer that records ops
+    "ampaudit.trace.path.hidden",  # what tells code that it is being traced
     "ampaudit.trace.path.recorder",  # reads of fake tensors by Python
     "ampaudit.trace.precision_reads",  # torch's functions about autocast
 }

@@ -9,18 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch._export.utils as export_utils
 import torch.export._trace as export_trace
+import torch.fx._symbolic_trace as fx_tracing
 import torch.utils.checkpoint
+from torch import _subclasses, compiler
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -51,6 +55,7 @@ __all__ = [
     "Replacement",
     "ShapeEnv",
     "TorchDispatchMode",
+    "compiler",
     "custom_function_call",
     "decomposition_table",
     "disable_proxy_modes_tracing",
@@ -58,10 +63,12 @@ __all__ = [
     "export_utils",
     "function_apply",
     "function_base",
+    "fx_tracing",
     "global_hooks",
     "has_kernel",
     "indexing",
     "inside_transform",
+    "looking_up_fake_tensors",
     "needs_values",
     "patched",
     "proxy_of",
@@ -117,6 +124,19 @@ def patched(replacements: Iterable[Replacement]) -> Iterator[None]:
         for owner, name, value in replacements:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+@contextmanager
+def looking_up_fake_tensors(kind: type[ModuleType]) -> Iterator[None]:
+    """Make the modules in which code finds the class of fake tensors modules of a kind while active."""
+    modules = (_subclasses, fake_tensor)
+    try:
+        for module in modules:
+            module.__class__ = kind
+        yield
+    finally:
+        for module in modules:
+            module.__class__ = ModuleType
 
 
 def has_kernel(op: OpOverload, key: str) -> bool:

@@ -201,10 +201,10 @@ class OpRecorder:
             else:
                 result = self._by_torch(mode, called.op, self._types, called.args, called.kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if path is None or not needs_values(error):
+            if path is None or not (needs_values(error) or path.runs(called)):
                 raise
             self._drop_after(last)
-            self._by_values = True
+            self._by_values = needs_values(error)
             return path.record(mode, called, record.original_args)
         if path is not None and result is not NotImplemented:
             path.values.follow(called, record.original_args, result)

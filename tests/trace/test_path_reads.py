@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.compiler import is_compiling, is_exporting
 
 from ampaudit import scan
 from tests.support.eager import model_of
@@ -50,17 +51,60 @@ def lists_of_positions(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return m.a(x) + x[rows[:2], columns[:2]].sum()
 
 
-def asks_whether_it_is_traced(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        raise RuntimeError("not for a trace")
-    return m.a(x) if x.sum() > 0 else x
+def repeated_in_a_trace(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat([x, x]) if torch.compiler.is_compiling() or torch.compiler.is_exporting() else x
+    return m.a(x) * rows
+
+
+def asked_by_other_names(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    questions = (
+        is_compiling,
+        is_exporting,
+        torch._dynamo.is_compiling,
+        torch.fx._symbolic_trace.is_fx_tracing,
+    )
+    rows = torch.cat([x, x]) if any(asked() for asked in questions) else x
+    return m.a(x) * rows
+
+
+def asked_through_a_function(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def is_traced() -> bool:
+        return is_compiling() or torch.jit.is_tracing()
+
+    return m.a(x) * torch.cat([x] * (1 + is_traced()))
+
+
+def asked_of_a_tensor(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    fake = isinstance(x, getattr(torch, "_subclasses").FakeTensor)  # noqa: B009
+    return m.a(x) * (torch.cat([x, x]) if fake else x)
+
+
+def asked_by_an_import(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return m.a(x) * (torch.cat([x, x]) if isinstance(m.a.weight, FakeTensor) else x)
+
+
+def heads_shared_outside_a_trace(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    query = m.a(x).view(2, 4, 1, 2)
+    shared = not torch.compiler.is_exporting()
+    key = query if shared else query.repeat_interleave(2, dim=1)
+    return nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=shared).view(2, 8)
+
+
+def kernel_with_a_strict_description(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    ends = torch.tensor([1, 2], dtype=torch.int32)
+    experts = torch.stack([m.a.weight.T, -m.a.weight.T])
+    return nn.functional.grouped_mm(m.a(x) if x.sum() > 0 else x, experts, offs=ends)
 
 
 @pytest.mark.parametrize(
     "function",
     [
         *(least, tensor_of_list, only_a_size, whole, inside_a_kernel, new_tensor),
-        *(lists_of_positions, asks_whether_it_is_traced),
+        *(lists_of_positions, repeated_in_a_trace, asked_by_other_names, asked_through_a_function),
+        *(asked_of_a_tensor, asked_by_an_import, heads_shared_outside_a_trace),
+        kernel_with_a_strict_description,
     ],
 )
 def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:

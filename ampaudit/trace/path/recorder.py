@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import compiler, nn
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
@@ -31,9 +30,9 @@ from ampaudit.trace.marks import VALUE_READ, VALUE_SIZED
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.path.arrays import HalfArray, tensor_of
+from ampaudit.trace.path.hidden import hidden_trace
 from ampaudit.trace.path.reads import ReadValues, python_value
 from ampaudit.trace.path.values import Fp32Values, computing
-from ampaudit.trace.stack import is_tool_file
 from ampaudit.trace.values import CASTABLE_DTYPES
 
 __all__ = ["READING", "GivenValues", "PathRecorder", "PathTracing"]
@@ -120,10 +119,7 @@ class PathRecorder:
         makers.append(Replacement(FakeTensor, "new_tensor", _stacked_like))
         methods = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
         indexing = [Replacement(FakeTensor, method.__name__, _indexing(method)) for method in methods]
-        # code that asks takes the path that it takes without a trace
-        questions = (compiler.is_compiling, compiler.is_exporting, compiler.is_dynamo_compiling)
-        asked = [Replacement(compiler, f.__name__, _only_inside_torch(f)) for f in questions]
-        with patched([*reads, *numbers, builtins, *makers, *indexing, *asked]):
+        with patched([*reads, *numbers, builtins, *makers, *indexing]), hidden_trace():
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -173,6 +169,10 @@ class PathRecorder:
         self.values.give_result(result, values)
         self.keep(mode, result)  # Python may branch on the size
         return result
+
+    def runs(self, called: OpCalled) -> bool:
+        """Return whether an op that torch cannot describe runs, and can be recorded by its values."""
+        return not called.op._schema.is_mutable and self.values.runs(called)
 
     def keep(self, mode: ProxyTorchDispatchMode, result: Any) -> None:
         """Keep an op even if nothing uses its result; later random numbers depend on those drawn before."""
@@ -237,11 +237,6 @@ def _indexing(method: Callable[..., Any]) -> Callable[..., Any]:
 def _stacked_positions(index: Any) -> Any:
     held = isinstance(index, list | tuple) and any(isinstance(item, FakeTensor) for item in index)
     return torch.tensor(index) if held else index
-
-
-def _only_inside_torch(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Let a question about tracing be answered truly for torch's own code, and with no for a model's."""
-    return lambda: is_tool_file(sys._getframe(1).f_code.co_filename) and function()
 
 
 def _stacked_like(tensor: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:

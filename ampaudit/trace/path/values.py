@@ -21,6 +21,7 @@ from ampaudit.trace.internals import (
     without_modes,
     without_torch_function,
 )
+from ampaudit.trace.isolation import preserved
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import converts, written_values
 from ampaudit.trace.stack import calling_line
@@ -96,6 +97,23 @@ class Fp32Values:
             if converts(called.op) and result is args[0] and storage_id(result) not in self._shared:
                 return result.clone()  # in 16 bits, a cast is a copy
             return result
+
+    def runs(self, called: OpCalled) -> bool:
+        """Return whether the kernel of an op takes these tensors in the dtypes of the trace.
+
+        What torch describes the result of fake tensors with may be stricter, as for ``_grouped_mm``.
+        """
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return self.of(tensor).to(tensor.dtype, copy=True)
+
+        try:
+            with computing(), preserved():
+                args, kwargs = pytree.tree_map_only(torch.Tensor, copied, (called.args, called.kwargs))
+                called.op(*args, **kwargs)
+        except Exception:  # whatever a kernel raises
+            return False
+        return True
 
     def follow(self, called: OpCalled, original_args: Mapping[int | str, Any], result: Any) -> None:
         """Compute an op that was recorded on fake tensors.
