@@ -315,7 +315,7 @@ def rendered_text(text: str) -> str:
 def test_markdown_says_the_verdict_first(name: str) -> None:
     text = to_markdown(saved(name))
     head = text.splitlines()[0]
-    assert head.startswith(("## ✅ PASS", "## ❌ FAIL", "## Policies side by side"))
+    assert head.startswith(("## ✅ PASS", "## ❌ FAIL", "## ⚠ WARN", "## Policies side by side"))
     html = MarkdownIt("gfm-like", {"linkify": False}).disable("linkify").render(text)
     assert text.count("\n|---") == html.count("<table>")  # every table is one
 

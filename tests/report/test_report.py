@@ -38,7 +38,7 @@ def test_json_follows_the_schema_and_comes_back(ranges: bool) -> None:
     document = json.loads(to_json(report), parse_constant=pytest.fail)
     jsonschema.Draft202012Validator(json_schema()).validate(document)
     assert document["schema"] == 1
-    assert list(document)[:6] == ["schema", "tool", "model", "run", "verdict", "fail_on"]
+    assert list(document)[:6] == ["schema", "tool", "model", "run", "verdict", "gate"]
     assert from_json(to_json(report)) == report
 
 

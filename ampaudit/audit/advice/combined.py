@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text, worst_db
+from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text
 from ampaudit.audit.advice.interface import Kept, Proposal
 from ampaudit.audit.advice.pytorch import with_code
 from ampaudit.audit.advice.rules import kept_sites, proposal_keeping, quoted, to_keep
@@ -24,7 +23,7 @@ REDUCING = 16  # runs
 def combined_policy(
     attempts: Attempts, findings: Sequence[Finding], known: Mapping[SiteId, Kept]
 ) -> CombinedPolicy | None:
-    """Return one policy for all errors, or for some; ``None`` if no rule makes the outputs finite.
+    """Return one policy for all errors, or for some; ``None`` if no rule helps any of them.
 
     Args:
         attempts: runs the model.
@@ -37,8 +36,6 @@ def combined_policy(
     if found is None:
         return None
     members, proposal, attempt = found
-    if worst_db(attempt.context.record.outputs) == -math.inf:
-        return None
     before, rules = attempts.subject.context, attempts.subject.rules
     sites = kept_sites(attempts.subject, members)
     left = tuple(f"{f.code} at {f.site}" for f in attempt.left)
