@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Set
 
 from torch import fx
 
@@ -87,9 +87,10 @@ class FaultPropagation:
             origins: all of the batch.
         """
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
-        reached = self._reach(start)
-        for node in self._broken_again(origins) & _descendants(start):
-            reached |= self._reach(node)
+        reached = _downstream(start, self._wrong)
+        if again := self._broken_again(origins):
+            for node in again & _downstream(start):
+                reached |= _downstream(node, self._wrong)
         shown = any(node in reached for node in self._program.outputs)
         poisons = tuple(
             step.site.id
@@ -141,15 +142,6 @@ class FaultPropagation:
     def _wrong_steps(self) -> list[Step]:
         return [s for s in self._program.steps if s.site and s.site.id in self._rows]
 
-    def _reach(self, start: fx.Node) -> set[fx.Node]:
-        reached, frontier = {start}, [start]
-        while frontier:
-            for user in frontier.pop().users:
-                if user in self._wrong and user not in reached:
-                    reached.add(user)
-                    frontier.append(user)
-        return reached
-
     def _broken_again(self, origins: Container[SiteId]) -> set[fx.Node]:
         """Return what breaks with intact inputs, but not with the origins repaired.
 
@@ -170,7 +162,7 @@ class FaultPropagation:
     def _is_mask(self, step: Step) -> bool:
         if step.node not in self._takers:
             return False
-        reached = self._reach(step.node)
+        reached = _downstream(step.node, self._wrong)
         reaches_output = any(node in reached for node in self._program.outputs)
         return not reaches_output and all(self._only_negative(node) for node in reached)
 
@@ -229,10 +221,12 @@ class FaultPropagation:
         return step.site is not None and step.site.id in self._rows and self._harmless(step)
 
 
-def _descendants(start: fx.Node) -> set[fx.Node]:
-    found, frontier = {start}, [start]
+def _downstream(start: fx.Node, through: Set[fx.Node] | None = None) -> set[fx.Node]:
+    """Return a node and all that depends on it; where ``through`` is given, by way of these nodes alone."""
+    reached, frontier = {start}, [start]
     while frontier:
-        users = frontier.pop().users.keys() - found
-        found |= users
+        users = frontier.pop().users.keys() - reached
+        users = users if through is None else users & through
+        reached |= users
         frontier += users
-    return found
+    return reached
