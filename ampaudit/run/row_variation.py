@@ -6,9 +6,11 @@ and no information. The mean of each row is taken out, since an output may hold 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ampaudit.core.decibels import ratio_db
@@ -70,7 +72,8 @@ def divisions(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
         found.append(axes[-1:])
     if len(axes) > 2:
         found.append(axes[2:] if len(axes) > 3 else axes[1:2])
-    yield from (row for row in dict.fromkeys(found) if _size(shape, row) >= MIN_ELEMENTS)
+    sizes = {row: math.prod(shape[axis] for axis in row) for row in found}
+    yield from (row for row, size in sizes.items() if size >= MIN_ELEMENTS)
 
 
 def measure_rows(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -103,21 +106,6 @@ def row_variation(shape: Sequence[int], numbers: Sequence[float]) -> RowVariatio
         spread, error, elements, worst, *of_worst = numbers[start * NUMBERS : (start + 1) * NUMBERS]
         if spread and error:
             others = [size for axis, size in enumerate(shape) if axis not in axes]
-            where = _unravelled(int(worst), others)
+            where = tuple(map(int, np.unravel_index(int(worst), others)))
             found.append(RowVariation(axes, spread, error, int(elements), where, *of_worst))
     return min(found, key=lambda rows: rows.db, default=None)
-
-
-def _size(shape: Sequence[int], axes: Sequence[int]) -> int:
-    size = 1
-    for axis in axes:
-        size *= shape[axis]
-    return size
-
-
-def _unravelled(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    found: list[int] = []
-    for size in reversed(sizes):
-        index, rest = divmod(index, size)
-        found.insert(0, rest)
-    return tuple(found)
