@@ -16,7 +16,7 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
-from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
+from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.arguments import given_path
@@ -194,8 +194,7 @@ def _checkpoint(
     """
     if options.weights is None and source.kind != "huggingface":
         return _state_dict_of(source.model), {}
-    given = options.weights
-    checkpoint = open_checkpoint(given) if given is not None else open_weights(Path(source.location))
+    checkpoint = open_weights(Path(source.location), options.weights)
     names = model_names(source.model, checkpoint.entries) if options.weights is None else {}
     return (rescaling.of(checkpoint, names) if rescaling is not None else checkpoint), names
 

@@ -94,13 +94,19 @@ class _Float8Part:
             yield from self._part.pieces(name)
 
 
-def open_weights(directory: Path) -> Checkpoint:
+def open_weights(directory: Path, other: Path | None = None) -> Checkpoint:
     """Open the weights of a model directory; float8 weights with scales are float32 in it.
+
+    Args:
+        directory: of the model.
+        other: weights to open instead, as they are.
 
     Raises:
         WeightsError: see ``open_checkpoint``; or quantized weights that cannot be dequantized.
         SourceError: see ``read_quantization``.
     """
+    if other is not None:
+        return open_checkpoint(other)
     checkpoint = open_checkpoint(weights_in(directory))
     quantization, entries = read_quantization(directory), checkpoint.entries
     codes = [name for name, entry in entries.items() if entry.dtype in _FLOAT8]

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from ampaudit.checkpoint.header import FLOAT_TYPES
-from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
+from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
@@ -116,8 +116,7 @@ def _untrusted(path: Path, options: SourceConfig) -> _Loaded:
         answer = sandbox.answer(what, SourceError, hint)
         found = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
         made = None if request["inputs"] is None else _made(found, sandbox.folder / INPUTS_FILE)
-    given = options.weights if options.stream else None
-    weights = open_checkpoint(given) if given is not None else open_weights(path)
+    weights = open_weights(path, options.weights if options.stream else None)
     _check_size(path, found["size"], weights)
     table["architectures"] = [found["name"]]
     architecture = named_architecture(table)
