@@ -12,7 +12,7 @@ from ampaudit.linter.baseline import without_baseline
 from ampaudit.linter.config import LintConfig, LintOptions
 from ampaudit.linter.linting import LintedFile, lint_files
 from ampaudit.linter.selection import UNUSED_SUPPRESSION
-from ampaudit.report.finding import Severity, gate_of, threshold
+from ampaudit.report.finding import gate_at
 from ampaudit.report.lint import LintFinding, LintReport
 
 __all__ = ["lint", "lint_report"]
@@ -52,14 +52,14 @@ def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int 
     if config.baseline is not None:
         every = without_baseline(every, config.baseline)
     findings = tuple(every)
-    ranks = [finding.severity.rank for finding in findings if finding.suppressed is None]
+    severities = [finding.severity for finding in findings if finding.suppressed is None]
     unreadable = sum(not file.was_read for file in linted)
     nothing = 0 < len(linted) <= unreadable
     return LintReport(
         schema=1,
         tool_version=__version__,
-        verdict=gate_of(not nothing and all(rank < Severity.WARNING.rank for rank in ranks)),
-        gate=gate_of(all(rank < threshold(config.fail_on) for rank in ranks)),
+        verdict="fail" if nothing else gate_at(severities, "warning"),
+        gate=gate_at(severities, config.fail_on),
         fail_on=config.fail_on,
         linted=len(linted),
         findings=findings,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ampaudit.report.budgets import Breach, Measurements
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import Gate, gate_of
+from ampaudit.report.finding import Gate, pass_or_fail
 
 __all__ = ["CheckResults", "Request", "TargetResult"]
 
@@ -83,8 +83,8 @@ class CheckResults(Shown):
     def of(cls, targets: Sequence[TargetResult]) -> CheckResults:
         """Collect results: the verdict is on what was found, the gate on what the budgets make of it."""
         passed = all(target.verdict == "pass" for target in targets)
-        gate = gate_of(all(target.exit_code == 0 for target in targets))
-        return cls(1, gate_of(passed), gate, tuple(targets))
+        gate = pass_or_fail(all(target.exit_code == 0 for target in targets))
+        return cls(1, pass_or_fail(passed), gate, tuple(targets))
 
     @property
     def headline(self) -> str:

@@ -33,7 +33,8 @@ __all__ = [
     "TrialKind",
     "Verdict",
     "counts_in_words",
-    "gate_of",
+    "gate_at",
+    "pass_or_fail",
     "threshold",
 ]
 CRASHED = "AMP990"  # the finding that a check itself failed
@@ -67,9 +68,15 @@ def threshold(fail_on: FailOnGaps) -> float:
     return Severity("error" if fail_on == "gap" else fail_on).rank
 
 
-def gate_of(passed: bool) -> Gate:
-    """Return the word for a gate."""
+def pass_or_fail(passed: bool) -> Gate:
+    """Return the word for a verdict or a gate."""
     return "pass" if passed else "fail"
+
+
+def gate_at(severities: Iterable[Severity], fail_on: FailOnGaps) -> Gate:
+    """Return whether any of the severities makes the exit code 1."""
+    least = threshold(fail_on)
+    return pass_or_fail(all(severity.rank < least for severity in severities))
 
 
 def counts_in_words(severities: Iterable[Severity]) -> str:

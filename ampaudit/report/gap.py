@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural, short_op
-from ampaudit.report.finding import FailOnGaps, Finding, Gate, Severity, Verdict, gate_of, threshold
+from ampaudit.report.finding import FailOnGaps, Finding, Gate, Severity, Verdict, gate_at
 
 __all__ = ["Gap", "GapKind", "gaps_in_words", "gate_on", "verdict_on"]
 
@@ -90,9 +90,9 @@ def verdict_on(findings: Iterable[Finding], *, ranges: bool = False) -> Verdict:
 
 def gate_on(findings: Iterable[Finding], gaps: Sequence[Gap], fail_on: FailOnGaps) -> Gate:
     """Return whether findings that are not suppressed, or gaps, make the exit code 1."""
-    least = threshold(fail_on)
-    found = any(finding.severity.rank >= least and finding.suppressed is None for finding in findings)
-    return gate_of(not found and not (fail_on == "gap" and gaps))
+    if fail_on == "gap" and gaps:
+        return "fail"
+    return gate_at((finding.severity for finding in findings if finding.suppressed is None), fail_on)
 
 
 def gaps_in_words(gaps: Sequence[Gap]) -> str:

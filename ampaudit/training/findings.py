@@ -13,7 +13,7 @@ from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_scale, plural
-from ampaudit.report.finding import FailOn, Finding, Severity, Verdict, gate_of, threshold
+from ampaudit.report.finding import FailOn, Finding, Severity, Verdict, gate_at
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
 from ampaudit.training.divergence import smoothed_end
@@ -177,10 +177,10 @@ def training_report(
     exact = next((variant for variant in variants if variant.name == "fp32"), None)
     findings = tuple(f for variant in variants for f in findings_of(variant, exact))
     names = {v.name for v in variants} if judged is None else set(judged)
-    about = [f for f in findings if f.site.rpartition("/")[0] in names]
+    severities = [f.severity for f in findings if f.site.rpartition("/")[0] in names]
     steps = len(variants[0].health.steps) if variants else 0
     verdict: Verdict = "pass" if steps else "warn"
-    if any(f.severity is Severity.ERROR for f in about):
+    if Severity.ERROR in severities:
         verdict = "fail"
     return TrainingReport(
         schema=1,
@@ -192,7 +192,7 @@ def training_report(
         seed=seed,
         optimizer=optimizer,
         verdict=verdict,
-        gate=gate_of(all(f.severity.rank < threshold(fail_on) for f in about)),
+        gate=gate_at(severities, fail_on),
         fail_on=fail_on,
         findings=findings,
         variants=tuple(variants),
