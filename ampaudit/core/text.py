@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import unicodedata
+from collections.abc import Sequence
 
 from ampaudit.core.errors import UsageError
 
@@ -19,6 +20,7 @@ __all__ = [
     "format_power",
     "format_scale",
     "forward_slashes",
+    "listed",
     "model_file",
     "parse_size",
     "plural",
@@ -92,6 +94,12 @@ def plural(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 batch``, ``2 batches``, ``1,024 sites``."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def listed(names: Sequence[str], shown: int = 3) -> str:
+    """Return ``a, b, c and 2 more``: the first few names, and how many there are besides."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 def format_bytes(count: int) -> str:

@@ -13,6 +13,7 @@ from ampaudit.audit.scan import Audited
 from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import Part, RescaledPart
 from ampaudit.core.errors import UsageError
+from ampaudit.core.text import listed
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.huggingface import set_numbers
 from ampaudit.source import ModelSource
@@ -54,8 +55,7 @@ class Rescaling:
         """Say what the code that loads the weights has to set."""
         for name, old, new in dict.fromkeys((each.name, each.old, each.new) for each in self.attributes):
             paths = [a.module for a in self.attributes if (a.name, a.old, a.new) == (name, old, new)]
-            more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-            where = ", ".join(path or "the top module" for path in paths[:_NAMED]) + more
+            where = listed([path or "the top module" for path in paths], _NAMED)
             yield f"with these weights, set {name} of {where} to {new!r} (it is {old!r} in the code)"
 
 

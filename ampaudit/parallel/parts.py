@@ -11,6 +11,7 @@ from pathlib import Path
 from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.files import write_bytes
+from ampaudit.core.text import listed
 from ampaudit.core.untrusted import describe, describe_path, open_regular
 from ampaudit.parallel.identity import Identity
 from ampaudit.parallel.wire import (
@@ -180,8 +181,7 @@ def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None
     missing = [f"{index + 1}/{count}" for index in range(count) if index not in seen]
     if missing:
         raise InputError(
-            f"missing: part {', '.join(missing[:8])}"
-            + (f" and {len(missing) - 8} more" if len(missing) > 8 else ""),
+            f"missing: part {listed(missing, 8)}",
             hint=f"write it with: ampaudit scan MODEL --part {missing[0]} -o FILE, and the same options",
         )
     for file in files:

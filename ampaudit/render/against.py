@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ampaudit.core.text import escape_control
+from ampaudit.core.text import escape_control, listed
 from ampaudit.render.blocks import Line, Section, line, tabulate
 from ampaudit.report.against import AgainstReport
 
@@ -31,6 +31,4 @@ def against_sections(found: AgainstReport, *, full: bool = False) -> Iterator[Se
 
 
 def _listed(sites: Sequence[str], *, full: bool) -> str:
-    shown = sites if full else sites[:_SHOWN]
-    more = f" and {len(sites) - len(shown)} more" if len(sites) > len(shown) else ""
-    return f"{', '.join(map(escape_control, shown))}{more}"
+    return listed(list(map(escape_control, sites)), len(sites) if full else _SHOWN)

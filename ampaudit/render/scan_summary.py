@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.core.formats import format_named
-from ampaudit.core.text import escape_control, format_bytes, format_number, plural, shell_quoted
+from ampaudit.core.text import escape_control, format_bytes, format_number, listed, plural, shell_quoted
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs
 from ampaudit.report.model import Report
@@ -98,9 +98,8 @@ def _rate(per_million: float) -> str:
 
 
 def _outputs(report: Report) -> str:
-    shown = ", ".join(map(_accuracy, report.worst_outputs_first[:_OUTPUTS]))
-    more = f" and {len(report.outputs) - _OUTPUTS} more" if len(report.outputs) > _OUTPUTS else ""
-    return f"signal-to-noise ratio against FP32: {shown}{more}"
+    shown = listed(list(map(_accuracy, report.worst_outputs_first)), _OUTPUTS)
+    return f"signal-to-noise ratio against FP32: {shown}"
 
 
 def _accuracy(output: OutputAccuracy) -> str:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import plural, short_op
+from ampaudit.core.text import listed, plural, short_op
 from ampaudit.report.finding import FailOnGaps, Finding, Gate, Severity, Verdict, gate_at
 
 __all__ = ["Gap", "GapKind", "gaps_in_words", "gate_on", "verdict_on"]
-
-_SHOWN = 3  # ops of each kind
 
 
 class GapKind(StrEnum):
@@ -100,8 +98,5 @@ def gaps_in_words(gaps: Sequence[Gap]) -> str:
     groups: dict[str, list[str]] = {}
     for gap in gaps:
         groups.setdefault(gap.kind.in_words, []).append(short_op(gap.op))
-    listed = "; ".join(
-        f"{words}: {', '.join(ops[:_SHOWN])}" + (f" and {len(ops) - _SHOWN} more" if ops[_SHOWN:] else "")
-        for words, ops in groups.items()
-    )
-    return f"{plural(len(gaps), 'gap')} ({listed})" if gaps else ""
+    kinds = "; ".join(f"{words}: {listed(ops)}" for words, ops in groups.items())
+    return f"{plural(len(gaps), 'gap')} ({kinds})" if gaps else ""

@@ -11,6 +11,7 @@ from ampaudit.audit.steps_report import steps_report
 from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import listed
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
 from ampaudit.report.pages import page_of
 from ampaudit.report.scales import ScaleAdvice
@@ -307,6 +308,4 @@ def source_of(line: SourceLine | None, caller: SourceLine | None = None) -> Sour
 
 def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:
     """List the first few ids and count the rest."""
-    names = [site.id if isinstance(site, Site) else str(site) for site in sites]
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{', '.join(names[:shown])}{more}"
+    return listed([site.id if isinstance(site, Site) else str(site) for site in sites], shown)

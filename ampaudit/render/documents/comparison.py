@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.core.text import escape_control, format_bytes, plural, short_op
+from ampaudit.core.text import escape_control, format_bytes, listed, plural, short_op
 from ampaudit.render.blocks import Line, Section, line, tabulate
 from ampaudit.render.documents.scan import ScanView, reports_page
 from ampaudit.render.findings import Suite
@@ -93,8 +93,7 @@ def _remarks(report: Report) -> Iterator[str]:
     broken = [f for f in report.findings if f.severity is Severity.ERROR]
     if broken:
         names = [f"{escape_control(f.layer or '(top)')} {escape_control(short_op(f.op))}" for f in broken]
-        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
-        yield f"breaks at {', '.join(names[:_SHOWN])}{more}"
+        yield f"breaks at {listed(names, _SHOWN)}"
     if report.sweep is not None:
         yield sweep_words(report.sweep)
     if report.backward is not None:
