@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def assert_safe(
     with preserved(), _quiet_trace():  # some of what is imported next draws random numbers
         from ampaudit.audit.config import ScanConfig
         from ampaudit.audit.scan import scan
-        from ampaudit.ci.judge import breaches, check_codes, measured_in
+        from ampaudit.ci.judge import check_codes, judge, measured_in
         from ampaudit.report.budgets import Budgets
 
         allowed = check_codes(allow)
@@ -75,7 +75,7 @@ def assert_safe(
         config.changed(**limits)  # refuses what is no limit
         budgets = Budgets(config.fail_on, allowed, **limits)
         report = scan(model, inputs, batches=batches, source=source, config=config)
-        found = list(breaches(report, measured_in(report), budgets))
+        found = judge(report, measured_in(report), budgets).breaches
         message = _message(report, found) if found else ""
     if found:
         raise UnsafeModel(message, report)
@@ -96,7 +96,7 @@ def _quiet_trace() -> Iterator[None]:
             log.addHandler(handler)
 
 
-def _message(report: Report, found: list[Breach]) -> str:
+def _message(report: Report, found: Sequence[Breach]) -> str:
     """Return the exceeded budgets and the report as the terminal shows it."""
     from ampaudit.core.text import escape_control
     from ampaudit.render.terminal import to_text

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ampaudit.audit.config import ScanConfig
+from ampaudit.ci.baseline import BaselineFile
 from ampaudit.ci.config import CheckConfig, CheckOptions
 from ampaudit.ci.judge import check_codes
 from ampaudit.ci.pool import Limits, check_all
@@ -53,10 +54,19 @@ def check(
     limits = Limits(chosen.jobs, chosen.timeout, parse_size(chosen.max_memory) if chosen.max_memory else None)
     budgets = _plain(chosen, {field.name for field in fields(Budgets)})
     Budgets.of(budgets)  # refuses what is no limit
-    baseline = str(chosen.baseline) if chosen.baseline is not None else None
+    update = chosen.update_baseline
+    if update and chosen.baseline is None:
+        raise UsageError("--update-baseline needs a file", hint="name it with --baseline FILE")
+    baseline = BaselineFile(chosen.baseline, update=update) if chosen.baseline is not None else None
     settings = _plain(chosen, _OPTIONS - {"fail_on", "on_progress"})
-    requests = [Request(target, settings, budgets, baseline, n) for n, target in enumerate(wanted)]
-    return CheckResults.of(check_all(requests, limits, chosen.on_progress))
+    requests = [
+        Request(target, settings, budgets, baseline.entries(target) if baseline else None, update, number)
+        for number, target in enumerate(wanted)
+    ]
+    results = check_all(requests, limits, chosen.on_progress)
+    if update and baseline is not None:
+        baseline.update(results)
+    return CheckResults.of(results)
 
 
 def _plain(config: CheckConfig, names: Iterable[str]) -> dict[str, object]:

@@ -60,8 +60,9 @@ class CheckConfig(Config):
         float | None, Ge(0), Le(1), _FINITE, Option("Maximum share of sites in float32.", metavar="P")
     ] = None
     baseline: Annotated[
-        FilePath | None, Option("An earlier report: only what is new or worse counts.", metavar="FILE")
+        FilePath | None, Option("Only what is new or worse than in this file counts.", metavar="FILE")
     ] = None
+    update_baseline: Annotated[bool, Option("Write what is found to the file of --baseline.")] = False
     weights: Annotated[
         FilePath | None, Option("Checkpoint: safetensors, or .pt state_dict.", metavar="FILE")
     ] = None
@@ -103,6 +104,7 @@ class CheckOptions(TypedDict, total=False):
     max_metric_drop: float | None
     max_fp32_share: float | None
     baseline: str | Path | None
+    update_baseline: bool
     weights: str | Path | None
     inputs: str | Path | None
     text: str | Path | None

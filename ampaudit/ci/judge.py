@@ -1,22 +1,39 @@
-"""Compares a report with budgets and with an earlier report."""
+"""Compares a report with budgets and with a baseline."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.report.baseline import KnownFinding, KnownTarget
 from ampaudit.report.budgets import Breach, Budgets, Measurements
-from ampaudit.report.finding import Finding, threshold
+from ampaudit.report.finding import threshold
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
-from ampaudit.report.saved import read_scan_report
 
-__all__ = ["breaches", "check_codes", "measured_in", "read_baseline"]
+__all__ = ["Judgement", "check_codes", "judge", "known_target", "measured_in"]
 
 # smaller changes are rounding: another order of a sum, another version of a kernel
 _BITS, _DB, _SHARE, _ROUNDING = 0.05, 0.5, 1e-9, 1e-12
+# what is healthy may vary more: a site lose half of its headroom, or one bit; an output have twice the error
+_FALL_BITS, _FALL_DB = 1.0, 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What budgets make of a report.
+
+    Attributes:
+        breaches: what counts: with a baseline, what is new or worse.
+        known: what would count without the baseline.
+        gone: findings of the baseline that no longer occur.
+    """
+
+    breaches: tuple[Breach, ...]
+    known: tuple[Breach, ...] = ()
+    gone: tuple[KnownFinding, ...] = ()
 
 
 def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:
@@ -38,15 +55,6 @@ def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:
     return codes
 
 
-def read_baseline(path: Path) -> Report:
-    """Read an earlier report written by ``scan --format json``.
-
-    Raises:
-        InputError: it is none.
-    """
-    return read_scan_report(path, f"--baseline {path}")
-
-
 def measured_in(report: Report) -> Measurements:
     """Extract from a report the quantities that budgets limit."""
     least = report.least_headroom
@@ -63,27 +71,81 @@ def measured_in(report: Report) -> Measurements:
     )
 
 
-def breaches(
-    report: Report, seen: Measurements, budgets: Budgets, baseline: Report | None = None
-) -> Iterator[Breach]:
-    """Yield counted findings and exceeded budgets; with a baseline, only what is new or worse."""
-    known = {(f.code, f.site) for f in baseline.findings if _counts(f, budgets)} if baseline else set()
-    for finding in report.findings:
-        if _counts(finding, budgets) and (finding.code, finding.site) not in known:
-            yield Breach(finding.code, finding.site, finding.cause, finding.severity, finding.source)
-    if budgets.fail_on == "gap":
-        open_before = {(gap.kind, gap.op) for gap in baseline.gaps} if baseline else set()
-        for gap in report.gaps:
-            if gap.kind.code not in budgets.allow and (gap.kind, gap.op) not in open_before:
-                yield Breach(gap.kind.code, gap.site, gap.in_words)
-    before = measured_in(baseline) if baseline else None
-    yield from _numbers(seen, budgets, before)
+def judge(
+    report: Report, seen: Measurements, budgets: Budgets, baseline: KnownTarget | None = None
+) -> Judgement:
+    """Compare what a report has and what was measured with budgets, and with what a baseline accepts."""
+    accepted = {(f.code, f.site): f for f in baseline.findings} if baseline is not None else {}
+    breaches: list[Breach] = []
+    known: list[Breach] = []
+    for breach, finding in _counted(report, budgets):
+        before = accepted.get((finding.code, finding.site))
+        worse = _worse(finding, before) if before is not None else ""
+        if before is None or worse:
+            what = f"{worse}; {breach.what}" if worse else breach.what
+            breaches.append(Breach(breach.budget, breach.where, what, breach.severity, breach.source))
+        else:
+            known.append(breach)
+    then = baseline.measured if baseline is not None else None
+    exceeded = list(_numbers(seen, budgets, then))
+    still = [] if then is None else [b for b in _numbers(seen, budgets, None) if b not in exceeded]
+    occurring = {(f.code, f.site) for f in report.findings} | {(g.kind.code, g.op) for g in report.gaps}
+    falls = _falls(report, seen, baseline) if baseline is not None else ()
+    gone = tuple(finding for key, finding in accepted.items() if key not in occurring)
+    return Judgement((*breaches, *exceeded, *falls), (*known, *still), gone)
 
 
-def _counts(finding: Finding, budgets: Budgets) -> bool:
-    if finding.suppressed is not None or finding.code in budgets.allow:
-        return False
-    return finding.severity.rank >= threshold(budgets.fail_on)
+def known_target(target: str, report: Report, seen: Measurements, budgets: Budgets) -> KnownTarget:
+    """Return what a report has, as a baseline accepts it."""
+    findings = KnownFinding.of_each_site(finding for _, finding in _counted(report, budgets))
+    headroom = dict(sorted(_healthy(report)))
+    return KnownTarget(target, report.run.policy, report.run.dtype, findings, headroom, seen)
+
+
+def _healthy(report: Report) -> Iterator[tuple[str, float]]:
+    for site in report.nearest_sites:
+        if site.headroom_bits is not None:
+            yield site.site, round(site.headroom_bits, 2)
+
+
+def _counted(report: Report, budgets: Budgets) -> Iterator[tuple[Breach, KnownFinding]]:
+    least = threshold(budgets.fail_on)
+    for found in report.findings:
+        if found.suppressed is None and found.code not in budgets.allow and found.severity.rank >= least:
+            numbers = found.evidence.headroom_bits, found.evidence.sqnr_db
+            breach = Breach(found.code, found.site, found.cause, found.severity, found.source)
+            yield breach, KnownFinding(found.code, found.site, found.severity, *numbers)
+    for gap in report.gaps if budgets.fail_on == "gap" else ():
+        if gap.kind.code not in budgets.allow:
+            breach = Breach(gap.kind.code, gap.site, gap.in_words)
+            yield breach, KnownFinding(gap.kind.code, gap.op, breach.severity)
+
+
+def _worse(now: KnownFinding, before: KnownFinding) -> str:
+    """Return how a finding is worse than in the baseline, by more than rounding; empty if it is not."""
+    if now.severity.rank > before.severity.rank:
+        return f"worse than in the baseline: {now.severity}, {before.severity} before"
+    numbers = (
+        (now.headroom_bits, before.headroom_bits, _BITS, ".2f", "bits of headroom"),
+        (now.sqnr_db, before.sqnr_db, _DB, ".1f", "dB"),
+    )
+    for value, old, slack, form, unit in numbers:
+        if value is not None and old is not None and old - value > slack:
+            return f"worse than in the baseline: {value:{form}} {unit}, {old:{form}} before"
+    return ""
+
+
+def _falls(report: Report, seen: Measurements, baseline: KnownTarget) -> Iterator[Breach]:
+    """Yield healthy sites that have lost much of their headroom, and a loss of accuracy."""
+    for site, bits in _healthy(report):
+        before = baseline.headroom.get(site)
+        if before is not None and before - bits > max(_FALL_BITS, before / 2):
+            yield Breach("baseline", site, f"headroom {bits:.1f} bits, {before:.1f} in the baseline")
+    then = baseline.measured
+    exact = math.inf if then.accuracy == "exact" else None
+    before = then.sqnr_db if then.sqnr_db is not None else exact
+    if before is not None and seen.sqnr_db is not None and before - seen.sqnr_db > _FALL_DB:
+        yield Breach("baseline", "outputs", f"{seen.sqnr_db:.1f} dB, {then.accuracy} in the baseline")
 
 
 def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) -> Iterator[Breach]:

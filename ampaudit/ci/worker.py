@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from ampaudit.audit.config import ScanConfig, policies_of
 from ampaudit.audit.metric import metric_of
 from ampaudit.audit.scan import scan
-from ampaudit.ci.judge import breaches, measured_in, read_baseline
+from ampaudit.ci.judge import judge, known_target, measured_in
 from ampaudit.core.config import Config
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.source_config import SourceConfig
@@ -50,7 +50,6 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         PartDone: another process has the result.
         AuditError: see ``ampaudit.core.errors``.
     """
-    baseline = read_baseline(Path(request.baseline)) if request.baseline else None
     source = open_source(request.target, SourceConfig.read(_own(SourceConfig, request)))
     config = ScanConfig.read(_own(ScanConfig, request))
     budgets = Budgets.of(request.budgets)
@@ -77,10 +76,15 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         measured = _with_recorded(measured, Path(request.target))
     if budgets.max_metric_drop is not None and measured.metric_fp32 is None:
         notes.append("the model file has no metric(output, batch): max-metric-drop was not checked")
-    wrong = any(breaches(report, measured, replace(budgets, fail_on="error"), baseline))
-    found += breaches(report, measured, budgets, baseline)
-    if baseline is not None and baseline.model.source != report.model.source:
-        notes.append(f"the baseline is about {baseline.model.source}")
+    policy, dtype = report.run.policy, report.run.dtype
+    known = (k for k in request.baseline or () if (k.policy, k.dtype) == (policy, dtype))
+    accepted = known_target(request.target, report, measured, budgets) if request.update_baseline else None
+    before = accepted or next(known, None)
+    if before is None and request.baseline is not None:
+        notes.append(f"the baseline does not have it under {policy} in {dtype}")
+    judged = judge(report, measured, budgets, before)
+    wrong = judge(report, measured, replace(budgets, fail_on="error"), before).breaches
+    found += judged.breaches
     crashed = report.exit_code == 3  # one of our checks
     return TargetResult(
         target=request.target,
@@ -90,9 +94,12 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         if crashed
         else "",
         breaches=tuple(found),
+        known=judged.known,
+        gone=judged.gone,
+        accepted=accepted,
         measured=measured,
-        policy=report.run.policy,
-        dtype=report.run.dtype,
+        policy=policy,
+        dtype=dtype,
         notes=tuple(notes),
     )
 

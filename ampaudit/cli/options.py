@@ -59,7 +59,8 @@ _GROUPS = {
     ),
     "Findings": (
         *("fail_on", "select", "ignore", "exclude", "allow", "min_headroom", "min_sqnr"),
-        *("max_metric_drop", "max_fp32_share", "baseline", "per_file_ignores", "notes", "gitignore"),
+        *("max_metric_drop", "max_fp32_share", "baseline", "update_baseline"),
+        *("per_file_ignores", "notes", "gitignore"),
     ),
     "Fixes": ("advise", "diff", "advise_policy", "fix"),
     "Gradients": ("backward", "loss_scale"),

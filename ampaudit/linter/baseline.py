@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
+from ampaudit.report.finding import KNOWN
 from ampaudit.report.lint import LintFinding, LintReport
 from ampaudit.report.saved import read_document
 
@@ -37,7 +38,7 @@ def without_baseline(findings: Iterable[LintFinding], path: Path) -> Iterator[Li
         key = _key(finding)
         if finding.suppressed is None and known[key]:
             known[key] -= 1
-            yield replace(finding, suppressed="baseline")
+            yield replace(finding, suppressed=KNOWN)
         else:
             yield finding
 

@@ -6,14 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_control, escape_lines, plural, short_op
-from ampaudit.report.finding import CombinedPolicy, Finding, Severity, Source, Trial, Verdict
+from ampaudit.core.text import escape_control, escape_lines, listed, plural, short_op
+from ampaudit.report.finding import (
+    KNOWN,
+    CombinedPolicy,
+    Finding,
+    Severity,
+    Source,
+    Trial,
+    Verdict,
+    counts_in_words,
+)
 from ampaudit.report.pages import title_of
 
 __all__ = ["TOP", "Alert", "Suite", "alert_of", "safe_line"]
 
 TOP = "(top module)"
-_POISONS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +93,7 @@ class Alert:
     @property
     def poisons(self) -> str:
         """The number of poisoned sites, and the first of them; empty if there are none."""
-        if not self.path:
-            return ""
-        shown, more = ", ".join(self.path[:_POISONS_SHOWN]), len(self.path) - _POISONS_SHOWN
-        rest = f" and {more} more" if more > 0 else ""
-        return f"poisons {plural(len(self.path), 'later site')}: {shown}{rest}"
+        return f"poisons {plural(len(self.path), 'later site')}: {listed(self.path)}" if self.path else ""
 
     @property
     def text(self) -> str:
@@ -162,6 +166,16 @@ class Suite:
     def active(self) -> tuple[Alert, ...]:
         """Alerts that are not suppressed."""
         return tuple(alert for alert in self.alerts if alert.suppressed is None)
+
+    @property
+    def counts(self) -> str:
+        """``2 errors, 1 known finding``: those that count by severity, then those that do not."""
+        known = sum(alert.suppressed == KNOWN for alert in self.alerts)
+        ignored = len(self.alerts) - len(self.active) - known
+        parts = [counts_in_words(alert.level for alert in self.active) or "no findings"]
+        parts += [plural(known, "known finding")] if known else []
+        parts += [f"{ignored} ignored"] if ignored else []
+        return ", ".join(parts)
 
 
 def alert_of(

@@ -8,7 +8,7 @@ from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
 from ampaudit.report.documents import Document
-from ampaudit.report.finding import Severity, counts_in_words
+from ampaudit.report.finding import Severity
 
 __all__ = ["to_github"]
 
@@ -36,9 +36,8 @@ def _lines(suite: Suite) -> Iterable[str]:
         yield f"::notice title={suite.combined.title}::{_message(said)}"
     gaps = f"; {suite.gaps}" if suite.gaps else ""
     inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""
-    counts = counts_in_words(alert.level for alert in suite.active) or "no findings"
     word = suite.verdict.upper()
-    yield f"ampaudit: {word} {suite.name} ({suite.label}), {counts}{gaps}{inputs}; gate: {suite.gate}"
+    yield f"ampaudit: {word} {suite.name} ({suite.label}), {suite.counts}{gaps}{inputs}; gate: {suite.gate}"
 
 
 def _annotation(suite: Suite, alert: Alert, command: str) -> str:

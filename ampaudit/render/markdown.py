@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from ampaudit.core.text import escape_control, plural
+from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
@@ -91,11 +91,9 @@ def _table(heads: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[
 
 def _suite(suite: Suite) -> Iterator[str]:
     """Render the verdict, errors, and the findings above note."""
-    counts = [(level, sum(alert.level is level for alert in suite.active)) for level in Severity]
-    said = ", ".join(plural(count, level.value) for level, count in counts if count) or "no findings"
     yield f"## {MARKS[suite.verdict]}: {code(suite.name)}"
     gaps = f"; {escaped(suite.gaps)}" if suite.gaps else ""
-    yield f"{escaped(suite.label)}: {said}{gaps}; gate: {escaped(suite.gate)}"
+    yield f"{escaped(suite.label)}: {suite.counts}{gaps}; gate: {escaped(suite.gate)}"
     if suite.errors:
         yield "\n".join(f"- {code(case)}: {escaped(text)}" for case, text in suite.errors.items())
     shown = [alert for alert in suite.active if alert.level is not Severity.NOTE]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.report.baseline import KnownFinding, KnownTarget
 from ampaudit.report.budgets import Breach, Measurements
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.finding import Gate, pass_or_fail
@@ -21,14 +22,16 @@ class Request:
         target: a model file, a converted directory, a ``.pt2`` or ``.onnx`` file.
         options: options of the audit and of the source by name.
         budgets: fields of ``Budgets``.
-        baseline: path of an earlier report.
+        baseline: what a baseline has of the target; ``None`` without a baseline.
+        update_baseline: whether the baseline will accept what is found.
         number: of the target, by which processes of several ranks find each other.
     """
 
     target: str
     options: dict[str, object]
     budgets: dict[str, object]
-    baseline: str | None = None
+    baseline: tuple[KnownTarget, ...] | None = None
+    update_baseline: bool = False
     number: int = 0
 
 
@@ -42,6 +45,9 @@ class TargetResult:
             not be audited).
         exit_code: 0, 1, or the error's: 2 for bad input, 3 for an audit that could not be carried out.
         breaches: what is exceeded.
+        known: what would be, but for the baseline.
+        gone: findings of the baseline that no longer occur.
+        accepted: what the baseline accepts from now on, with ``--update-baseline``.
         measured: what was measured.
         policy: under which policy.
         dtype: in which format.
@@ -55,6 +61,9 @@ class TargetResult:
     verdict: Literal["pass", "fail", "error"]
     exit_code: int
     breaches: tuple[Breach, ...] = ()
+    known: tuple[Breach, ...] = ()
+    gone: tuple[KnownFinding, ...] = ()
+    accepted: KnownTarget | None = None
     measured: Measurements | None = None
     policy: str = ""
     dtype: str = ""

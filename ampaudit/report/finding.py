@@ -19,6 +19,7 @@ from ampaudit.report.pages.page import Kind
 __all__ = [
     "CRASHED",
     "INSTALLED",
+    "KNOWN",
     "OTHER_FUNCTION",
     "CombinedPolicy",
     "Evidence",
@@ -40,6 +41,7 @@ __all__ = [
 CRASHED = "AMP990"  # the finding that a check itself failed
 OTHER_FUNCTION = "AMP611"  # the audited model computes something else than its reference
 INSTALLED = "site-packages/"
+KNOWN = "baseline"  # why a finding does not count that a baseline has
 
 
 class Severity(StrEnum):

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
 from ampaudit.report.documents import DOCUMENTS, Document, kind_of
-from ampaudit.report.model import SCHEMA, Report
+from ampaudit.report.model import SCHEMA
 
-__all__ = ["parse_document", "read_document", "read_scan_report"]
+__all__ = ["parse_document", "read_document", "read_record"]
+
+T = TypeVar("T")
 
 _MAX_BYTES = 64_000_000  # 60,000 sites
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 
 
-def read_scan_report(path: Path, name: str = "") -> Report:
-    """Read the report of one scan; ``name`` is used in errors.
+def read_record(record: type[T], kind: str, path: Path, name: str, how: str) -> T:
+    """Read the file of a record that is no document.
+
+    Args:
+        record: a dataclass.
+        kind: the value of its field ``kind``.
+        path: of the file.
+        name: of the file in errors.
+        how: to write one, for errors.
 
     Raises:
         InputError: see ``parse_document``.
     """
-    found = parse_document(_text(path, name or describe_path(path)), name or describe_path(path))
-    if not isinstance(found, Report):
-        raise _not_ours(name or describe_path(path))
-    return found
+    found = _json(_text(path, name, how), name, how)
+    if found.get("kind") != kind:
+        raise InputError(f"{name}: JSON, but not a {kind} of ampaudit", hint=how)
+    return _validated(record, found, name, how)
 
 
 def read_document(path: Path) -> Document:
@@ -41,7 +50,7 @@ def read_document(path: Path) -> Document:
         from ampaudit.checkpoint.layout import MANIFEST, REPORT
 
         path = path / REPORT if (path / MANIFEST).is_file() else path
-    return parse_document(_text(path, describe_path(path)), describe_path(path))
+    return parse_document(_text(path, describe_path(path), _HOW), describe_path(path))
 
 
 def parse_document(text: str, name: str) -> Document:
@@ -50,50 +59,50 @@ def parse_document(text: str, name: str) -> Document:
     Raises:
         InputError: it is cut off, of a newer schema, or none of our documents.
     """
-    found = _json(text, name)
-    schema = found.get("schema", SCHEMA)
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise InputError(
-            f"{name}: written by a newer ampaudit (schema {schema}; this one reads {SCHEMA})",
-            hint="update ampaudit, or write the report again with this version",
-        )
+    found = _json(text, name, _HOW)
     kind = kind_of(found)
     if kind is None:
-        raise _not_ours(name)
+        raise InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
+    return _validated(DOCUMENTS[kind], found, name, _HOW)
+
+
+def _validated(record: type[T], found: dict[str, Any], name: str, how: str) -> T:
     try:
-        return TypeAdapter(DOCUMENTS[kind]).validate_python(found, strict=False)
+        return TypeAdapter(record).validate_python(found, strict=False)
     except ValidationError as error:
-        raise InputError(f"{name}: {_first_fault(error)}", hint=_HOW) from error
+        raise InputError(f"{name}: {_first_fault(error)}", hint=how) from error
 
 
-def _text(path: Path, name: str) -> str:
+def _text(path: Path, name: str, how: str) -> str:
     try:
         return read_bounded(path, _MAX_BYTES, InputError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{name}: not UTF-8 text, so not a JSON report", hint=_HOW) from error
+        raise InputError(f"{name}: not UTF-8 text, so not a JSON report", hint=how) from error
 
 
-def _not_ours(name: str) -> InputError:
-    return InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
-
-
-def _json(text: str, name: str) -> dict[str, Any]:
+def _json(text: str, name: str, how: str) -> dict[str, Any]:
     try:
         found = parse_json(text)
     except ValueError as error:
         fault = error.__cause__
         if isinstance(fault, json.JSONDecodeError):
-            raise _not_json(text, name, fault) from error
-        raise InputError(f"{name}: not JSON ({first_line(error)})", hint=_HOW) from error
+            raise _not_json(text, name, how, fault) from error
+        raise InputError(f"{name}: not JSON ({first_line(error)})", hint=how) from error
     if not isinstance(found, dict):
-        raise InputError(f"{name}: JSON, but not an ampaudit report", hint=_HOW)
+        raise InputError(f"{name}: JSON, but not an ampaudit report", hint=how)
+    schema = found.get("schema", SCHEMA)
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise InputError(
+            f"{name}: written by a newer ampaudit (schema {schema}; this one reads {SCHEMA})",
+            hint="update ampaudit, or write the file again with this version",
+        )
     return found
 
 
-def _not_json(text: str, name: str, fault: json.JSONDecodeError) -> InputError:
+def _not_json(text: str, name: str, how: str, fault: json.JSONDecodeError) -> InputError:
     cut = fault.pos >= len(text.rstrip()) or "Unterminated" in fault.msg
     what = "the report is cut off" if cut and text.strip() else "not JSON"
-    hint = "write it again, or copy it whole" if cut else _HOW
+    hint = "write it again, or copy it whole" if cut else how
     return InputError(f"{name}:{fault.lineno}:{fault.colno}: {what} ({fault.msg})", hint=hint)
 
 

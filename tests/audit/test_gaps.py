@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.ci.judge import breaches, measured_in
+from ampaudit.ci.judge import judge, known_target, measured_in
 from ampaudit.core.sites import SiteId
 from ampaudit.render.render import as_file
 from ampaudit.report.budgets import Budgets
@@ -173,7 +173,8 @@ def test_budgets_count_gaps_that_are_new_and_not_allowed() -> None:
 
     def counted(found: Report, baseline: Report | None = None, **budgets: object) -> list[str]:
         made = Budgets(**budgets)  # type: ignore[arg-type]
-        return [breach.budget for breach in breaches(found, measured_in(found), made, baseline)]
+        known = known_target("", baseline, measured_in(baseline), made) if baseline is not None else None
+        return [breach.budget for breach in judge(found, measured_in(found), made, known).breaches]
 
     assert counted(report) == []
     assert counted(report, fail_on="gap") == ["AMP904", "AMP901"]

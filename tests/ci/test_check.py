@@ -20,14 +20,13 @@ import yaml
 from ampaudit import scan
 from ampaudit.audit.metric import metric_of
 from ampaudit.ci.config import read_config
-from ampaudit.ci.judge import breaches, check_codes, measured_in, read_baseline
+from ampaudit.ci.judge import check_codes, judge, known_target, measured_in
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.config import silent
-from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.errors import UsageError
 from ampaudit.core.text import parse_size
 from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
-from ampaudit.render.json import to_json
 from ampaudit.report.budgets import Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.model import Report
@@ -61,7 +60,8 @@ def broken() -> Report:
 
 def names(report: Report, baseline: Report | None = None, **budgets: object) -> list[str]:
     made = Budgets(**budgets)
-    return [b.budget for b in breaches(report, measured_in(report), made, baseline)]
+    known = known_target("", baseline, measured_in(baseline), made) if baseline is not None else None
+    return [b.budget for b in judge(report, measured_in(report), made, known).breaches]
 
 
 def test_what_is_measured(report: Report) -> None:
@@ -122,9 +122,10 @@ def test_a_baseline_lets_numbers_vary_a_little(
 ) -> None:
     old = measured_in(report)
     budgets = Budgets(**{budget: 1000.0})
+    known = known_target("", report, old, budgets)
     for less, counts in ((worse, True), (slightly, False), (-worse, False)):
         seen = replace(old, **{field: getattr(old, field) - less})
-        assert bool(list(breaches(report, seen, budgets, report))) is counts
+        assert bool(judge(report, seen, budgets, known).breaches) is counts
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_baseline_lets_numbers_vary_a_little(
 )
 def test_the_metric_may_fall_a_little(report: Report, fp32: float, lower: float, breached: bool) -> None:
     seen = Measurements(metric_fp32=fp32, metric_lower=lower)
-    found = list(breaches(report, seen, Budgets(max_metric_drop=0.01)))
+    found = judge(report, seen, Budgets(max_metric_drop=0.01)).breaches
     assert bool(found) is breached
 
 
@@ -232,15 +233,6 @@ def test_codes_are_known() -> None:
         check_codes(("AMP1O1",))
 
 
-def test_baselines_that_are_none(tmp_path: Path) -> None:
-    for text in ("", "{}", "[1]", '{"schema": 2}'):
-        (tmp_path / "b.json").write_text(text)
-        with pytest.raises(InputError, match="--baseline"):
-            read_baseline(tmp_path / "b.json")
-    with pytest.raises(InputError, match=r"gone\.json: No such file"):
-        read_baseline(tmp_path / "gone.json")
-
-
 # -- processes
 
 
@@ -332,16 +324,14 @@ def test_one_table_and_one_exit_code(tmp_path: Path, cli: Cli) -> None:
     assert "FAIL  2 of 2" in done.stdout
 
 
-def test_json_and_a_baseline(tmp_path: Path, cli: Cli, broken: Report) -> None:
+def test_json(tmp_path: Path, cli: Cli) -> None:
     text = HEAD + "def example_inputs(): return torch.full((4, 8), 10.0)\ndef get_model():\n"
     text += "    model = nn.Linear(8, 8)\n    model.weight.data.fill_(5000.0)\n    return model\n"
     (tmp_path / "bad.py").write_text(text)
-    (tmp_path / "b.json").write_text(to_json(broken))
     done = cli("check", "bad.py", "--policy", "half", "--format", "json", cwd=tmp_path)
     table = json.loads(done.stdout)
     assert (done.returncode, table["verdict"]) == (1, "fail")
     assert table["targets"][0]["breaches"][0]["budget"].startswith("AMP")
-    assert cli("check", "bad.py", "--policy", "half", "--baseline", "b.json", cwd=tmp_path).returncode == 0
 
 
 def test_nothing_to_check(tmp_path: Path, cli: Cli) -> None:
@@ -433,8 +423,3 @@ def test_the_pre_commit_hook_runs(tmp_path: Path, scale: str, code: int) -> None
     done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == code, done.stdout + done.stderr
     assert ("PASS  1 target checked" if code == 0 else "FAIL  1 of 1") in done.stdout
-
-
-def test_a_report_of_a_scan_is_a_baseline(tmp_path: Path, report: Report) -> None:
-    (tmp_path / "b.json").write_text(to_json(report))
-    assert read_baseline(tmp_path / "b.json") == report

@@ -14,16 +14,20 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ampaudit.ci.judge import known_target, measured_in
 from ampaudit.export.convert import convert
 from ampaudit.recording.calls import record
+from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
+from ampaudit.report.baseline import Baseline
+from ampaudit.report.budgets import Budgets
 from ampaudit.source import Batch, ModelSource
 from tests.fuzz.mutators import Files
 from tests.linter.corpora import read_set
 from tests.support.paths import ROOT
 from tests.support.recorded import Colour, Pair, Points, Sink
 from tests.support.rule_file import GOOD
-from tests.support.saved import SAMPLES, sample
+from tests.support.saved import SAMPLES, sample, saved_report
 
 __all__ = [
     "baselines",
@@ -218,8 +222,10 @@ def reports() -> list[Files]:
 
 
 def baselines() -> list[Files]:
-    """Return the report of a scan."""
-    return reports()[:1]
+    """Return what is accepted of one target."""
+    report = saved_report()
+    known = known_target("model.py", report, measured_in(report), Budgets())
+    return [{"baseline.json": to_json(Baseline(targets=(known,))).encode()}]
 
 
 def configurations() -> list[Files]:

@@ -132,7 +132,7 @@ SEEDS: dict[str, tuple[str, int, Edit]] = {
     "report: a mode that took no time": (
         "report", BENCH, _json("report.json", _set("rows", 0, "seconds", 0.0)),
     ),
-    "baseline: a device": ("baseline", 0, _file("report.json", _ZERO)),
+    "baseline: a device": ("baseline", 0, _file("baseline.json", _ZERO)),
     "pyproject: a device": ("pyproject", 0, _file("pyproject.toml", _ZERO)),
     "pyproject: a pipe": ("pyproject", 0, _file("pyproject.toml", _FIFO)),
     "pyproject: a long key": (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_control, format_bytes, model_file, plural, shell_quoted
+from ampaudit.core.text import escape_control, format_bytes, listed, model_file, plural, shell_quoted
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
 from ampaudit.render.findings import Alert, Suite, safe_line
@@ -14,6 +14,7 @@ from ampaudit.render.paths import relative_path
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.check import CheckResults, TargetResult
+from ampaudit.report.finding import KNOWN
 from ampaudit.report.pages import title_of
 
 __all__ = ["CheckView"]
@@ -38,7 +39,7 @@ class CheckView(View[CheckResults]):
         failed = sum(result.verdict != "pass" for result in results)
         total = plural(len(results), "target")
         sentence = f"{failed} of {total}" if failed else f"{total} checked"
-        yield verdict_section(self.document.verdict, sentence, self.gate)
+        yield verdict_section(self.document.verdict, f"{sentence}{self._known()}", self.gate)
 
     def suites(self) -> tuple[Suite, ...]:
         """Return all targets as one suite."""
@@ -70,9 +71,17 @@ class CheckView(View[CheckResults]):
                 **{name: getattr(seen, name, None) for name in names},
                 "broken_outputs": len(seen.broken) if seen is not None else None,
                 "breaches": len(target.breaches),
+                "known": len(target.known),
                 "seconds": target.seconds,
                 "peak_bytes": target.peak_bytes or None,
             }
+
+    def _known(self) -> str:
+        """Count what the baseline hides and what it no longer needs; empty without either."""
+        known = sum(len(target.known) for target in self.document.targets)
+        gone = sum(len(target.gone) for target in self.document.targets)
+        hidden = f", {plural(known, 'known finding')}" if known else ""
+        return hidden + (f", {gone} of the baseline no longer found" if gone else "")
 
 
 def _name(result: TargetResult) -> str:
@@ -85,6 +94,11 @@ def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
         yield f"  {breach.budget}", f"{escape_control(breach.where)}: {escape_control(breach.what)}"
     if len(result.breaches) > _SHOWN:
         yield "", f"and {len(result.breaches) - _SHOWN} more"
+    if result.known:
+        yield "  known", _counted([(breach.budget, breach.where) for breach in result.known])
+    if result.gone:
+        gone = _counted([(finding.code, finding.site) for finding in result.gone])
+        yield "  gone", f"{gone}: no longer found; update the baseline with --update-baseline"
     for number, text in enumerate(result.error.splitlines()):
         yield "" if number else "  error", escape_control(text.strip())
     for note in result.notes:
@@ -110,15 +124,22 @@ def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
 def _alerts(target: TargetResult) -> Iterator[Alert]:
     name = _name(target)
     model = SourceLine(model_file(target.target), 1)
-    for breach in target.breaches:
+    for breach in (*target.breaches, *target.known):
+        known = breach in target.known
         yield Alert(
             code=breach.budget,
             title=title_of(breach.budget, breach.budget),
             level=breach.severity,
-            fails=True,
+            fails=not known,
             case=name,
             site=escape_control(breach.where),
             cause=escape_control(breach.what),
             advice=f"ampaudit scan {shell_quoted(name)} says more",
             line=safe_line(breach.source.evident if breach.source is not None else model),
+            suppressed=KNOWN if known else None,
         )
+
+
+def _counted(found: list[tuple[str, str]]) -> str:
+    places = [f"{code} at {where}" for code, where in found]
+    return escape_control(f"{plural(len(found), 'known finding')}: {listed(places)}")
