@@ -62,7 +62,9 @@ class CheckConfig(Config):
     baseline: Annotated[
         FilePath | None, Option("Only what is new or worse than in this file counts.", metavar="FILE")
     ] = None
-    update_baseline: Annotated[bool, Option("Write what is found to the file of --baseline.")] = False
+    update_baseline: Annotated[bool, Option("Write what is found to the file of --baseline.", file=False)] = (
+        False
+    )
     weights: Annotated[
         FilePath | None, Option("Checkpoint: safetensors, or .pt state_dict.", metavar="FILE")
     ] = None

@@ -72,9 +72,7 @@ def test_it_does_not_hide_the_overflow_of_another_model(known: Path, cli: Cli) -
     assert "the baseline does not have it under half in float16" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "other", [("--policy", "torch-cuda"), ("--policy", "half", "--dtype", "bfloat16")]
-)
+@pytest.mark.parametrize("other", [("--policy", "torch-cuda"), ("--policy", "half", "--dtype", "bfloat16")])
 def test_it_is_for_one_policy_and_one_format(known: Path, cli: Cli, other: tuple[str, ...]) -> None:
     done = cli("check", "a.py", "--baseline", "known.json", *other, cwd=known)
     assert "the baseline does not have it" in done.stdout
