@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampaudit.core.files import write_text
+from ampaudit.core.text import model_file
 from ampaudit.core.untrusted import describe_path
 from ampaudit.render.json import to_json
 from ampaudit.report.baseline import Baseline, KnownTarget
@@ -55,10 +56,8 @@ class BaselineFile:
 
     def _key(self, target: str) -> str:
         """Return a target's path from the directory of the file; an import path stays as it is."""
-        file, colon, name = target, "", ""
-        if not Path(target).exists():
-            file, colon, name = target.rpartition(":")
-        if not file or not Path(file).exists():
+        file = target if Path(target).exists() else model_file(target)
+        if not Path(file).exists():
             return target
         beside = os.path.relpath(Path(file).resolve(), self._path.resolve().parent)
-        return f"{beside.replace(os.sep, '/')}{colon}{name}"
+        return f"{beside.replace(os.sep, '/')}{target[len(file) :]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.report.baseline import KnownFinding, KnownTarget
@@ -75,23 +75,26 @@ def judge(
     report: Report, seen: Measurements, budgets: Budgets, baseline: KnownTarget | None = None
 ) -> Judgement:
     """Compare what a report has and what was measured with budgets, and with what a baseline accepts."""
-    accepted = {(f.code, f.site): f for f in baseline.findings} if baseline is not None else {}
+    counted = list(_counted(report, budgets))
+    if baseline is None:
+        return Judgement((*(breach for breach, _ in counted), *_numbers(seen, budgets, None)))
+    accepted = {(finding.code, finding.site): finding for finding in baseline.findings}
     breaches: list[Breach] = []
     known: list[Breach] = []
-    for breach, finding in _counted(report, budgets):
+    for breach, finding in counted:
         before = accepted.get((finding.code, finding.site))
         worse = _worse(finding, before) if before is not None else ""
-        if before is None or worse:
-            what = f"{worse}; {breach.what}" if worse else breach.what
-            breaches.append(Breach(breach.budget, breach.where, what, breach.severity, breach.source))
+        if before is None:
+            breaches.append(breach)
+        elif worse:
+            breaches.append(replace(breach, what=f"{worse}; {breach.what}"))
         else:
             known.append(breach)
-    then = baseline.measured if baseline is not None else None
-    exceeded = list(_numbers(seen, budgets, then))
-    still = [] if then is None else [b for b in _numbers(seen, budgets, None) if b not in exceeded]
+    exceeded = list(_numbers(seen, budgets, baseline.measured))
+    still = (breach for breach in _numbers(seen, budgets, None) if breach not in exceeded)
     occurring = {(f.code, f.site) for f in report.findings} | {(g.kind.code, g.op) for g in report.gaps}
-    falls = _falls(report, seen, baseline) if baseline is not None else ()
     gone = tuple(finding for key, finding in accepted.items() if key not in occurring)
+    falls = _falls(report, seen, baseline)
     return Judgement((*breaches, *exceeded, *falls), (*known, *still), gone)
 
 

@@ -127,6 +127,11 @@ def test_the_file_depends_on_what_was_found_alone(known: Path, cli: Cli) -> None
     assert (known / "known.json").read_text() == text
     below = known / "below"
     below.mkdir()
+    for target in ("../a.py", "../a.py:Model"):
+        done = check(cli, below, target, "--baseline", "../known.json", "--update-baseline")
+        assert done.returncode == 0, done.stdout
+    assert entries(known) == [(name, "half", "float16") for name in ("a.py", "a.py:Model")]
+    (known / "known.json").write_text(text)
     found = check(cli, below, "../a.py", "--baseline", "../known.json")
     assert found.returncode == 0, "a target is named by its path from the file"
     check(cli, below, str(known / "a.py"), "--baseline", "../known.json", "--update-baseline")
