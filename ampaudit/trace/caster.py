@@ -40,7 +40,7 @@ from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_reco
 from ampaudit.trace.twin_call import OpenTwins
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, storage_id
 
-__all__ = ["HALF_FOURIER", "NO_KERNEL", "TWIN", "Call", "Caster"]
+__all__ = ["HALF_FOURIER", "MIXED_DTYPES", "NO_KERNEL", "TWIN", "Call", "Caster", "mixed_dtypes"]
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -53,6 +53,7 @@ HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "CPUs have no float16 kernel for it; the audit does what CUDA's does"
 )
 TWIN = "twin"  # why a policy does not decide
+MIXED_DTYPES = "mixed-dtypes"
 INSIDE_TWIN = Decision(
     Cast.FOLLOW, None, TWIN, "what a kernel computes inside follows its inputs; no policy reaches it"
 )
@@ -60,6 +61,11 @@ BACKWARD = Decision(Cast.FOLLOW, None, "default", "in the backward pass, where a
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
+
+
+def mixed_dtypes(complaint: str) -> Decision:
+    """The decision for an op that rejects its mix of dtypes, with torch's words."""
+    return Decision(Cast.FLOAT32, None, MIXED_DTYPES, f"torch rejects these dtypes: {complaint}")
 
 
 class Caster:

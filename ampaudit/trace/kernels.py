@@ -1,7 +1,9 @@
-"""Asks the kernels of ops from outside PyTorch whether they take 16-bit tensors."""
+"""Tells which dtypes kernels take: what their errors say, and what those from outside PyTorch do on zeros."""
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import torch
@@ -13,49 +15,89 @@ from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import example_size, is_foreign
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
-__all__ = ["KernelTrials", "takes_low_precision"]
+__all__ = ["KernelTrials", "says_no_kernel", "takes_low_precision"]
+
+# what torch says where an op has no kernel for a 16-bit format
+_NO_KERNEL = re.compile(
+    r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
+)
+_LARGEST = 1 << 20  # elements of the arguments that a trial computes with
+
+
+def says_no_kernel(error: Exception) -> bool:
+    """Return whether an error of torch's says that an op has no kernel for a 16-bit format."""
+    return bool(_NO_KERNEL.search(str(error)))
 
 
 def takes_low_precision(called: OpCalled) -> bool:
     """Return whether an argument of a call is a 16-bit tensor."""
-    leaves = pytree.tree_leaves((called.args, called.kwargs))
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in LOW_PRECISION_DTYPES for leaf in leaves)
+    return any(tensor.dtype in LOW_PRECISION_DTYPES for tensor in _tensors(called))
 
 
 class KernelTrials:
-    """Calls kernels on zeros, since a function that describes their results says nothing about dtypes."""
+    """Calls kernels on zeros, since a function that describes their results says little about dtypes.
+
+    Ops that talk to other processes are not tried.
+    """
 
     def __init__(self) -> None:
         self._refused: dict[tuple[Any, ...], bool] = {}
+        self._complaints: dict[tuple[Any, ...], str | None] = {}
 
     def refuses(self, called: OpCalled) -> bool:
-        """Return whether an op raises for 16-bit tensors of these sizes, and not for the same in FP32.
-
-        Ops that talk to other processes are not tried.
-        """
+        """Return whether an op from elsewhere raises for 16-bit tensors of these sizes, and not for FP32."""
         if not is_foreign(called.op) or not takes_low_precision(called) or "c10d" in called.op.namespace:
             return False
         key = (called.op, repr(pytree.tree_map_only(torch.Tensor, _signature, (called.args, called.kwargs))))
         if key not in self._refused:
-            with without_modes(), torch.no_grad(), without_autocast(), seeded(0):
-                self._refused[key] = not _runs(called, wide=False) and _runs(called, wide=True)
+            self._refused[key] = _error(called) is not None and _error(called, wide=True) is None
         return self._refused[key]
+
+    def complaint(self, called: OpCalled) -> str | None:
+        """Return what torch says about the mix of dtypes that an op is given; ``None`` if it takes them.
+
+        Floating-point tensors of several dtypes, one of them 16-bit, are a mix. It is to blame if the op
+        raises for them and not for float32 instead of 16 bits.
+        """
+        dtypes = tuple(tensor.dtype for tensor in _tensors(called))
+        floats = {dtype for dtype in dtypes if dtype.is_floating_point}
+        if len(floats) < 2 or floats.isdisjoint(LOW_PRECISION_DTYPES) or "c10d" in called.op.namespace:
+            return None
+        key = (called.op, *dtypes)
+        if key not in self._complaints:
+            error = _error(called)
+            refused = error is not None and not says_no_kernel(error) and _error(called, wide=True) is None
+            self._complaints[key] = str(error).partition("\n")[0] if refused else None
+        return self._complaints[key]
+
+
+def _tensors(called: OpCalled) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((called.args, called.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(map(example_size, tensor.shape)), tensor.dtype, tensor.device
 
 
-def _runs(called: OpCalled, *, wide: bool) -> bool:
+def _error(called: OpCalled, *, wide: bool = False) -> Exception | None:
+    """Return what an op raises on zeros of the given sizes; ``wide`` tries float32 instead of 16 bits.
+
+    Where the tensors are large, only shapes and dtypes are tried.
+    """
+    large = sum(math.prod(map(example_size, tensor.shape)) for tensor in _tensors(called)) > _LARGEST
+
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         sizes, strides = ([example_size(size) for size in found] for found in (tensor.shape, tensor.stride()))
         dtype = WIDE.get(tensor.dtype, tensor.dtype) if wide else tensor.dtype
-        return torch.empty_strided(sizes, strides, dtype=dtype, device=tensor.device).zero_()
+        device = "meta" if large and not is_foreign(called.op) else tensor.device
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device).zero_()
 
     try:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, zeros, (called.args, called.kwargs))
-        args, kwargs = pytree.tree_map_only(torch.SymInt, example_size, (args, kwargs))
-        called.op(*args, **kwargs)
-    except Exception:  # whatever a kernel raises
-        return False
-    return True
+        with without_modes(), torch.no_grad(), without_autocast(), seeded(0):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, zeros, (called.args, called.kwargs))
+            args, kwargs = pytree.tree_map_only(torch.SymInt, example_size, (args, kwargs))
+            called.op(*args, **kwargs)
+    except Exception as error:  # whatever a kernel raises
+        return error
+    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,11 +13,11 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.core.sites import SiteId
-from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster
+from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster, mixed_dtypes
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.internals import ProxyTorchDispatchMode, needs_values, without_autocast
-from ampaudit.trace.kernels import takes_low_precision
+from ampaudit.trace.kernels import says_no_kernel, takes_low_precision
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import PathRecorder
@@ -30,10 +29,6 @@ __all__ = ["BelowTransforms", "OpRecorder", "running_layer"]
 
 aten = torch.ops.aten
 Call = Callable[..., Any]
-# what torch says where an op has no kernel for a 16-bit format
-_NO_KERNEL = re.compile(
-    r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
-)
 
 
 class BelowTransforms(ProxyTorchDispatchMode):
@@ -92,6 +87,10 @@ class OpRecorder:
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         uncast = changed
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
+        complaint = caster.kernels.complaint(changed)
+        if complaint is not None:
+            record = replace(record, decision=mixed_dtypes(complaint))
+            changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
         if twin is not None:
             with caster.twins.entered(twin.op, site):
                 return call_traced(twin, changed, self._mode, caster.is_written)
@@ -107,14 +106,15 @@ class OpRecorder:
         return self._clamped(record, result)
 
     def _parts(self, called: OpCalled) -> Any:
-        """Record the ops of a composite op; ``NotImplemented`` where it refuses 16 bits as a whole."""
+        """Record the ops of a composite op; ``NotImplemented`` where it refuses its dtypes as a whole."""
         try:
             kernel = called.op.decompose if is_composite(called.op) else composite_kernel(called.op)
             assert kernel is not None
             with self._mode:
                 return kernel(*called.args, **called.kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if not _NO_KERNEL.search(str(error)) and (self._path is None or not needs_values(error)):
+            refused = says_no_kernel(error) or self._caster.kernels.complaint(called) is not None
+            if not refused and (self._path is None or not needs_values(error)):
                 raise
             return NotImplemented
 
@@ -215,7 +215,7 @@ class OpRecorder:
 
 def _lacks_kernel(called: OpCalled, error: Exception) -> bool:
     """Return whether an op raises for lack of a 16-bit kernel; ops from elsewhere have words of their own."""
-    if isinstance(error, RuntimeError) and _NO_KERNEL.search(str(error)):
+    if isinstance(error, RuntimeError) and says_no_kernel(error):
         return True
     return is_foreign(called.op) and takes_low_precision(called)
 

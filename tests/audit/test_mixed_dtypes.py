@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
 
 from ampaudit import scan
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
@@ -16,8 +19,9 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import audit_policies
-from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import FLOAT16
+from ampaudit.trace.caster import MIXED_DTYPES
+from tests.support.native import Call, Calls, Function, emulated, native, sample_calls
 
 Body = Callable[[torch.Tensor], torch.Tensor]
 BODIES: dict[str, Body] = {
@@ -63,20 +67,89 @@ def test_what_raises_in_a_half_model_is_an_error(name: str) -> None:
         raises = False
     except RuntimeError as error:
         raises = "not implemented" not in str(error)
-    try:
-        report = scan(model, x, policy="half")
-    except AuditError as error:
-        refused = error
-    else:
-        said = [f for f in report.findings if f.severity == "error"]
-        assert bool(said) == raises, said
-        assert all(f.code == "AMP307" for f in said)
-        assert report.exit_code == int(raises)
+    report = scan(model, x, policy="half")
+    said = [f for f in report.findings if f.severity == "error"]
+    assert bool(said) == raises, said
+    assert all(f.code == "AMP307" for f in said)
+    assert report.exit_code == int(raises)
+
+
+class Diffusion(nn.Module):
+    """A convolution and a linear layer with a bias behind a float32 input, and layers that follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear, self.out = nn.Conv2d(3, 8, 3), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+        hidden = self.linear(self.conv(x.float()).mean((2, 3)))
+        out: torch.Tensor = self.out(hidden.half().float() if again else hidden)
+        return out
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_only_the_first_of_a_chain_is_reported(again: bool) -> None:
+    model = Diffusion()
+    report = scan(model, (torch.randn(2, 3, 8, 8), again), policy="half")
+    expected = {("AMP307", "conv"), ("AMP307", "out")} if again else {("AMP307", "conv")}
+    assert {(f.code, f.layer) for f in report.findings if f.severity == "error"} == expected
+    with pytest.raises(RuntimeError) as raised:
+        copy.deepcopy(model).half()(torch.randn(2, 3, 8, 8).half())
+    assert str(raised.value) in report.findings[0].cause
+
+
+def mixtures(call: Call) -> Iterator[tuple[Function, list[torch.Tensor]]]:
+    """The call with its first float in float32 and the others in float16, and the other way round."""
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    places = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    floats = [leaves[i] for i in places]
+    if len(floats) < 2 or any(value.numel() == 0 or value.is_sparse_csr for value in floats):
         return
-    # torch refuses the trace or the run, too: the line is named
-    assert raises
-    assert "test_mixed_dtypes.py:" in str(refused)
-    assert refused.exit_code == 3
+    for wide in (places[:1], places[1:]):
+
+        def function(*given: torch.Tensor, wide: list[int] = wide) -> Any:
+            mixed = dict(zip(places, given, strict=True))
+            mixed.update({place: mixed[place].float() for place in wide})
+            args, kwargs = pytree.tree_unflatten([mixed.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
+            return call.function(*args, **kwargs)
+
+        yield function, floats
+
+
+def raised(run: Callable[..., Any], function: Function, args: Sequence[Any]) -> str | None:
+    try:
+        run(function, tuple(args))
+    except Exception as error:  # whatever torch or the trace raises
+        return str(error).partition("\n")[0]
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_samples_are_judged_as_torch_judges_them() -> None:
+    """Of each op with two floats: refused where torch raises for the mix and not for float16 alone."""
+    wrong, mixed = [], 0
+    for call in (call for info in op_db for call in sample_calls(info, 1, 1.0, torch.float16)):
+        alone = Calls(call.function, call.kwargs)
+        for function, floats in mixtures(call):
+            if raised(native, alone, call.args):
+                continue
+            expected = raised(native, function, floats)
+            said: list[str] = []
+
+            def judge(function: Function, floats: Any, said: list[str] = said) -> None:
+                sites = emulated(function, floats).traced.sites
+                said += [s.decision.why for s in sites if s.decision.reason == MIXED_DTYPES]
+
+            failure = raised(judge, function, floats)
+            if failure and raised(emulated, alone, call.args):
+                continue  # the mix is not why
+            mixed += bool(expected)
+            if failure or bool(said) != bool(expected):
+                wrong.append(f"{call.function}: torch {expected}, audit {failure or said}")
+    assert not wrong, "\n".join(wrong)
+    assert mixed > 50  # the samples have such calls
 
 
 @pytest.mark.parametrize("returns", [False, True])

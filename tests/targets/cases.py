@@ -179,6 +179,13 @@ CASES = (
         "AMP307 dtypes that an op does not take together",
         1,
     ),
+    Case(
+        "A convolution with a bias behind `x.float()`",
+        "timestep_embedding",
+        "AMP307 dtypes that an op does not take together",
+        1,
+        options=("--policy", "half"),
+    ),
     Case("A model that is in float16 already", "half_already", PASS),
     Case("`torch.compile(model)`", "compiled", PASS),
     Case("`nn.DataParallel(model)`", "data_parallel", PASS),
