@@ -24,6 +24,8 @@ MAX_LOST = 0.1  # share of updates
 MAX_SKIPPED = 0.1  # share of steps
 MAX_METRIC_DROP = 0.05  # of FP32's metric
 MAX_FLUSHED = 0.5  # share of gradient elements, or of second moments
+# of the gradient of a layer's weight: that of a bias below is a sum that cancels, and rounding is left
+NOISE = 2.0**-10
 
 
 def findings_of(variant: Variant, reference: Variant | None = None) -> tuple[Finding, ...]:
@@ -144,6 +146,9 @@ def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
         return max(parameter.flushed, zeros, 1.0 if not exact and parameter.zero == 1.0 else 0.0)
 
     rows = [p for p in variant.health.parameters if lost(p) > MAX_FLUSHED]
+    if rows:
+        noise = _cancelled((variant if reference is None else reference).health)
+        rows = [p for p in rows if p.name not in noise]
     if not rows:
         return
     worst = max(rows, key=lost)
@@ -154,6 +159,14 @@ def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     )
     advice = "raise the loss scale: scan --backward says how far"
     yield _finding(variant, "AMP715", worst.name.rpartition(".")[0], cause, advice, None)
+
+
+def _cancelled(health: Health) -> set[str]:
+    """Return biases whose gradient is rounding error, such as those before batch norm and of keys."""
+    peaks = {p.name: p.largest_gradient for p in health.parameters}
+    biases = {name: peak for name, peak in peaks.items() if name.endswith("bias") and peak}
+    weights = {name: peaks.get(name.removesuffix("bias") + "weight") or 0.0 for name in biases}
+    return {name for name, peak in biases.items() if peak <= NOISE * weights[name]}
 
 
 def _weighted(rows: Sequence[ParameterHealth], field: str) -> float | None:

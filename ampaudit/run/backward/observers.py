@@ -13,8 +13,10 @@ from ampaudit.run.backward.custom_backward import FaultSource
 from ampaudit.run.backward.meter import GradientMeter
 from ampaudit.run.backward.record import GradientOrigin
 from ampaudit.run.step import Step
+from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site
 from ampaudit.trace.marks import is_mark, marked_values
+from ampaudit.trace.opnames import base_name, converts, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["GradientNames", "MeasuringObserver", "RepairingObserver"]
@@ -85,10 +87,9 @@ class MeasuringObserver(GradientObserver):
     def made(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
-        """Note the source of a vector's gradient, to see later how much of a sum over rows is left."""
+        """Note the source of a gradient that is a sum, to see later whether only rounding is left of it."""
         del fault
-        value = of.meta.get("val")
-        name = self._names.of(of) if isinstance(value, torch.Tensor) and value.dim() <= 1 else None
+        name = self._names.of(of) if is_mark(step.target) or _adds(step.node, of) else None
         source = self._names.of(marked_values(step.node)[0] if is_mark(step.target) else step.node)
         if name is not None and source is not None:
             self.meter.sums(*name, source[0])
@@ -195,6 +196,17 @@ class RepairingObserver(GradientObserver):
 
     def _following(self, of: fx.Node, pair: GradientPair) -> torch.Tensor:
         return self._represent(pair[0].clamp(-self._limit, self._limit), of).to(pair[1].dtype)
+
+
+def _adds(node: fx.Node, term: fx.Node) -> bool:
+    """Return whether an op adds a value as it is, so that its gradient is a sum of the result's."""
+    op = overload_of(node.target)
+    if op is None:
+        return False
+    given = named_arguments(op, node.args, dict(node.kwargs))
+    if converts(op) or base_name(op) in ("add", "add_", "sub", "sub_"):
+        return "alpha" not in given
+    return given.get("bias") is term or (base_name(op) == "addmm" and given["self"] is term)
 
 
 def _wrong(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
