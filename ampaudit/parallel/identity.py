@@ -21,7 +21,7 @@ from ampaudit.source import ModelSource
 from ampaudit.source.user_code import GIVEN_FILE
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["CommandShare", "Identity", "identity_of", "is_divisible", "refuse_undivided"]
+__all__ = ["CommandShare", "Identity", "identity_of", "imported_files", "is_divisible", "refuse_undivided"]
 
 _SAMPLES = 256  # elements of each tensor
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -110,7 +110,7 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
     return Identity(
         __version__,
         torch.__version__,
-        _digest(source.sha256, _imported_files(source), modules, _sampled(weights)),
+        _digest(source.sha256, imported_files(source), modules, _sampled(weights)),
         _digest(_sampled({str(number): tensor for number, tensor in enumerate(inputs)}), plain),
         len(source.batches),
         _digest(rules),
@@ -118,7 +118,7 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
     )
 
 
-def _imported_files(source: ModelSource) -> list[str]:
+def imported_files(source: ModelSource) -> list[str]:
     """Return digests of the Python files that a model's file has imported from its directory or package."""
     place, package = source.location.partition(":")[0], source.location.partition(".")[0]
     directory = Path(place).absolute().parent

@@ -87,6 +87,17 @@ class PreNorm(nn.Module):
         return self.head(self.last(x))
 
 
+class Reshaped(PreNorm):
+    """The stream passes through views between its blocks."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = (self.embedding(ids) + self.position).flatten(0, 1)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = (x + down(F.gelu(up(norm(x))))).unflatten(0, (-1, 6)).flatten(0, 1)
+        out: torch.Tensor = self.head(self.last(x))
+        return out
+
+
 def flow_of(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
     return Flow(trace(model, args, kwargs, load_policy("half"), load_policy("torch-cuda"), FLOAT16))
 
@@ -148,6 +159,14 @@ def test_generated_nets_keep_every_bit_or_are_refused(
     assert_same_bits(model, found.applied(model), IDS)
     assert found.is_in(flow, flow_of(changed, IDS))
     assert not found.is_in(flow, flow_of(model, IDS))
+
+
+def test_a_stream_passes_through_views() -> None:
+    torch.manual_seed(0)
+    model = Reshaped("layer", 2, bias=True, tied=False, plant=None).eval()
+    found = rescaled(model, "(top)/add", IDS)
+    assert isinstance(found, ResidualRescale), found
+    assert_same_bits(model, pasted(model, found.paste), IDS)
 
 
 def test_advice_cures_the_overflow_of_the_stream() -> None:

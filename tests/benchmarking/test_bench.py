@@ -34,6 +34,12 @@ from tests.support.paths import ROOT
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_a_device_that_is_absent_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="cuda"):
+        BenchConfig(device="cuda").check()
+
+
 def test_an_interrupted_run_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = running.time_step, 0
 

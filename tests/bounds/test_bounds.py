@@ -257,6 +257,19 @@ def test_what_a_run_computes_is_inside(name: str, policy: str, dtype: str) -> No
         check(traced, table, ([x] for x in extreme_values(shape, low, high, 7)))
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_convolution_reaches_its_bound(groups: int) -> None:
+    """Its largest value is there where each input has the sign of its weight."""
+    torch.manual_seed(0)
+    layer, shape = nn.Conv2d(3, 6, 3, groups=groups), (1, 3, 5, 5)
+    rules = load_policy("half"), load_policy("torch-cuda")
+    traced = trace(layer, (torch.zeros(shape),), {}, *rules, FLOAT16)
+    (found,) = (b for s, b in table_of(traced, shape, -1.0, 1.0, "float16").bounds.items() if "conv" in s)
+    assert layer.bias is not None
+    reached = float((layer.weight.abs().sum((1, 2, 3)) + layer.bias.abs()).detach().max())
+    assert reached * 0.999 <= found.peak <= reached * 1.001
+
+
 ENDS = st.floats(-1e4, 1e4, width=16)
 
 

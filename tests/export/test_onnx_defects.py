@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
 from ampaudit.core.errors import RunFailed
+from ampaudit.export.onnx.types import SlotType, node_types
 from tests.support.onnx_conversion import check_structure, close, converted, types
 from tests.support.onnx_models.case import Graph
 from tests.support.onnx_models.structure import linear, row
@@ -175,3 +177,10 @@ def test_an_output_beyond_the_format_is_named_with_its_way_out(
         check(graph, "y", tmp_path, io="float16")
     assert "--io float32" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("version", "output"), [(12, SlotType.FLOAT32), (13, SlotType.CHOSEN)])
+def test_cast_knows_bfloat16_since_operator_set_13(version: int, output: SlotType) -> None:
+    node = ir.Node("", "Cast", [ir.Value(name="x")])
+    assert node_types(node, version, "bfloat16").outputs == (output,)
+    assert node_types(node, version, "float16").outputs == (SlotType.CHOSEN,)

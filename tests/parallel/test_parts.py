@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from ampaudit.audit.inputs import as_source
+from ampaudit.parallel.identity import imported_files
 from tests.support.parallel import BATCHES, MODEL, PROMOTING, run, scanned, without_times, written
 
 
@@ -93,6 +100,22 @@ def test_a_model_that_has_changed_since_is_refused(folder: Path) -> None:
     files = parts(folder, 2)
     written(folder, MODEL.replace("Linear(32, 5)", "Linear(32, 6)"))
     assert "another model: other code, other files that it imports" in str(run("merge", *files).exception)
+
+
+def test_files_beside_the_model_count_when_they_are_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("beside.py", "beside.so", "sub/beside.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / name)
+        monkeypatch.setitem(sys.modules, f"test_{name}", module)
+    source = replace(
+        as_source(nn.Linear(1, 1), batches=[torch.ones(1)]), location=f"{tmp_path}/model.py:M", kind="python"
+    )
+    found = [line.partition(" ")[0] for line in imported_files(source)]
+    assert found == ["beside.py", "beside.py"]
 
 
 def test_a_file_that_the_model_imports_belongs_to_it(folder: Path) -> None:

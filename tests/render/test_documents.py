@@ -24,7 +24,7 @@ from ampaudit.render.view import View
 from ampaudit.report.documents import DOCUMENTS
 from ampaudit.report.saved import parse_document
 from tests.support.paths import ROOT
-from tests.support.saved import SAMPLES, sample
+from tests.support.saved import SAMPLES, sample, saved
 
 RENDER = ROOT / "ampaudit" / "render"
 ALWAYS = {"text", "json", "html", "markdown"}
@@ -98,6 +98,11 @@ def test_which_formats_a_document_has(kind: str) -> None:
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_a_terminal_shows_every_document(kind: str, verbosity: int) -> None:
     assert for_terminal(sample(kind), verbosity) is not None
+
+
+def test_a_plan_begins_with_what_it_is_a_plan_of() -> None:
+    text = as_file(saved("plan"), "text")
+    assert text.splitlines()[0].startswith("plan  ")
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)

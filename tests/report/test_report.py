@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -11,9 +12,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from ampaudit.audit.checks.interface import finding_about
+from ampaudit.core.sites import SiteId
 from ampaudit.core.text import escape_control
 from ampaudit.render.json import from_json, json_schema, report_schema_text, to_json
 from ampaudit.render.render import for_terminal
+from ampaudit.report.finding import Evidence
 from ampaudit.report.model import Report
 from tests.support.paths import ROOT
 from tests.support.planted import WIDTH, TwoBranches
@@ -122,3 +126,20 @@ def test_complex_numbers_are_audited() -> None:
     report = scan(Spectrum().eval(), torch.randn(4, 16))
     assert report.coverage.uncovered_ops == ()
     assert report.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("evidence", "text"),
+    [
+        (Evidence(flushed=0.75, headroom_bits=3.0), "75% flushed"),
+        (Evidence(flushed=0.25, headroom_bits=3.0, sqnr_db=12.0), "12 dB"),
+        (Evidence(flushed=0.75, headroom_bits=-2.0), "-2.0 bits"),
+        (Evidence(flushed=0.75, inf=2), "2 inf"),
+        (Evidence(flushed=0.75, inf=2, nan=1), "1 NaN"),
+        (Evidence(headroom_bits=3.0), "+3.0 bits"),
+        (Evidence(), ""),
+    ],
+)
+def test_the_number_of_a_gradient_is_the_one_that_says_how_bad_it_is(evidence: Evidence, text: str) -> None:
+    found = finding_about("AMP702", SiteId("a/b"), "a", "cause", "advice")
+    assert replace(found, phase="backward", evidence=evidence).key_number == text
