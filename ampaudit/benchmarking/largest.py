@@ -25,7 +25,9 @@ def largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iter
 def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, str]:
     """Return a test for one batch size, if possible, and how it is made."""
     target = setup.target
-    if target is not None and target.memory_gb:
+    if target is not None:
+        if not target.memory_gb:
+            return None, ""
         limit = target.memory_gb * 1e9
         runner = _any_size_runner(mode, setup)
         if runner is None:

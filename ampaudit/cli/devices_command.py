@@ -37,7 +37,7 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
 
     machine = this_machine()
     found = Devices(1, machine, tuple(all_devices().values()))
-    both = Group(render_machine(machine), Text(), render_catalogue(found.catalogue))
+    both = Group(render_machine(machine), Text(), render_catalogue())
     deliver(
         lambda console: console.print(both, crop=False),
         to_json(found) if form == "json" else None,

@@ -1,21 +1,28 @@
-"""Reads the catalogue of devices (``catalogue.yaml``): rates, memory and advice, each with its source."""
+"""Reads the catalogue of devices (``catalogue.yaml``): rates, memory and advice, each with its source.
+
+A device that is not listed gets what its generation implies: formats, compute capability and advice, and
+neither memory nor rates.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
 
 from ampaudit.core.errors import UsageError, did_you_mean
 
-__all__ = ["Device", "Rates", "all_devices", "device_named", "nearest_device"]
+__all__ = ["Device", "Rates", "all_devices", "device_named", "generations", "nearest_device"]
 
 _FILE = Path(__file__).with_name("catalogue.yaml")
+# words of a name that tell no devices apart
+_BRANDS = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|[\s_()/-]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +37,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device, standing for its generation.
+    """One device.
 
     Attributes:
         id: as ``--for`` takes it.
-        match: regular expressions for the names that torch gives such devices.
+        match: regular expressions for its name as torch gives it, without makers, brands and separators.
+        family: regular expressions for the names of other devices of the generation; the first entry of a
+            generation has them.
         name: the maker's.
         generation: architecture.
         capability: CUDA compute capability.
@@ -47,10 +56,12 @@ class Device:
         tensor: with tensor or matrix cores.
         advice: what follows for mixed precision.
         sources: where the numbers are from.
+        like: id of the entry that stands for its generation; empty for that entry.
     """
 
     id: str
     match: tuple[str, ...]
+    family: tuple[str, ...]
     name: str
     generation: str
     capability: tuple[int, int] | None
@@ -63,11 +74,14 @@ class Device:
     tensor: Rates
     advice: str
     sources: tuple[str, ...]
+    like: str = ""
 
     @property
-    def has_tensor_cores(self) -> bool:
-        """Whether matrix products are faster in some format."""
-        return self.tensor.fp16 is not None or self.tensor.bf16 is not None
+    def products(self) -> str:
+        """The formats of its tensor or matrix cores, in words; ``none`` without any."""
+        known = asdict(all_devices()[self.like or self.id].tensor)
+        names = {"fp16": "float16", "bf16": "bfloat16", "tf32": "TF32", "fp8": "float8"}
+        return ", ".join(text for name, text in names.items() if known[name] is not None) or "none"
 
     def rate(self, precision: str, *, product: bool) -> float | None:
         """Return TFLOPS in ``float32``, ``tf32``, ``float16`` or ``bfloat16``, for products or other ops.
@@ -80,35 +94,99 @@ class Device:
         return fast or ordinary[precision] or self.fp32
 
 
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """A further device of a generation, with what it does not share with others."""
+
+    id: str
+    name: str
+    year: int
+    memory_gb: float
+    bandwidth_gbs: float
+    fp32: float | None
+    match: tuple[str, ...] = ()
+    tensor: Rates | None = None
+
+    def device(self, like: Device, sources: tuple[str, ...]) -> Device:
+        """Return the device, with the rates of one that it is like in proportion to its float32."""
+
+        def scaled(rate: float | None) -> float | None:
+            return None if rate is None or not self.fp32 or not like.fp32 else rate * self.fp32 / like.fp32
+
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        own |= {"fp16": scaled(like.fp16), "bf16": scaled(like.bf16)}
+        own["tensor"] = self.tensor or Rates(**{k: scaled(v) for k, v in asdict(like.tensor).items()})
+        return replace(like, **own, family=(), sources=sources, like=like.id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cards:
+    like: str
+    sources: tuple[str, ...]
+    cards: tuple[_Card, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Catalogue:
+    generations: tuple[Device, ...]
+    cards: tuple[_Cards, ...]
+
+
+@cache
+def _read() -> _Catalogue:
+    return TypeAdapter(_Catalogue).validate_python(yaml.safe_load(_FILE.read_text(encoding="utf-8")))
+
+
+def generations() -> tuple[Device, ...]:
+    """Return the device that stands for each generation, oldest first."""
+    return _read().generations
+
+
 @cache
 def all_devices() -> Mapping[str, Device]:
-    """Read every device by id, oldest generation first, as in the file."""
-    rows = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
-    devices = TypeAdapter(list[Device]).validate_python(rows)
-    return {device.id: device for device in devices}
+    """Return every device by id, as in the file."""
+    devices = {device.id: device for device in generations()}
+    for group in _read().cards:
+        for card in group.cards:
+            devices[card.id] = card.device(devices[group.like], group.sources)
+    return devices
 
 
 def device_named(name: str) -> Device:
-    """Return the device with a given id or a matching name.
+    """Return the device with a given id or name; one that is not listed has neither memory nor rates.
 
     Raises:
-        UsageError: none does.
+        UsageError: not even its generation is known.
     """
     known = all_devices()
-    short = re.sub(r"[\s_-]+", "", name.lower())
-    if short in known:
-        return known[short]
     device = nearest_device(name, None)
     if device is not None:
         return device
-    hint = f"{did_you_mean(short, known)}one of: {', '.join(known)}"
+    hint = f"{did_you_mean(_short(name), known)}'ampaudit devices' lists all of them"
     raise UsageError(f"unknown device {name!r}", hint=hint)
 
 
 def nearest_device(name: str, capability: tuple[int, int] | None) -> Device | None:
-    """Return the entry for a device that torch reports: by name, else the first of its compute capability."""
-    for device in all_devices().values():
-        if any(re.search(pattern, name, re.IGNORECASE) for pattern in device.match):
+    """Return what is known of a device that torch reports, by its name or else its compute capability."""
+    known, short = all_devices(), _short(name)
+    for device in known.values():
+        if short == _short(device.id) or any(re.fullmatch(pattern, short) for pattern in device.match):
             return device
-    same = (d for d in all_devices().values() if capability is not None and d.capability == capability)
-    return next(same, None)
+    for device in generations():
+        named = any(re.search(pattern, name, re.IGNORECASE) for pattern in device.family)
+        if named or (capability is not None and device.capability == capability):
+            return _unlisted(name, device)
+    return None
+
+
+def _short(name: str) -> str:
+    return _BRANDS.sub("", name.lower())
+
+
+def _unlisted(name: str, like: Device) -> Device:
+    nothing: dict[str, Any] = dict.fromkeys(("year", "memory_gb", "bandwidth_gbs", "fp32", "fp16", "bf16"))
+    rates = Rates(None, None, None, None)
+    title = f"{name} (not listed: only what its generation implies)"
+    return replace(
+        like, id=_short(name), name=title, match=(), family=(), tensor=rates, like=like.id, **nothing
+    )

@@ -35,7 +35,7 @@ class HostDevice:
         name: as torch or the system calls it.
         memory_bytes: all of it.
         facts: what it can do, in words.
-        entry: id of the catalogue's entry for it; null if there is none.
+        entry: id of the catalogue's entry for it or else for its generation; null if there is none.
     """
 
     kind: str
@@ -78,14 +78,15 @@ def _cuda(index: int) -> HostDevice:
 
     about = torch.cuda.get_device_properties(index)
     capability = (int(about.major), int(about.minor))
-    entry = nearest_device(about.name, None if torch.version.hip else capability)
+    found = nearest_device(about.name, None if torch.version.hip else capability)
+    entry = None if found is None else found.id if found.memory_gb else found.like
     system = "ROCm" if torch.version.hip else f"compute capability {capability[0]}.{capability[1]}"
     facts = (
         system,
         f"{about.multi_processor_count} multiprocessors",
         "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16",
     )
-    return HostDevice("cuda", about.name, int(about.total_memory), facts, entry.id if entry else None)
+    return HostDevice("cuda", about.name, int(about.total_memory), facts, entry)
 
 
 def _cpu() -> HostDevice:

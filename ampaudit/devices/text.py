@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ampaudit.core.text import escape_control, format_bytes
-from ampaudit.devices.catalogue import Device, all_devices
+from ampaudit.devices.catalogue import Device, all_devices, generations
 from ampaudit.devices.host import Host, HostDevice
 from ampaudit.render.grid import hanging, open_table
 
@@ -27,7 +27,9 @@ def render_machine(machine: Host) -> RenderableType:
             rows = [("kind", device.generation), ("advice", device.advice)]
             parts.append(hanging((Text(f"  {label}", "dim"), Text(text)) for label, text in rows))
     parts += [Text(), Text(f"Switches of torch {escape_control(machine.torch)}", "bold")]
-    parts.append(hanging((Text(f"  {name}", "dim"), Text(value)) for name, value in machine.switches.items()))
+    parts += [
+        Text.assemble((f"  {name}\n", "dim"), f"    {value}") for name, value in machine.switches.items()
+    ]
     return Group(*parts)
 
 
@@ -38,11 +40,13 @@ def _headline(device: HostDevice) -> Text:
     )
 
 
-def render_catalogue(devices: Iterable[Device]) -> RenderableType:
-    """Render one row per device; rates in TFLOPS."""
+def render_catalogue() -> RenderableType:
+    """Render one row per generation, with rates in TFLOPS, and the ids of the other devices."""
+    others = ", ".join(device.id for device in all_devices().values() if device.like)
     return Group(
         Text("What each generation can do: dense TFLOPS, products with float32 accumulation", "bold"),
-        _table(list(devices)),
+        _table(generations()),
+        Text.assemble(("Also listed  ", "bold"), others),
         Text("ampaudit devices NAME: one device, with advice and sources", "dim"),
     )
 
@@ -77,8 +81,8 @@ def render_device(device: Device) -> RenderableType:
     if device.bandwidth_gbs:
         memory = f"{device.memory_gb:g} GB, " if device.memory_gb else ""
         rows.append(("memory", f"{memory}{device.bandwidth_gbs:,g} GB/s"))
-    if not device.has_tensor_cores and device.capability is not None:
-        rows.append(("tensor cores", "none"))
+    if device.tensor.fp16 is None and device.capability is not None:
+        rows.append(("tensor cores", device.products))
     rows.append(("advice", device.advice))
     rows += [("source", source) for source in device.sources]
     since = f", {device.year}" if device.year else ""

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,61 @@ from ampaudit.devices.host import cpu_flags, this_machine
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 # names as torch.cuda.get_device_name gives them
 TORCH_NAMES = {
-    "Tesla P100-PCIE-16GB": "p100", "NVIDIA GeForce GTX 1080 Ti": "gtx1080ti", "Tesla V100-SXM2-32GB": "v100",
-    "Tesla T4": "t4", "NVIDIA GeForce RTX 2080 Ti": "rtx2080ti", "NVIDIA A100-SXM4-40GB": "a100",
-    "NVIDIA A100 80GB PCIe": "a100", "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA A10": "a10",
-    "NVIDIA A10G": "a10",
-    "NVIDIA RTX A6000": "rtx3090", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L4": "l4",
+    "Tesla P100-PCIE-16GB": "p100-pcie",
+    "NVIDIA GeForce GTX 1080 Ti": "gtx1080ti",
+    "Tesla V100-SXM2-32GB": "v100",
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-PCIE-16GB": "v100-pcie-16gb",
+    "Tesla T4": "t4",
+    "Quadro RTX 8000": "quadrortx8000",
+    "NVIDIA GeForce RTX 2080 Ti": "rtx2080ti",
+    "NVIDIA GeForce RTX 2060": "rtx2060",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie",
+    "NVIDIA A30": "a30",
+    "NVIDIA GeForce RTX 3090": "rtx3090",
+    "NVIDIA GeForce RTX 3060": "rtx3060",
+    "NVIDIA GeForce RTX 3060 Ti": "rtx3060ti",
+    "NVIDIA A10": "a10",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA RTX A2000": "rtxa2000",
+    "NVIDIA RTX A6000": "rtxa6000",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 4070 Ti SUPER": "rtx4070tisuper",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40": "l40",
     "NVIDIA L40S": "l40s",
-    "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100", "NVIDIA H200": "h200", "NVIDIA B200": "b200",
-    "NVIDIA GeForce RTX 5090": "rtx5090", "AMD Instinct MI250X": "mi250x", "AMD Instinct MI300X": "mi300x",
-    "NVIDIA RTX 6000 Ada Generation": "rtx4090",
-}  # fmt: skip
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA H200": "h200",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000",
+    "AMD Instinct MI210": "mi210",
+    "AMD Instinct MI250X / MI250": "mi250x",
+    "AMD Instinct MI300X": "mi300x",
+    "AMD Instinct MI355X": "mi355x",
+    "AMD Radeon RX 7900 XTX": "rx7900xtx",
+    "AMD Radeon RX 9070 XT": "rx9070xt",
+}
+# devices that are not listed, and the entry that stands for their generation
+UNLISTED = {
+    "NVIDIA GeForce RTX 3060 Laptop GPU": "rtx3090",
+    "NVIDIA TITAN V": "v100",
+    "NVIDIA GeForce GTX 1630": "gtx1660ti",
+    "NVIDIA A16": "a10",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx4090",
+    "NVIDIA RTX 3500 Ada Generation": "l4",
+    "NVIDIA H800 PCIe CC": "h100",
+    "NVIDIA RTX PRO 2000 Blackwell": "rtxpro6000",
+    "AMD Instinct MI308X": "mi300x",
+    "AMD Radeon RX 7650 GRE": "rx7900xtx",
+    "Apple M4 Max": "m2",
+}
 DEVICES = list(all_devices().values())
 
 
@@ -39,10 +85,31 @@ def test_torchs_names_find_one_entry(name: str, entry: str) -> None:
     assert device_named(name).id == entry
 
 
+@pytest.mark.parametrize(("name", "like"), UNLISTED.items())
+def test_a_device_that_is_not_listed_has_no_numbers_of_another(name: str, like: str) -> None:
+    """The memory of an RTX 3090 was once predicted for an RTX 3060."""
+    found, entry = device_named(name), all_devices()[like]
+    assert (found.like, found.generation, found.capability) == (like, entry.generation, entry.capability)
+    assert found.name.startswith(name)
+    assert (found.memory_gb, found.bandwidth_gbs, found.fp32, found.fp16, found.bf16) == (None,) * 5
+    assert set(asdict(found.tensor).values()) == {None}
+    assert found.products == entry.products
+
+
+def test_every_name_of_a_device_is_its_own() -> None:
+    """Ids and names find one device each, and none finds another's."""
+    for device in DEVICES:
+        assert device_named(device.id).id == device.id
+        bare = device.name.partition(" (")[0]
+        found = device_named(bare) if device.capability or device.like else device
+        assert found.id == device.id or found.memory_gb in (None, device.memory_gb), bare
+
+
 def test_an_unknown_name_is_taken_by_its_capability() -> None:
     found = nearest_device("NVIDIA Something New", (9, 0))
     assert found is not None
     assert found.generation == "Hopper"
+    assert found.memory_gb is None
     assert nearest_device("NVIDIA Something New", (99, 0)) is None
 
 
