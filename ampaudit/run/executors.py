@@ -24,6 +24,7 @@ from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
+from ampaudit.trace.flow import slices_taken
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
@@ -51,7 +52,7 @@ class ExecutorCache:
         backend: of all executors.
         sites: of all graphs, by id.
         parameter_free: ids of sites that no parameter reaches.
-        converted: the graphs with sites of their own, or all of them.
+        converted: the graphs with sites or slices of parameters of their own, or all of them.
         programs: where the policy has measured rules.
     """
 
@@ -67,6 +68,7 @@ class ExecutorCache:
         self._is_copy = False
         self._path = PathTracing.FALLBACK
         self._executors: TraceCache[LockStep] = TraceCache()
+        self._slices: set[tuple[str, int | None]] = set()
 
     def get(
         self, batch: Batch, number: int, own: Batch | None = None, buffers: Mapping[str, Pair] | None = None
@@ -143,8 +145,10 @@ class ExecutorCache:
         )
         if rules.measured:
             self.programs.append(program)
-        if config.keep_graphs or any(s.id not in self.sites for s in traced.sites) or not self.converted:
+        new = not self._slices >= slices_taken(traced) or any(s.id not in self.sites for s in traced.sites)
+        if config.keep_graphs or new or not self.converted:
             self.converted.append(converted)
+        self._slices |= slices_taken(traced)
         for site in traced.sites:
             self.sites.setdefault(site.id, site)
         free = {node.name for node in program.parameter_free}

@@ -250,6 +250,21 @@ class Experts(nn.Module):
         return made
 
 
+class Stacked(nn.Module):
+    """Experts in one parameter, of which those that a token chose are taken by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, bias=False)
+        self.weights = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x)
+        for number in (x.sum(-1) > 0).long().unique():
+            made = made + x @ self.weights[number]
+        return made
+
+
 class Tied(nn.Module):
     """Two names for one weight, of which one is used."""
 
@@ -271,6 +286,17 @@ class Short(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.inner(x) if x.shape[0] < 100 else self.other(x)
         return made
+
+
+@pytest.mark.parametrize(("batches", "unused"), [([X.abs()], 3), ([X], 2), ([X.abs(), -X.abs()], 2)])
+def test_experts_in_one_parameter_that_no_token_chose_are_a_gap(
+    batches: list[torch.Tensor], unused: int
+) -> None:
+    model = Stacked().eval()
+    for policy in ("half", "torch-cuda"):
+        report = ampaudit.scan(model, batches=batches, policy=policy)
+        (gap,) = (gap for gap in report.gaps if gap.kind is GapKind.NOT_RUN)
+        assert gap.op == f"{unused} of 4 experts of (top module) ({unused * 64 / 320:.0%} of the weights)"
 
 
 def share(model: nn.Module, *names: str) -> float:

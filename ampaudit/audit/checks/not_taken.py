@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, some_sites
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_about
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import plural
+from ampaudit.core.text import listed
 from ampaudit.report.finding import Finding
 from ampaudit.report.gap import Gap, GapKind
 
@@ -14,17 +14,22 @@ __all__ = ["CHECK", "modules_not_run"]
 
 
 def modules_not_run(context: CheckContext) -> Gap | None:
-    """Return the modules whose parameters no batch used, with their share of all parameters."""
-    used, sizes = context.flow.parameters
+    """Return the modules and experts whose parameters no batch used, with their share of all parameters."""
+    used, sizes, parts = context.flow.parameters
     idle = {name: size for name, size in sizes.items() if name not in used}
     modules = _whole_modules(idle, used)
-    if not modules:
+    experts = [
+        f"{part.unused} of {part.of} experts of {layer or '(top module)'}" for layer, part in parts.items()
+    ]
+    if not modules and not experts:
         return None
-    share = sum(idle.values()) / sum(sizes.values())
-    names = some_sites(modules, 3)
+    unused = sum(idle.values()) + sum(part.elements for part in parts.values())
+    share = unused / sum(sizes.values())
+    names = listed([*modules, *experts], 3)
     few = f"{share:.0%}" if share >= 0.005 else "less than 1%"
-    site = SiteId(f"{modules[0]}/unused")
-    return Gap(site, GapKind.NOT_RUN, f"{names} ({few} of the weights)", "no input takes it", len(modules))
+    site = SiteId(f"{[*modules, *parts][0]}/unused")
+    found = f"{names} ({few} of the weights)"
+    return Gap(site, GapKind.NOT_RUN, found, "no input takes it", len(modules) + len(experts))
 
 
 def _whole_modules(idle: Iterable[str], used: Collection[str]) -> list[str]:
@@ -42,7 +47,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     """Yield one note about all modules that did not run."""
     gap = modules_not_run(context)
     if gap is not None:
-        cause = f"no input runs {plural(gap.sites, 'module')} with parameters: {gap.op}"
+        cause = f"no input runs {gap.op}"
         advice = "also scan inputs that take them"
         layer = gap.site.rpartition("/")[0]
         yield finding_about("AMP903", gap.site, layer, cause, advice)
