@@ -42,7 +42,7 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
             None if form == "text" else as_file(document, form),
             output,
             force=bool(options.get("force")),
-            verdict=lambda console: console.print(for_terminal(document, -1)),
+            verdict=lambda console: console.print(for_terminal(document, -1), crop=False),
         )
         sys.stdout.flush()
 

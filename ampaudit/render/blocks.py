@@ -52,7 +52,7 @@ class Table:
         rows: of as many cells.
         left: indices of the columns that are set flush left.
         width: of the first column at least, in characters.
-        fold: whether text too wide for its column is wrapped; otherwise it is cut.
+        fold: whether text too wide for its column is wrapped; otherwise columns go on below the others.
     """
 
     heads: tuple[str, ...]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["hanging", "labelled", "open_table"]
+__all__ = ["UncutTable", "hanging", "labelled", "open_table"]
 
 _MAX_WIDTH = 100_000
 
@@ -42,6 +43,31 @@ def open_table(*columns: str, width: int | None = None, left: Collection[str] = 
         flush: Literal["left", "right"] = "left" if index == 0 or name in left else "right"
         table.add_column(name, justify=flush, min_width=width if index == 0 else None)
     return table
+
+
+class UncutTable:
+    """A table of short cells; columns for which a terminal is too narrow go on below the others."""
+
+    def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[Text]], left: Collection[str]) -> None:
+        self._heads, self._rows, self._left = heads, rows, left
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [
+            max(cell_len(head), *(cell.cell_len for cell in column)) + 2
+            for head, column in zip(self._heads, zip(*self._rows, strict=True), strict=True)
+        ]
+        room = options.max_width if console.is_terminal else _MAX_WIDTH
+        first, *others = range(len(widths))
+        while others:
+            shown = [first, others.pop(0)]
+            while others and sum(widths[column] for column in (*shown, others[0])) <= room:
+                shown.append(others.pop(0))
+            table = open_table(*(self._heads[column] for column in shown), left=self._left)
+            for row in self._rows:
+                table.add_row(*(row[column] for column in shown))
+            yield table
+            if others:
+                yield Text()
 
 
 def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:

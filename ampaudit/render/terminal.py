@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
 from ampaudit.render.documents import view_of
-from ampaudit.render.grid import hanging, labelled, open_table
+from ampaudit.render.grid import UncutTable, hanging, labelled, open_table
 from ampaudit.render.plaintext import as_text
 from ampaudit.report.documents import Document
 
@@ -61,6 +61,8 @@ def _text(line: Line, *, fold: bool = False) -> Text:
 
 def _table(table: Table) -> RenderableType:
     left = [table.heads[index] for index in table.left]
+    if not table.fold:
+        return UncutTable(table.heads, [[_text(cell) for cell in row] for row in table.rows], left)
     made = open_table(*table.heads, width=table.width, left=left)
     for row in table.rows:
         made.add_row(*(_text(cell, fold=table.fold) for cell in row))

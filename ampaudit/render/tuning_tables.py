@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ampaudit.core.formats import FORMATS
-from ampaudit.core.text import escape_control, format_bytes, format_number, plural
+from ampaudit.core.text import escape_control, format_bytes, format_number, listed, plural
 from ampaudit.render.blocks import Block, Line, Section, facts, line, tabulate
 from ampaudit.render.documents.plan import stacked
 from ampaudit.render.sensitivity import format_accuracy, line_of, noise_section, untrusted
 from ampaudit.report.tuning import FrontierPoint, KeptOp, TriedSet, TuningReport
 
-__all__ = ["point_words", "tuning_policy", "tuning_tables", "tuning_verdict"]
+__all__ = ["point_words", "tuning_policy", "tuning_summary", "tuning_tables", "tuning_verdict"]
 
 _SHOWN, _POINTS = 25, 10
 _WHY = {"range": "out of range", "accuracy": "accuracy needs it", "decision": "flips a decision"}
@@ -92,6 +92,16 @@ def tuning_tables(report: TuningReport, *, full: bool, grouped: bool) -> Iterato
         lines = (line(text, wrap=False) for text in report.rescale.splitlines())
         yield Section(tuple(lines), "Weights rescaled by powers of two make some of it unnecessary")
     yield Section((facts(_remarks(report)),))
+
+
+def tuning_summary(report: TuningReport) -> Section:
+    """Return what stays in float32, what that costs, and where the rest stands."""
+    ops = [name for name, *_ in stacked(report.kept, lambda k: k.site, lambda k: (k.why, k.op), False)]
+    weights = [name for name, *_ in stacked(report.weights, lambda w: w.name, lambda w: (w.why,), False)]
+    kept = {"Ops kept": ops, "Weights kept": weights}
+    rows = [(label, listed(names, 5)) for label, names in kept.items() if names]
+    more = ("More", "-v shows why each op stays, the frontier, what was tried, and what makes the error")
+    return Section((facts((*rows, *_summary(report), more)),))
 
 
 def _least(values: Sequence[float | None]) -> str:

@@ -20,8 +20,10 @@ from ampaudit.render.documents import view_of
 from ampaudit.render.html.page import to_html
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.sensitivity import format_accuracy, noise_section
+from ampaudit.render.terminal import printable
 from ampaudit.render.training_plot import plot_training
 from ampaudit.render.tuning_plot import frontier_figure, plot_tuning
+from ampaudit.render.tuning_tables import tuning_tables
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.saved import parse_document
 from ampaudit.report.sensitivity import Noise
@@ -81,12 +83,27 @@ def test_what_is_not_reached_fails_and_names_no_bound() -> None:
 
 
 def test_stacked_layers_share_a_row_that_shows_the_worst_of_them() -> None:
-    text = as_file(WHOLE, "text")
+    text = tables(WHOLE)
     (row,) = (line for line in text.splitlines() if line.startswith("layers.*/add"))
     assert row.split()[1:5] == ["4", "48.9", "dB", "49.0"]
     assert row.endswith("accuracy needs it")
     full = "\n".join(str(line) for line in lines_of(WHOLE, 1))
     assert all(f"layers.{i}/add" in full for i in range(4))
+
+
+def tables(report: TuningReport) -> str:
+    """The tables with stacked layers merged, as Markdown and pages have them."""
+    from ampaudit.render.plaintext import as_text
+
+    sections = printable(tuning_tables(report, full=False, grouped=True))
+    return as_text(lambda console: console.print(sections), 200)
+
+
+def test_a_terminal_shows_ten_lines_and_the_rest_on_demand() -> None:
+    brief, full = list(lines_of(WHOLE, 0)), "\n".join(lines_of(WHOLE, 1))
+    assert len(brief) <= 10
+    assert brief[-1].startswith("More")
+    assert all(title in full for title in ("What stays", "Frontier", "Tried", "What makes"))
 
 
 def lines_of(report: TuningReport, verbosity: int) -> Iterator[str]:
@@ -96,13 +113,13 @@ def lines_of(report: TuningReport, verbosity: int) -> Iterator[str]:
 
 
 def test_a_prediction_that_does_not_hold_is_said() -> None:
-    assert "trust measured numbers only" not in " ".join(as_file(WHOLE, "text").split())
+    assert "trust measured numbers only" not in " ".join(tables(WHOLE).split())
     apart = replace(WHOLE, predicted_db=56.2)
-    assert "The two differ by 4.1 dB" in as_file(apart, "text")
+    assert "The two differ by 4.1 dB" in tables(apart)
 
 
 def test_a_long_frontier_keeps_its_ends_the_choice_and_what_was_measured() -> None:
-    text = as_file(WHOLE, "text")
+    text = tables(WHOLE)
     table = text[text.index("ops in float32  of all") :].split("\n\n")[0].splitlines()[1:]
     assert len(table) == 10
     ops = [int(row.split()[0]) for row in table]
@@ -158,14 +175,14 @@ def test_a_choice_that_breaks_has_no_place_in_the_picture() -> None:
 
 def test_a_search_by_metric_shows_the_metric_of_each_choice() -> None:
     tried = tuple(replace(row, metric=0.9 + i / 1000) for i, row in enumerate(WHOLE.tried))
-    text = as_file(replace(WHOLE, tried=tried, target_db=None, metric_drop=0.01), "text")
+    text = tables(replace(WHOLE, tried=tried, target_db=None, metric_drop=0.01))
     (row,) = (line for line in text.splitlines() if line.startswith("choose"))
     assert row.split()[-2:] == ["0.901", "no"]
 
 
 def test_what_breaks_without_an_op_is_said() -> None:
     kept = (replace(WHOLE.kept[-1], measured_without_db=None, broken_without=True),)
-    (row,) = (line for line in as_file(replace(WHOLE, kept=kept), "text").splitlines() if "gate/topk" in line)
+    (row,) = (line for line in tables(replace(WHOLE, kept=kept)).splitlines() if "gate/topk" in line)
     assert "inf or NaN" in row
 
 
@@ -254,7 +271,7 @@ def test_empty_parts_leave_no_empty_table() -> None:
     empty = replace(WHOLE, **nothing, seconds={}, policy="", rescale="")
     for form in formats_of("tuning"):
         assert as_file(empty, form).strip()
-    text = as_file(empty, "text")
+    text = tables(empty)
     for title in ("What stays", "Weights stored", "Frontier", "Tried", "What makes", "rescaled"):
         assert title not in text
     assert as_file(empty, "csv") == as_file(WHOLE, "csv").splitlines(keepends=True)[0]

@@ -22,8 +22,11 @@ class BenchView(View[BenchReport]):
     about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return the tables of each batch size, and the modes that did not run."""
+        """Return the tables of each batch size, and the modes that did not run; when quiet, the fastest."""
         report = self.document
+        if verbosity < 0:
+            yield Section(tuple(line(f"{self.name}: {text}") for text in _fastest(report)))
+            return
         where = f"{escape_control(report.device_name)} ({report.device})"
         run = f"{report.steps} on {where}, median of {report.repeats}, modes in turns"
         yield headline(report.tool.version, f"{self.name}: {run}")
@@ -58,6 +61,19 @@ class BenchView(View[BenchReport]):
         report = self.document
         values = {"report": report, "tables": bench_tables(report), "facts": list(bench_facts(report))}
         return ViewPage("bench.html.j2", ("values.js", "theme.js", "bench.js"), bench_data(report), values)
+
+
+def _fastest(report: BenchReport) -> Iterator[str]:
+    """Say for each batch size which mode is the fastest, beside the first that ran."""
+    for size in dict.fromkeys(row.batch_size for row in report.rows):
+        timed = [row for row in report.rows if row.batch_size == size and row.status == "ok" and row.seconds]
+        if not timed:
+            yield f"batch size {size}: no mode ran"
+            continue
+        base, best = timed[0], min(timed, key=lambda row: row.seconds or 0.0)
+        step, speed, memory, share = (_cells(best, base)[index] for index in (0, 3, 4, 5))
+        beside = f", {speed} as fast as {base.mode} with {share} of its memory" if best is not base else ""
+        yield f"batch size {size}: {best.mode} is the fastest, {step} per step and {memory}{beside}"
 
 
 def bench_tables(report: BenchReport) -> list[Section]:

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section, headline, line
-from ampaudit.render.tuning_tables import point_words, tuning_policy, tuning_tables, tuning_verdict
+from ampaudit.render.tuning_tables import (
+    point_words,
+    tuning_policy,
+    tuning_summary,
+    tuning_tables,
+    tuning_verdict,
+)
 from ampaudit.render.verdict import MARKS, verdict_section
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.tuning import TuningReport
@@ -24,7 +30,7 @@ class TuningView(View[TuningReport]):
     )
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return the verdict, what stays in float32, storage, the frontier, and what was tried."""
+        """Return the verdict and what stays in float32; if verbose, why, the frontier and what was tried."""
         report, full = self.document, verbosity > 0
         word, sentence = self.verdict()
         verdict = verdict_section(word.lower(), sentence)
@@ -33,9 +39,11 @@ class TuningView(View[TuningReport]):
             return
         yield headline(report.tool.version, f"{self.name}: {self.subject()}")
         yield verdict
-        yield from tuning_tables(report, full=full, grouped=not full)
-        if full:
-            yield tuning_policy(report)
+        if not full:
+            yield tuning_summary(report)
+            return
+        yield from tuning_tables(report, full=True, grouped=False)
+        yield tuning_policy(report)
 
     def verdict(self) -> tuple[str, str]:
         """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
