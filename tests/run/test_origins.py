@@ -11,6 +11,7 @@ from ampaudit.core.errors import ReferenceBroken
 from ampaudit.report.model import Report
 from tests.support.planted import WIDTH, AdditiveMask, Branch, MaskedAttention, ResidualStream, TwoBranches
 from tests.support.planted import scan_under_autocast as scan
+from tests.support.wrap import Wrap
 
 X = (8, WIDTH)
 
@@ -153,6 +154,22 @@ def test_a_completely_masked_row_is_an_error() -> None:
     assert [f.site for f in found] == ["(top)/mul"]
     assert "(top)/softmax" in found[0].poisons
     assert found[0].code == "AMP113"
+
+
+def test_a_row_that_a_rounded_number_masks_is_cured_by_comparing_in_float32() -> None:
+    """Another fill would give a uniform row instead of NaN, which nobody notices."""
+    model = Wrap(lambda m, x: torch.where(x > 0.9999, x, -torch.inf).softmax(-1), inner=nn.Identity())
+    (found,) = errors(scan(model, (torch.tensor([0.1, 0.2, 0.99999, 0.3]),), policy="half"))
+    assert found.code == "AMP113"
+    assert found.cause.startswith("0.9999 at (top)/gt is 1 in float16; -inf masks a whole row")
+    assert found.advice.startswith("compute what (top)/gt compares in float32")
+
+
+def test_an_op_behind_an_overflow_is_no_finding_of_its_own() -> None:
+    """The reciprocal of 70,000 is 0 in float16, where 70,000 is infinite: the sum is to blame."""
+    model = Wrap(lambda m, x: m.inner(x[:8]).sum() + 5e4 / x.sum(), inner=nn.Linear(8, 8))
+    report = scan(model, (torch.ones(70_000),), policy="half")
+    assert [f.code for f in report.findings if f.severity != "note"] == ["AMP105"]
 
 
 def test_infinity_that_a_norm_hides_is_an_error() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.text import format_number
 from ampaudit.trace import Site
@@ -9,20 +11,32 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.operands import computing_dtype, converted_numbers
 from ampaudit.trace.values import fake_arguments
 
-__all__ = ["rounded_numbers"]
+__all__ = ["RoundedNumber", "rounded_number"]
 
 _WITHIN = 2  # ops before the one that is reported: a comparison, and what combines masks
 
 
-def rounded_numbers(context: CheckContext, site: Site) -> str:
-    """Say which number shortly before a site is another in 16 bits: ``0.9999 is 1 in float16``."""
+class RoundedNumber(NamedTuple):
+    """A number that is another in 16 bits, in words, and the op that it is given to."""
+
+    site: Site
+    text: str
+
+    @property
+    def decides(self) -> bool:
+        """Whether the op compares: its result is no float."""
+        return self.site.dtype is None
+
+
+def rounded_number(context: CheckContext, site: Site) -> RoundedNumber | None:
+    """Return which number shortly before a site is another in 16 bits: ``0.9999 is 1 in float16``."""
     frontier = [site]
     for _ in range(_WITHIN + 1):
         for step in frontier:
             if (text := _rounded_number(context, step)) is not None:
-                return text
+                return RoundedNumber(step, text)
         frontier = [maker for step in frontier for maker in context.flow.makers(step)]
-    return ""
+    return None
 
 
 def _rounded_number(context: CheckContext, site: Site) -> str | None:

@@ -20,7 +20,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     if not masks or not seen.neg_inf or seen.pos_inf:
         return None
     after = next((p for p in origin.poisons if context.flow.base(context.site[p]) in _SOFTMAX), None)
-    return f"the mask becomes -inf, and a row that is masked completely is NaN at {after}" if after else None
+    return f"-inf masks a whole row, which is NaN at {after}" if after else None
 
 
 CAUSE = Cause(

@@ -18,7 +18,7 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CHECK", "refused_sites"]
 
-_ADVICE = "make the dtypes agree: cast the other operand with .to(x.dtype)"
+_ADVICE = "make the dtypes agree, as with x.to(self.weight.dtype) or torch.zeros(..., dtype=x.dtype)"
 
 
 def find(context: CheckContext) -> Iterator[Finding]:

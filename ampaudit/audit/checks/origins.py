@@ -27,7 +27,7 @@ from ampaudit.audit.checks import (
     squares,
     undefined,
 )
-from ampaudit.audit.checks.compared_numbers import rounded_numbers
+from ampaudit.audit.checks.compared_numbers import rounded_number
 from ampaudit.audit.checks.hard_cast import names_dtype
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
 from ampaudit.core.formats import BFLOAT16
@@ -78,14 +78,16 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
     cause, reason = next(((c, r) for c, r in reasons if r is not None), (None, None))
     code = cause.code if cause else ("AMP101" if overflow else "AMP103")
     text = _overflow_text(context, site) if overflow else _domain_text(context, site)
-    if number := rounded_numbers(context, site):
-        text = f"{number}; {text}"
+    advice = cause.advice if cause else _advice(context, site)
+    number = rounded_number(context, site)
+    if number is not None and number.decides:
+        advice = f"compute what {number.site.id} compares in float32, where the number is not rounded"
     finding = finding_at(
         context,
         site,
         code,
-        f"{reason}; {text}" if reason else text,
-        cause.advice if cause else _advice(context, site),
+        "; ".join(filter(None, (number and number.text, reason, text))),
+        advice,
         severity=Severity.ERROR if context.harms(origin) else Severity.NOTE,
     )
     fate = _fate_text(context, origin)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from ampaudit.audit.checks.amplification import amplified
-from ampaudit.audit.checks.compared_numbers import rounded_numbers
+from ampaudit.audit.checks.compared_numbers import rounded_number
 from ampaudit.audit.checks.growth import error_growth
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
 from ampaudit.core.text import format_number
@@ -124,8 +124,8 @@ def _explained(
         itself = (
             "its own choices" if culprit.decision in culprit.sites else f"the choices of {culprit.decision}"
         )
-        number = rounded_numbers(context, context.site[culprit.decision])
-        details = "; ".join(filter(None, (number, _detail(context, culprit.detail), proof)))
+        number = rounded_number(context, context.site[culprit.decision])
+        details = "; ".join(filter(None, (number and number.text, _detail(context, culprit.detail), proof)))
         why = f"{where} flips {itself}: {details}"
         return "AMP209", why, f"compute what {culprit.decision} compares in float32"
     if culprit.stalled >= STALLS:

@@ -33,7 +33,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
         if rows.worst:
             where = ", ".join(":" if i is None else str(i) for i in rows.index)
             cause += f"; the worst is [{where}], around {format_number(rows.mean)}: {rows.worst_db:.0f} dB"
-        advice = "give this output in float32, or add the constant part after the model"
+        advice = "subtract the level from the inputs and add it to the output in float32; a float32 output"
+        advice += " alone helps if the inputs keep their variation in 16 bits"
         yield finding_at(context, context.site[made], "AMP211", cause, advice)
 
 
