@@ -67,15 +67,18 @@ def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
 
 def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
     over = sum(site.verdict == "overflows" for site in report.sites)
-    watched = "not proved" if report.run.level == "static" else "observed only"
-    rest = max(proofs.sites - proofs.proved - over, 0)
+    rest = (
+        ""
+        if report.run.level == "static"
+        else f"; of the others, {over or 'none'} overflowed in what was run"
+    )
     ranges = ", ".join(
         f"{escape_control(a.name)} in {format_number(a.low)}:{format_number(a.high)} ({a.source})"
         for a in proofs.assumed
     )
     where = " along the path of these inputs" if report.path is not None else ""
-    found = f"{proofs.proved} of {proofs.sites} sites proved{where}, {rest} {watched}, {over} overflow"
-    yield "Proofs", found
+    rest = rest if proofs.proved < proofs.sites else ""
+    yield "Proofs", f"{proofs.proved} of {proofs.sites} sites proved{where}{rest}"
     yield "Assumed", f"{ranges or 'nothing about inputs'}; {proofs.contract}"
     if proofs.uncovered_ops:
         yield "Unbounded", f"ops that no proof covers: {', '.join(proofs.uncovered_ops)}"
