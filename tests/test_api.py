@@ -140,6 +140,20 @@ def test_every_field_says_what_it_is(record: type[Config], _: type) -> None:
         assert "." in option.help, name
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS | {"record", "tune"}))
+def test_a_signature_shows_the_options_with_their_defaults(name: str) -> None:
+    """As help() and a notebook show them; a type checker reads them from Unpack."""
+    parameters = inspect.signature(getattr(ampaudit, name)).parameters
+    assert "options" not in parameters
+    config = next(p for p in parameters.values() if p.name == "config")
+    record = getattr(ampaudit, str(config.annotation).partition(" ")[0])()
+    keywords = (p for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY)
+    options = [p for p in keywords if p.name in type(record).model_fields and p.name != "policy"]
+    assert len(options) >= 2
+    for option in options:
+        assert option.default == getattr(record, option.name)
+
+
 def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
     config = ScanConfig(policy="half", ignore=["AMP101"])
     with pytest.raises(Exception, match="frozen"):

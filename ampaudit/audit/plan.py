@@ -10,7 +10,7 @@ import torch
 from ampaudit.audit.config import PlanConfig, PlanOptions, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.plan_report import build_plan, planned_memory
-from ampaudit.core.config import Progress, silent
+from ampaudit.core.config import Progress, silent, with_options
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
@@ -31,6 +31,7 @@ from ampaudit.trace.path.recorder import PathTracing
 __all__ = ["plan", "trace_under"]
 
 
+@with_options(PlanConfig, PlanOptions)
 @preserved()
 def plan(
     model: ModelLike,

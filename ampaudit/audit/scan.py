@@ -24,6 +24,7 @@ from ampaudit.audit.segments import by_segment
 from ampaudit.audit.sensitivity import probing, probing_gradients, sensitivity_of
 from ampaudit.audit.stress import stressed
 from ampaudit.audit.sweep import first_sizes, swept
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
@@ -80,6 +81,7 @@ def scan(
 ) -> Comparison: ...
 
 
+@with_options(ScanConfig, ScanKeywords)
 def scan(
     model: ModelLike,
     inputs: Inputs | SizedInputs | None = None,

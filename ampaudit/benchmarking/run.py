@@ -15,6 +15,7 @@ from ampaudit.benchmarking.largest import largest
 from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, start_run, time_step
 from ampaudit.benchmarking.modes import BenchSetup, with_batch_size
 from ampaudit.core import interrupts
+from ampaudit.core.config import with_options
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.devices.host import this_machine
@@ -28,6 +29,7 @@ __all__ = ["bench"]
 CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 
+@with_options(BenchConfig, BenchOptions)
 def bench(
     model: ModelLike,
     inputs: Inputs | None = None,

@@ -13,6 +13,7 @@ from ampaudit.ci.config import CheckConfig, CheckOptions
 from ampaudit.ci.judge import check_codes
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.arguments import given_paths
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size
@@ -26,6 +27,7 @@ _OPTIONS = CheckConfig.model_fields.keys() & (
 )
 
 
+@with_options(CheckConfig, CheckOptions)
 def check(
     targets: str | Path | Iterable[str | Path] = (),
     *,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -40,7 +41,10 @@ __all__ = [
     "silent",
     "split_commas",
     "value_type",
+    "with_options",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 Progress = Callable[[str, int, int], None]
 UserFunction = Callable[..., Any]
@@ -182,6 +186,32 @@ class Config(BaseModel):
         """Return a copy with other values; what nobody gave stays so."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**given | values)
+
+
+def with_options(config: type[Config], keywords: Any) -> Callable[[Function], Function]:
+    """Show options with their defaults in the signature of a function, which takes them as keywords.
+
+    Args:
+        config: the record of the options.
+        keywords: a ``TypedDict`` of those that the function takes.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown = [
+            inspect.Parameter(
+                *(name, inspect.Parameter.KEYWORD_ONLY),
+                default=field.get_default(call_default_factory=True, validated_data={}),
+                annotation=keywords.__annotations__[name].__forward_arg__,
+            )
+            for name, field in config.model_fields.items()
+            if name in keywords.__annotations__
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def option_of(field: FieldInfo) -> Option | None:

@@ -20,6 +20,7 @@ from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.arguments import given_path
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.source_config import SourceConfig
@@ -61,6 +62,7 @@ from ampaudit.tuning.tune import tuned_rules
 __all__ = ["convert"]
 
 
+@with_options(ConvertConfig, ConvertOptions)
 @preserved()
 def convert(
     model: ModelLike,

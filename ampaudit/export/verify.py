@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from ampaudit.checkpoint.layout import ONNX, PROGRAM, REFERENCE
 from ampaudit.core.arguments import given_path
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import CouldNotAudit
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.untrusted import validate
@@ -27,6 +28,7 @@ _TIMEOUT = 3600.0
 _ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
 
 
+@with_options(VerifyConfig, VerifyOptions)
 def verify(
     directory: str | Path, *, config: VerifyConfig | None = None, **options: Unpack[VerifyOptions]
 ) -> Verification:

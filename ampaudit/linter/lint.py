@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ampaudit.core.arguments import given_paths
+from ampaudit.core.config import with_options
 from ampaudit.core.version import __version__
 from ampaudit.linter.baseline import without_baseline
 from ampaudit.linter.config import LintConfig, LintOptions
@@ -18,6 +19,7 @@ from ampaudit.report.lint import LintFinding, LintReport
 __all__ = ["lint", "lint_report"]
 
 
+@with_options(LintConfig, LintOptions)
 def lint(
     paths: str | Path | Iterable[str | Path] = ".",
     *,

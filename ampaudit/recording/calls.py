@@ -17,6 +17,7 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import nn
 
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import OutputError, UsageError
 from ampaudit.core.untrusted import describe_path
 from ampaudit.recording.config import RecordConfig, RecordKeywords
@@ -138,6 +139,7 @@ def record(
 ) -> AbstractContextManager[dict[str, Recording]]: ...
 
 
+@with_options(RecordConfig, RecordKeywords)
 def record(
     module: nn.Module | Mapping[str, nn.Module],
     directory: str | Path,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Unpack, get_args
 
 from ampaudit.core.arguments import given_path
+from ampaudit.core.config import with_options
 from ampaudit.report.compare import DiffConfig, DiffOptions, differences
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Differences
@@ -18,6 +19,7 @@ __all__ = ["diff", "read_report"]
 Saved = Report | Comparison | str | Path
 
 
+@with_options(DiffConfig, DiffOptions)
 def diff(
     old: Saved, new: Saved, *, config: DiffConfig | None = None, **options: Unpack[DiffOptions]
 ) -> Differences:

@@ -10,6 +10,7 @@ import torch
 
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
@@ -27,6 +28,7 @@ __all__ = ["MAX_BATCHES", "train"]
 MAX_BATCHES = 256  # held at once; a longer run goes over them again
 
 
+@with_options(TrainConfig, TrainOptions)
 def train(
     model: ModelLike,
     batches: Iterable[Inputs] | None = None,

@@ -14,6 +14,7 @@ from ampaudit.audit.config import PolicyConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.metric import within_drop
 from ampaudit.audit.scan import Audited
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import RuleSet
@@ -43,6 +44,7 @@ __all__ = ["tune", "tuned_rules"]
 ROUNDS = 4  # of a search and an audit of what it found
 
 
+@with_options(TuneConfig, TuneOptions)
 @preserved()
 def tune(
     model: ModelLike,
