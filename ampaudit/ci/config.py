@@ -143,7 +143,9 @@ def _places(path: Path, target: str) -> list[str]:
     """
     if not set("*?[") & set(target):
         return [_beside(path, target)]
-    matches = sorted(str(place) for place in path.parent.glob(target))
+    anchor = Path(target).anchor
+    base, pattern = (Path(anchor), target[len(anchor) :]) if anchor else (path.parent, target)
+    matches = sorted(map(str, base.glob(pattern)))
     if not matches:
         raise UsageError(f"{path}: targets: nothing matches {target!r}", hint="correct the pattern")
     return matches

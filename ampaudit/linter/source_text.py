@@ -44,7 +44,7 @@ def decode(data: bytes) -> tuple[str, str]:
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return data.decode(encoding), encoding
-    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+    except (SyntaxError, ValueError, LookupError) as error:  # some codecs raise no UnicodeDecodeError
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise Unreadable(f"not text in the declared encoding: {reason}".splitlines()[0]) from error
 

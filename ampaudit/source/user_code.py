@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Final, NoReturn
 
 from ampaudit.core.errors import AuditError, SourceError, first_line
+from ampaudit.core.text import escape_control
 from ampaudit.trace.failure import failing_lines
 
 _NO_DEVICE = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "HIP GPUs", "XPU", "MPS backend")
@@ -117,8 +118,9 @@ def locating_failures(what: str) -> Iterator[None]:
     except AuditError:
         raise
     except SyntaxError as error:
+        said = escape_control(error.msg)  # a codec may quote the file
         raise SourceError(
-            f"{error.filename}:{error.lineno}: syntax error: {error.msg}", hint="correct the file"
+            f"{error.filename}:{error.lineno or 1}: syntax error: {said}", hint="correct the file"
         ) from error
     except MemoryError as error:
         raise SourceError(f"{what}: out of memory", hint="make the model or its inputs smaller") from error

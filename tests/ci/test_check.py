@@ -214,6 +214,14 @@ def test_mistakes_in_the_configuration(tmp_path: Path, text: str, message: str, 
     assert hint in caught.value.hint
 
 
+def test_a_pattern_may_be_absolute(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "c.txt"):
+        (tmp_path / name).touch()
+    found = read_config(config(tmp_path, f'[tool.ampaudit]\ntargets = ["{tmp_path.as_posix()}/*.py"]'))
+    assert found["targets"] == [str(tmp_path / "a.py"), str(tmp_path / "b.py")]
+    assert found == read_config(config(tmp_path, '[tool.ampaudit]\ntargets = ["*.py"]'))
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("4GB", 4 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2 << 30), ("1.5k", 1500)]
 )

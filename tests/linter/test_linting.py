@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import codecs
+import encodings.aliases
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampaudit.linter.linting import RuleSelection, lint_file
+from ampaudit.linter.source_text import Unreadable, decode
 from tests.linter.corpora import Script
 from tests.linter.examples import BAD, CORRECT, lint
 
@@ -40,6 +44,16 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, reason:
         assert re.search(reason.replace("(Python 2?)", r"\(Python 2\?\)"), unread.reason), unread.reason
         assert "\n" not in unread.reason
         assert "internal error" not in unread.reason
+
+
+def test_a_file_may_declare_any_codec_that_python_knows() -> None:
+    """Some raise what no text encoding raises, such as ``undefined`` and ``punycode``."""
+    for name in sorted({*encodings.aliases.aliases.values(), "undefined", "punycode", "idna"}):
+        source = b"# -*- coding: " + name.encode() + b" -*-\nx = '\xc3\xa9\x80'\n"
+        with suppress(Unreadable):
+            text, encoding = decode(source)
+            assert isinstance(text, str)
+            assert codecs.lookup(encoding)
 
 
 def test_a_megabyte_is_read(tmp_path: Path) -> None:
