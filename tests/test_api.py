@@ -23,6 +23,7 @@ from ampaudit.core.config import Config, option_of
 from ampaudit.core.errors import InputError, PolicyError, UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig, VerifyOptions
 from ampaudit.linter.config import LintConfig, LintOptions
+from ampaudit.render.render import as_file
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.compare import DiffConfig, DiffOptions
 from ampaudit.training.config import TrainConfig, TrainOptions
@@ -464,6 +465,7 @@ def test_a_report_shows_itself(name: str) -> None:
     document = saved(name)
     assert len(repr(document)) < 300
     assert repr(document).startswith(f"<{type(document).__name__} ")
+    assert str(document) == as_file(document, "text")
     card = document._repr_html_()
     assert card.startswith("<div>")
     assert len(card) < 6000

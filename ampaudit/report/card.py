@@ -13,7 +13,9 @@ from ampaudit.core.text import escape_control
 __all__ = ["CardRows", "Shown", "counted"]
 
 CardRows = Iterable[tuple[object, ...]]
-_RENDERER = "ampaudit.render.card"  # on a higher floor, so it is looked up when it is needed
+# on a higher floor, so they are looked up when they are needed
+_RENDERER = "ampaudit.render.card"
+_TEXT = "ampaudit.render.terminal"
 
 
 class Shown:
@@ -55,6 +57,11 @@ class Shown:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {escape_control(self.headline)}>"
+
+    def __str__(self) -> str:
+        """Return the report as text, as the command prints it."""
+        text: str = import_module(_TEXT).to_text(self)
+        return text
 
     def _repr_html_(self) -> str:
         shown: str = import_module(_RENDERER).card(self)

@@ -111,7 +111,8 @@ def _lost(variant: Variant) -> Iterator[Finding]:
     share = _weighted(rows, "lost")
     if share is None or share < MAX_LOST or variant.health.storage == "float32":
         return
-    worst = max(rows, key=lambda p: p.lost or 0.0)
+    noise = _cancelled(variant.health)
+    worst = max(rows, key=lambda p: (p.name not in noise, p.lost or 0.0))
     cause = (
         f"{variant.name}: {share:.0%} of the updates are lost in {variant.health.dtype} weights: less "
         f"than half an ulp; most in {worst.name} ({worst.lost:.0%})"

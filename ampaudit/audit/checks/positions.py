@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
@@ -34,11 +35,11 @@ def find(context: CheckContext) -> Iterator[Finding]:
         reported.add(site.id)
         if not inherited:
             what = "angle" if limit == ANGLE_ERROR else "position"
-            form = context.number_format
-            exact = 2 ** (form.fraction_bits + 1)
+            form, peak = context.number_format, format_number(seen.ref_peak)
+            step = 2.0 ** (math.frexp(seen.ref_peak)[1] - 1 - form.fraction_bits)
             cause = (
-                f"{what}s up to {format_number(seen.ref_peak)} are off by up to {format_number(error)}; "
-                f"{form.name} represents every integer only up to {exact}"
+                f"{what}s up to {peak} are off by {format_number(error)} or more; "
+                f"{form.name} values next to {peak} are {format_number(step)} apart"
             )
             yield finding_at(context, site, "AMP206", cause, _ADVICE)
 
