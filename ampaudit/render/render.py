@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import sys
@@ -23,7 +24,15 @@ from ampaudit.report.documents import Document
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["as_file", "check_format", "for_terminal", "formats_of", "keeping", "write_document"]
+__all__ = [
+    "as_file",
+    "check_format",
+    "check_values",
+    "for_terminal",
+    "formats_of",
+    "keeping",
+    "write_document",
+]
 
 _KEPT = "the result is"
 _TIMES = re.compile(r'"(timings|seconds)": (\{[^}]*\}|[^,\n]*)')  # which differ each time
@@ -34,6 +43,25 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
     from ampaudit.render.terminal import printable
 
     return printable(view_of(document).sections(verbosity))
+
+
+def check_values(document: Document) -> None:
+    """Make every part of a document that formats share, without writing it.
+
+    Raises:
+        ValueError: it has numbers or tables that no run makes, which types alone do not tell.
+    """
+    view = view_of(document)
+    try:
+        for verbosity in (-1, 0, 1):
+            list(view.sections(verbosity))
+        list(view.digest())
+        with contextlib.suppress(NotImplementedError):  # a kind of document without rows
+            list(view.rows())
+        page = view.page()
+        json.dumps(None if page is None else page.data, allow_nan=False)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def formats_of(kind: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from ampaudit.report.model import SCHEMA
 __all__ = ["parse_document", "read_document", "read_record"]
 
 T = TypeVar("T")
+_RENDERER = "ampaudit.render.render"  # on a higher floor, so it is looked up when it is needed
 
 _MAX_BYTES = 64_000_000  # 60,000 sites
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
@@ -63,7 +65,13 @@ def parse_document(text: str, name: str) -> Document:
     kind = kind_of(found)
     if kind is None:
         raise InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
-    return _validated(DOCUMENTS[kind], found, name, _HOW)
+    document = _validated(DOCUMENTS[kind], found, name, _HOW)
+    try:
+        import_module(_RENDERER).check_values(document)
+    except ValueError as error:
+        fault = f"{name}: holds values that no run makes ({describe(first_line(error))})"
+        raise InputError(fault, hint=_HOW) from error
+    return document
 
 
 def _validated(record: type[T], found: dict[str, Any], name: str, how: str) -> T:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,42 @@ def test_json_that_could_hurt(text: str, what: str) -> None:
     assert what in message
     assert len(message.split("\n")[0]) <= MAX_MESSAGE
     assert message.replace("\n", "").isprintable()
+
+
+def _emptied(document: Any) -> None:
+    document["reports"] = []
+
+
+def _negative_peaks(document: Any) -> None:
+    for variant in document["variants"]:
+        for parameter in variant["health"]["parameters"]:
+            parameter["gradient_peaks"] = [-1.0, 2.0]
+
+
+def _endless_loss(document: Any) -> None:
+    steps = document["variants"][0]["health"]["steps"]
+    steps[0]["loss"], steps[1]["loss"] = -1e308, 1e308
+
+
+def _other_format(document: Any) -> None:
+    *_, site = (site for site in document["sites"] if site["what_if"])
+    del site["what_if"]["float16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("policies", _emptied),
+        ("training", _negative_peaks),
+        ("training", _endless_loss),
+        ("ranges", _other_format),
+    ],
+)
+def test_numbers_and_tables_that_no_run_makes(name: str, change: Callable[[Any], None]) -> None:
+    """Types allow them, and what renders them would fail: "math domain error"."""
+    document = json.loads(text_of(name))
+    change(document)
+    assert "holds values that no run makes" in refused(json.dumps(document))
 
 
 def test_a_field_with_a_hostile_name_is_named_briefly(tmp_path: Path) -> None:
