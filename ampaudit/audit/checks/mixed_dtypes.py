@@ -18,7 +18,10 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CHECK", "refused_sites"]
 
-_ADVICE = "make the dtypes agree, as with x.to(self.weight.dtype) or torch.zeros(..., dtype=x.dtype)"
+_ADVICE = (
+    "make the dtypes agree, as with x.to(self.weight.dtype) or torch.zeros(..., dtype=x.dtype), "
+    "or add a rule for the op: cast: widest"
+)
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -28,17 +31,18 @@ def find(context: CheckContext) -> Iterator[Finding]:
     """
     if _mixed_by_policy(context):
         return
-    found: set[SiteId] = set()
+    refuses, found = refused_sites(context), set[SiteId]()
     for traced in context.flow.every:
         promoted: set[fx.Node] = set()
         for node in traced.graph.nodes:
             site = context.flow.site(node)
-            refused = site is not None and site.decision.reason == MIXED_DTYPES
+            refused = site is not None and site.id in refuses
             follows = not promoted.isdisjoint(node.all_input_nodes)
             if refused or (follows and (site is None or site.role is not Role.CAST)):
                 promoted.add(node)
             if site is not None and refused and not follows and site.id not in found:
                 found.add(site.id)
+                site = context.site[site.id]
                 cause = f"{site.decision.why}; the audit continued as if they were promoted"
                 yield finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
 
