@@ -157,12 +157,13 @@ def run_part(part: Part) -> list[dict[str, Any]]:
                     ).returncode
                 except subprocess.TimeoutExpired:
                     ended = f"took more than {part.limit:.0f} s"
+            output = log.read_text(encoding="utf-8", errors="replace")
             found.append(
                 {
                     "command": " ".join(["python", *command]),
                     "ended": ended,
                     "seconds": round(time.perf_counter() - started, 2),
-                    "output": log.read_text(encoding="utf-8", errors="replace")[-TAIL:],
+                    "output": output.replace(f"{ROOT}/", "")[-TAIL:],
                     "result": _kept(written),
                 }
             )

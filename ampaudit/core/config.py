@@ -198,8 +198,8 @@ def with_options(config: type[Config], keywords: Any) -> Callable[[Function], Fu
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        shown = [
+        others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [
             inspect.Parameter(
                 *(name, inspect.Parameter.KEYWORD_ONLY),
                 default=field.get_default(call_default_factory=True, validated_data={}),
@@ -208,7 +208,7 @@ def with_options(config: type[Config], keywords: Any) -> Callable[[Function], Fu
             for name, field in config.model_fields.items()
             if name in keywords.__annotations__
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
         return function
 
     return decorate

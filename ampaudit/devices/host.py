@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ampaudit.devices.catalogue import Device, nearest_device
+from ampaudit.devices.catalogue import Device, all_devices, nearest_device
 
 __all__ = ["Devices", "Host", "HostDevice", "this_machine"]
 
@@ -78,8 +78,10 @@ def _cuda(index: int) -> HostDevice:
 
     about = torch.cuda.get_device_properties(index)
     capability = (int(about.major), int(about.minor))
-    found = nearest_device(about.name, None if torch.version.hip else capability)
-    entry = None if found is None else found.id if found.memory_gb else found.like
+    device = nearest_device(about.name, None if torch.version.hip else capability)
+    entry = None
+    if device is not None:
+        entry = device.id if device.id in all_devices() else device.like
     system = "ROCm" if torch.version.hip else f"compute capability {capability[0]}.{capability[1]}"
     facts = (
         system,

@@ -53,8 +53,8 @@ class UncutTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [
-            max(cell_len(head), *(cell.cell_len for cell in column)) + 2
-            for head, column in zip(self._heads, zip(*self._rows, strict=True), strict=True)
+            max([cell_len(head), *(row[column].cell_len for row in self._rows)]) + 2
+            for column, head in enumerate(self._heads)
         ]
         room = options.max_width if console.is_terminal else _MAX_WIDTH
         first, *others = range(len(widths))

@@ -67,18 +67,14 @@ def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
 
 def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
     over = sum(site.verdict == "overflows" for site in report.sites)
-    rest = (
-        ""
-        if report.run.level == "static"
-        else f"; of the others, {over or 'none'} overflowed in what was run"
-    )
     ranges = ", ".join(
         f"{escape_control(a.name)} in {format_number(a.low)}:{format_number(a.high)} ({a.source})"
         for a in proofs.assumed
     )
     where = " along the path of these inputs" if report.path is not None else ""
-    rest = rest if proofs.proved < proofs.sites else ""
-    yield "Proofs", f"{proofs.proved} of {proofs.sites} sites proved{where}{rest}"
+    ran = report.run.level != "static" and proofs.proved < proofs.sites
+    others = f"; of the others, {over or 'none'} overflowed in what was run" if ran else ""
+    yield "Proofs", f"{proofs.proved} of {proofs.sites} sites proved{where}{others}"
     yield "Assumed", f"{ranges or 'nothing about inputs'}; {proofs.contract}"
     if proofs.uncovered_ops:
         yield "Unbounded", f"ops that no proof covers: {', '.join(proofs.uncovered_ops)}"

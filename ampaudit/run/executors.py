@@ -145,10 +145,11 @@ class ExecutorCache:
         )
         if rules.measured:
             self.programs.append(program)
-        new = not self._slices >= slices_taken(traced) or any(s.id not in self.sites for s in traced.sites)
+        slices = slices_taken(traced)
+        new = not self._slices >= slices or any(site.id not in self.sites for site in traced.sites)
         if config.keep_graphs or new or not self.converted:
             self.converted.append(converted)
-        self._slices |= slices_taken(traced)
+        self._slices |= slices
         for site in traced.sites:
             self.sites.setdefault(site.id, site)
         free = {node.name for node in program.parameter_free}

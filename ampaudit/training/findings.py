@@ -146,10 +146,8 @@ def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
         zeros = parameter.zero - exact[parameter.name] if parameter.name in exact else 0.0
         return max(parameter.flushed, zeros, 1.0 if not exact and parameter.zero == 1.0 else 0.0)
 
-    rows = [p for p in variant.health.parameters if lost(p) > MAX_FLUSHED]
-    if rows:
-        noise = _cancelled((variant if reference is None else reference).health)
-        rows = [p for p in rows if p.name not in noise]
+    noise = _cancelled((variant if reference is None else reference).health)
+    rows = [p for p in variant.health.parameters if lost(p) > MAX_FLUSHED and p.name not in noise]
     if not rows:
         return
     worst = max(rows, key=lost)

@@ -28,8 +28,8 @@ def modules_not_run(context: CheckContext) -> Gap | None:
     names = listed([*modules, *experts], 3)
     few = f"{share:.0%}" if share >= 0.005 else "less than 1%"
     site = SiteId(f"{[*modules, *parts][0]}/unused")
-    found = f"{names} ({few} of the weights)"
-    return Gap(site, GapKind.NOT_RUN, found, "no input takes it", len(modules) + len(experts))
+    count = len(modules) + len(experts)
+    return Gap(site, GapKind.NOT_RUN, f"{names} ({few} of the weights)", "no input takes it", count)
 
 
 def _whole_modules(idle: Iterable[str], used: Collection[str]) -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
+from ampaudit.run.decisions import spacing
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 from ampaudit.trace.values import dtype_name
@@ -36,7 +36,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         if not inherited:
             what = "angle" if limit == ANGLE_ERROR else "position"
             form, peak = context.number_format, format_number(seen.ref_peak)
-            step = 2.0 ** (math.frexp(seen.ref_peak)[1] - 1 - form.fraction_bits)
+            step = spacing(seen.ref_peak, form.fraction_bits)
             cause = (
                 f"{what}s up to {peak} are off by {format_number(error)} or more; "
                 f"{form.name} values next to {peak} are {format_number(step)} apart"
