@@ -24,12 +24,12 @@ from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.flow import slices_taken
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.path.numbering import with_known_casts
 from ampaudit.trace.path.recorder import GivenValues, PathTracing
+from ampaudit.trace.stacks import slices_taken
 from ampaudit.trace.state import PythonState, apply_changes
 from ampaudit.trace.structure import structural_copy
 

@@ -33,6 +33,8 @@ def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredV
         observation.inside_peak = max(observation.inside_peak, peak)
     for site, elements, differing in meter.choices():
         record.decisions.setdefault(site, DecisionStats()).add(elements, differing)
+    for stack, numbers in meter.chosen():
+        record.chosen.setdefault(stack, set()).update(numbers)
     for name, statistics in meter.samples.results.items():
         record.observation(SiteId(name)).samples.add(statistics)
     record.gaps |= meter.gaps

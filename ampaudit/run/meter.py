@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Meter(Observer):
         self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
         self._inside_rows: list[tuple[SiteId, torch.Tensor]] = []
         self._choices: list[tuple[SiteId, torch.Tensor, int]] = []
+        self._chosen: list[tuple[str, torch.Tensor]] = []  # of stacks of matrices, by name
 
     def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
         """Measure single CPU outputs while they are rounded."""
@@ -81,6 +83,10 @@ class Meter(Observer):
         self.path.observe(step, reference, call)
         if step.decides and step.site is not None and not call.shared:
             self._count_choices(step.site.id, reference, value)
+        if step.choice is not None:
+            self._chosen.append(
+                (step.choice.parameter, step.choice.chosen(call.inputs[step.choice.index][1]))
+            )
         if step.site is None or not step.observed:
             return value
         bad = False
@@ -147,6 +153,14 @@ class Meter(Observer):
         for (site, _, elements), count in zip(self._choices, differing, strict=True):
             yield site, elements, int(count)
 
+    def chosen(self) -> Iterator[tuple[str, set[int]]]:
+        """Return, per stack of matrices, the numbers of those that were chosen by a tensor."""
+        if not self._chosen:
+            return
+        flags = iter(torch.cat([used for _, used in self._chosen]).tolist())
+        for name, used in self._chosen:
+            yield name, {number for number, flag in enumerate(islice(flags, len(used))) if flag}
+
     def _note_gap(self, step: Step, kind: GapKind, reason: str) -> None:
         if step.site is not None:
             self.gaps.add(Gap(step.site.id, kind, step.site.op, reason))
@@ -172,6 +186,7 @@ class Meter(Observer):
             "local": self._local_rows,
             "inside": self._inside_rows,
             "choices": self._choices,
+            "chosen": self._chosen,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -181,7 +196,7 @@ class Meter(Observer):
         self.gaps = {Gap(site, GapKind(kind), op, reason) for site, kind, op, reason in state["gaps"]}
         self._updated, self._rows = state["updated"], state["rows"]
         self._local_rows, self._inside_rows = state["local"], state["inside"]
-        self._choices = state["choices"]
+        self._choices, self._chosen = state["choices"], state["chosen"]
 
     def results(self) -> Iterator[MeasuredValue]:
         """Return all measurements since the start, fetched from the device at once."""

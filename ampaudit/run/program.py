@@ -24,6 +24,7 @@ from ampaudit.trace.opnames import (
     returned_arguments,
     written_arguments,
 )
+from ampaudit.trace.stacks import StackChoice, stack_choices
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, fake_arguments, widened
 
 __all__ = ["Program", "call_on", "compile_program"]
@@ -70,8 +71,9 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
     output = graph.output_node()
     outputs = tuple(arg for arg in output.all_input_nodes)
     frees = _last_uses(graph, frozenset(outputs))
+    choices = stack_choices(traced)
     steps = tuple(
-        _step(node, sites.get(node.name), frees.get(node, ()), device)
+        _step(node, sites.get(node.name), frees.get(node, ()), device, choices.get(node))
         for node in graph.nodes
         if node.op == "call_function"
     )
@@ -152,7 +154,13 @@ def call_on(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ...], 
     return for_any_strides(node.target), args, dict(kwargs)
 
 
-def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: torch.device) -> Step:
+def _step(
+    node: fx.Node,
+    site: Site | None,
+    frees: tuple[fx.Node, ...],
+    device: torch.device,
+    choice: StackChoice | None,
+) -> Step:
     overload = overload_of(node.target)
     value = node.meta.get("val")
     outputs = value if isinstance(value, list | tuple) else (value,)
@@ -185,6 +193,7 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         rounds_inside=overload is not None and not random and _in_low_precision(node, overload),
         frees=frees,
         decides=overload is not None and _decides(node, overload, outputs),
+        choice=choice,
     )
 
 

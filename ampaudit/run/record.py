@@ -25,7 +25,9 @@ __all__ = ["Fate", "Origin", "RunRecord", "StateFault", "StepObservation"]
 
 RIGHT_DB = 20.0  # a value that was inf on its way and comes out this accurate was not harmed
 Fate = Literal["reaches the output", "recovered"]
-_Sites = Annotated[set[SiteId], PlainSerializer(sorted, return_type=list[SiteId])]  # the same file each time
+# the same file each time
+_Sites = Annotated[set[SiteId], PlainSerializer(sorted, return_type=list[SiteId])]
+_Numbers = Annotated[set[int], PlainSerializer(sorted, return_type=list[int])]
 
 
 def _in_order(gaps: set[Gap]) -> list[Gap]:
@@ -125,6 +127,7 @@ class RunRecord:
         masks: sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
         by_design: sites near the limit because they take in a mask, harmless or not.
         gaps: what the run did not look at, one per site and kind.
+        chosen: of stacks of matrices such as experts, by name, the numbers that tensors chose.
         twins: by op, why its twin was not checked; empty for one that agrees with the op's kernel.
         seconds: wall time per phase.
         gradients: what the backward pass showed, if there was one.
@@ -157,6 +160,7 @@ class RunRecord:
     masks: _Sites = field(default_factory=set)
     by_design: _Sites = field(default_factory=set)
     gaps: Annotated[set[Gap], PlainSerializer(_in_order, return_type=list[Gap])] = field(default_factory=set)
+    chosen: dict[str, _Numbers] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
@@ -239,6 +243,8 @@ class RunRecord:
         self.masks |= later.masks
         self.by_design |= later.by_design
         self.gaps |= later.gaps
+        for stack, numbers in later.chosen.items():
+            self.chosen.setdefault(stack, set()).update(numbers)
 
     def add_origins(self, later: Iterable[Origin]) -> None:
         """Add the origins of later batches: the first of each site, or the first that harms."""

@@ -15,6 +15,7 @@ from ampaudit.core.errors import first_line
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import argument_names, is_foreign, written_values
 from ampaudit.trace.replay import META_KEY
+from ampaudit.trace.stacks import StackChoice
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
 __all__ = ["Step", "differentiable", "noting_line", "widened_tensor"]
@@ -57,6 +58,7 @@ class Step:
         rounds_inside: whether one float32 call and one rounding is not what it does in 16 bits.
         frees: nodes whose value is not needed after this step.
         decides: whether it turns floats into integers, booleans or whole numbers.
+        choice: the stack of matrices of which a tensor chooses some.
     """
 
     node: fx.Node
@@ -77,6 +79,7 @@ class Step:
     rounds_inside: bool
     frees: tuple[fx.Node, ...]
     decides: bool = False
+    choice: StackChoice | None = None
 
     @property
     def differentiable(self) -> bool:

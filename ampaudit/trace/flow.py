@@ -5,35 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import fx
 
 from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
-from ampaudit.trace.opnames import base_name, converts, mutated_arguments, named_arguments
+from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
 
-__all__ = ["Flow", "ParameterUse", "slices_taken"]
+__all__ = ["Flow"]
 
 _HANDED_ON = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
-
-
-class UnusedSlices(NamedTuple):
-    """Of a layer whose parameters are stacks of matrices, such as experts: those that no graph takes."""
-
-    unused: int
-    of: int
-    elements: int
-
-
-class ParameterUse(NamedTuple):
-    """The layers of which a parameter is used, the elements of each layer, and stacks used in part."""
-
-    used: frozenset[str]
-    sizes: dict[str, int]
-    parts: dict[str, UnusedSlices]
 
 
 class Flow:
@@ -74,38 +57,6 @@ class Flow:
             elif all(used in free for used in node.all_input_nodes):
                 free.add(node)
         return frozenset(self._sites[n].id for n in free if n in self._sites)
-
-    @cached_property
-    def parameters(self) -> ParameterUse:
-        """What the graphs use of the parameters.
-
-        A tied parameter counts for the first layer that has it, and is used if it is under any name.
-        """
-        used: set[str] = set()
-        sizes: dict[str, int] = {}
-        stacks: dict[str, torch.Tensor] = {}
-        counted: set[int] = set()
-        for each in self.every:
-            nodes = {node.name: node for node in each.graph.nodes}
-            read = {id(tensor) for name, tensor in each.tensors.items() if nodes[name].users}
-            for place in each.placeholders:
-                if place.slot is Slot.PARAMETER:
-                    layer, tensor = place.name.rpartition(".")[0], each.tensors[place.node]
-                    if id(tensor) in read:
-                        used.add(layer)
-                    sizes[layer] = sizes.get(layer, 0) + (0 if id(tensor) in counted else tensor.numel())
-                    counted.add(id(tensor))
-                    if tensor.dim() > 2 and id(tensor) in read:
-                        stacks[place.name] = tensor
-        taken = {part for each in self.every for part in slices_taken(each)}
-        parts: dict[str, UnusedSlices] = {}
-        for name, tensor in stacks.items():
-            layer = name.rpartition(".")[0]
-            unused = sum((name, number) not in taken for number in range(len(tensor)))
-            if unused and (name, None) not in taken:
-                before = parts[layer].elements if layer in parts else 0
-                parts[layer] = UnusedSlices(unused, len(tensor), before + unused * tensor[0].numel())
-        return ParameterUse(frozenset(used), sizes, parts)
 
     def node(self, site: Site) -> fx.Node:
         """Return the graph's node of a site."""
@@ -215,29 +166,3 @@ class Flow:
                     seen.add(user)
                     frontier.append(user)
         return False
-
-
-def slices_taken(traced: TracedModel) -> set[tuple[str, int | None]]:
-    """Return which slices of stacks of matrices a graph takes: a parameter's name with a number, or ``None``.
-
-    ``None`` stands for the whole parameter.
-    """
-    nodes = {node.name: node for node in traced.graph.nodes}
-    taken: set[tuple[str, int | None]] = set()
-    for place in traced.placeholders:
-        if place.slot is Slot.PARAMETER and traced.tensors[place.node].dim() > 2:
-            count = len(traced.tensors[place.node])
-            taken |= {(place.name, number) for number in _numbers(nodes[place.node], count)}
-    return taken
-
-
-def _numbers(node: fx.Node, count: int) -> set[int | None]:
-    numbers: set[int | None] = set()
-    for user in node.users:
-        if converts(user.target):
-            numbers |= _numbers(user, count)
-        elif user.target is torch.ops.aten.select.int and user.args[1] == 0 and isinstance(user.args[2], int):
-            numbers.add(user.args[2] % count)
-        else:
-            numbers.add(None)
-    return numbers
