@@ -86,6 +86,7 @@ def test_the_table_fits_and_says_it_all(report: BenchReport) -> None:
     ):
         assert expected in text
     assert max(map(len, text.splitlines())) <= 110
+    assert (running.CPU_NOTE in report.notes) is not torch.cuda.is_available()
 
 
 def test_what_kernels_took_stands_in_the_table(report: BenchReport) -> None:

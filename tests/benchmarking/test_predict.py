@@ -90,3 +90,21 @@ def test_a_prediction_that_is_not_possible_says_why() -> None:
     assert row.status == "ok"
     assert row.memory is None
     assert row.note.startswith("no prediction: Python control flow depends on the values")
+
+
+class WithTable(nn.Module):
+    """A model with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.table = torch.linspace(0, 1, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x) * self.table
+        return made
+
+
+def test_a_tensor_that_the_model_does_not_register_prevents_no_prediction() -> None:
+    row = rows_of(as_source(WithTable().eval(), batches=[torch.ones(2, 8)]), "fp32")["fp32"]
+    assert row.memory is not None, row.note

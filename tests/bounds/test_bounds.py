@@ -421,3 +421,29 @@ def test_what_float32_cannot_hold_is_not_proved(name: str) -> None:
     traced = trace(Call(function).eval(), (x,), {}, load_policy(policy), load_policy("torch-cuda"), form)
     domain = assumptions(traced, [[x]], [])
     check(traced, bound(traced, domain, form), [[x]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_norm_by_hand_reaches_the_root_of_its_length(dtype: str) -> None:
+    """Its factor is rounded to 16 bits before it scales; 500 is much more than the root of 8."""
+
+    def by_hand(m: Any, x: torch.Tensor) -> torch.Tensor:
+        squares = x.float().square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(squares + 1e-6).to(x.dtype)
+
+    rules, form = load_policy("half"), format_named(dtype)
+    made = trace(Call(by_hand).eval(), (torch.zeros(ROWS),), {}, rules, load_policy("torch-cuda"), form)
+    table = table_of(made, ROWS, -500.0, 500.0, dtype)
+    (peak,) = (bound.peak for site, bound in table.bounds.items() if "/mul" in site)
+    assert 8**0.5 <= peak <= 1.03 * 8**0.5  # three roundings of 2^-8
+
+
+def test_constants_are_followed_through_several_ops() -> None:
+    """A mask that is computed from positions is known: what it leaves out is in no bound."""
+    made = trace(
+        *(Call(lambda m, x: x * torch.where(torch.arange(8) < 8, 2.0, 1e3)).eval(), (torch.zeros(ROWS),), {}),
+        *(load_policy("half"), load_policy("torch-cuda"), FLOAT16),
+    )
+    table = table_of(made, ROWS, -500.0, 500.0, "float16")
+    (peak,) = (bound.peak for site, bound in table.bounds.items() if "/mul" in site)
+    assert 1000.0 <= peak <= 1001.0

@@ -286,6 +286,15 @@ def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
         assert result.exit_code < 2 or "next:" in result.error
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_parallel_checks_share_the_cores(tmp_path: Path, jobs: int) -> None:
+    """A single process keeps torch's default."""
+    code = "import os\ndef get_model(): raise ValueError(f\"<{os.environ.get('OMP_NUM_THREADS')}>\")\n"
+    (result,) = check(*written(tmp_path, {"threads": code}), limits=Limits(jobs=jobs))
+    share = str(max(1, (os.cpu_count() or 1) // jobs))
+    assert f"<{share if jobs > 1 else os.environ.get('OMP_NUM_THREADS')}>" in result.error
+
+
 def test_a_model_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:
     code = "import os, subprocess, sys, time\n" + (
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"

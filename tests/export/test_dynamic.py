@@ -265,3 +265,11 @@ def test_weights_alone_have_no_dimensions(tmp_path: Path) -> None:
 
     with pytest.raises(AuditError, match="about the program"):
         ConvertConfig(dynamic=NAMED, program=False).check_output(tmp_path / "out")
+
+
+def test_the_other_sizes_are_a_larger_one_and_half_of_it() -> None:
+    given = Batch((torch.zeros(4, 6),))
+    shapes = DynamicShapes.read(["0=rows,length"], nn.Linear(6, 6), given)
+    others, least = shapes.others(given, {"rows": (1, None), "length": (4, 8)})
+    assert others == [{"rows": 9, "length": 7}, {"rows": 2, "length": 5}]
+    assert least == {"rows": 1, "length": 4}

@@ -145,6 +145,8 @@ def test_where_a_name_is_bound(text: str, name: str, bound: bool) -> None:
         ({"pyproject.toml": '[project]\nrequires-python = ">=3.7"\ndependencies = ["torch~=2.6"]'}, True),
         ({"pyproject.toml": '[project]\nrequires-python = ">=3.13"'}, True),
         ({"pyproject.toml": '[project]\nrequires-python = ">=3.10"'}, None),
+        ({"pyproject.toml": '[project]\nrequires-python = ">=3.7.1"'}, False),
+        ({"pyproject.toml": '[project]\nrequires-python = ">=3.13.2"'}, True),
         ({"pyproject.toml": '[project.optional-dependencies]\ngpu = ["torch==1.12.1+cu113"]'}, False),
         ({"requirements.txt": "numpy\ntorch==1.9.0  # old\n-r more.txt\n"}, False),
         ({"setup.cfg": "[options]\ninstall_requires =\n    torch>=2.5\n"}, True),

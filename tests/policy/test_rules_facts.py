@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy
 from ampaudit.policy.aten_ops import aten_names, expand, inner_op
-from ampaudit.policy.scaling import profiles
+from ampaudit.policy.scaling import profiles, starting_scale
 from ampaudit.policy.schema import Cast
 from ampaudit.policy.vocabulary import load_vocabulary
 from tests.support.paths import DATA
@@ -242,3 +243,8 @@ def test_what_a_system_does_not_list_is_left_alone(column: str, policy: str) -> 
 def torch_ops(rules: RuleSet, name: str) -> tuple[str, ...]:
     mentioned = {op for op in rules.op_names if op.partition(".")[0] == name}
     return tuple(op for op in mentioned if inner_op(op) is None)
+
+
+@pytest.mark.parametrize(("name", "least"), [("torch", 0.0), ("apex", 0.0), ("deepspeed", 1.0)])
+def test_a_loss_scale_falls_without_end_unless_the_system_has_one(name: str, least: float) -> None:
+    assert starting_scale(name, FLOAT16).least == least

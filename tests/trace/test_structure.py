@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrizations
 
 from ampaudit.audit.scan import scan
+from ampaudit.trace.state import PythonState
 from ampaudit.trace.structure import structural_copy
 from tests.support import zoo
 
@@ -252,3 +253,45 @@ def test_a_tensor_that_the_next_call_reads_is_said() -> None:
     assert report.notes == (
         "forward stores tensors or objects in 1.carried: each call is traced without them",
     )
+
+
+class Scaled(nn.Module):
+    """Its function counts its calls in a variable of its own; another variable is not set yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = 0
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return x * (calls if calls < 9 else last)
+
+        self.function = scaled
+        if calls:
+            last = calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def test_a_variable_of_a_closure_is_state() -> None:
+    model = Scaled()
+    state = PythonState(model)
+    assert state.unchanged()
+    model(torch.ones(2))
+    assert not state.unchanged()
+    (change,) = state.changes()
+    assert change.name == "function"
+    assert [change.before.cell_contents, change.after.cell_contents] == [0, 1]
+
+
+def test_a_global_hook_that_code_adds_is_a_change() -> None:
+    state = PythonState(nn.ReLU())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        (change,) = state.changes()
+    finally:
+        handle.remove()
+    assert change.name.startswith("torch.nn")
+    assert [len(change.before), len(change.after)] == [0, 1]

@@ -70,3 +70,29 @@ def test_known_values_leave_no_trace() -> None:
     program = torch.export.export(model, (torch.ones(2, 3),), strict=False)
     called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert called in (["aten.reshape.default"], ["aten.view.default"])
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "mean", "spread"),
+    [
+        ("RandomUniformLike", {}, 0.5, 12**-0.5),
+        ("RandomUniformLike", {"high": 3.0}, 1.5, 3 * 12**-0.5),
+        ("RandomUniformLike", {"low": 1.0, "high": 2.0}, 1.5, 12**-0.5),
+        ("RandomNormalLike", {}, 0.0, 1.0),
+        ("RandomNormalLike", {"mean": 5.0, "scale": 2.0}, 5.0, 2.0),
+    ],
+)
+def test_random_numbers_have_the_distribution_that_the_node_names(
+    op: str, attributes: dict[str, float], mean: float, spread: float
+) -> None:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [100_000])
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x"], ["y"], **attributes)], "graph", [x], [onnx.ValueInfoProto(name="y")]
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    torch.manual_seed(0)
+    made = pytree.tree_leaves(
+        OnnxModel(OnnxFile(Path("model.onnx"), ir.from_proto(proto)))(torch.ones(100_000))
+    )
+    assert float(made[0].mean()) == pytest.approx(mean, abs=0.02 * spread)
+    assert float(made[0].std()) == pytest.approx(spread, rel=0.02)

@@ -1,0 +1,27 @@
+"""Numbers as reports print them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampaudit.core.text import format_number
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.12345, "0.1235"),
+        (999.96, "1000"),
+        (1e3, "1,000"),
+        (65504.0, "65,504"),
+        (65504.5, "65,500"),
+        (99999.0, "99,999"),
+        (100001.0, "100,000"),
+        (9.99e6, "9,990,000"),
+        (1e7, "1e+07"),
+        (-70000.0, "-70,000"),
+    ],
+)
+def test_a_number_has_four_significant_digits_and_whole_ones_more(value: float, text: str) -> None:
+    assert format_number(value) == text
