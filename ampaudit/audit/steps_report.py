@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from ampaudit.core.decibels import signal_to_noise_db
+from ampaudit.core.decibels import ratio_db
 from ampaudit.core.sites import SiteId
 from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
 from ampaudit.run.record import RunRecord, StepObservation
@@ -42,14 +42,14 @@ def _step(step: int, rows: Sequence[StepObservation]) -> StepReport:
         (decibels, name)
         for row in rows
         for name, (error, signal) in row.errors.items()
-        if (decibels := signal_to_noise_db(signal, error)) is not None
+        if (decibels := ratio_db(signal, error)) < math.inf
     ]
-    accuracy, output = min(accuracies, default=(None, ""))
+    accuracy, output = min(accuracies, default=(math.inf, ""))
     headrooms = [(row.headroom_bits, row.headroom_at) for row in rows if row.headroom_bits is not None]
     bits, site = min(headrooms, default=(None, ""))
     return StepReport(
         step=step,
-        accuracy_db=None if accuracy is None or not math.isfinite(accuracy) else round(accuracy, 3),
+        accuracy_db=round(accuracy, 3) if math.isfinite(accuracy) else None,
         output=output,
         headroom_bits=None if bits is None else round(bits, 4),
         headroom_at=site,

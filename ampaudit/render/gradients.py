@@ -62,7 +62,9 @@ def _losses(backward: BackwardReport, dtype: str) -> str:
         for value, name in ((first.float32, "FP32"), (first.lower, dtype))
     ]
     if first.repaired is not None:
-        shown.append(f"{format_number(first.repaired)} with the faults repaired, as for the gradients")
+        shown.append(
+            f"{format_number(first.repaired)} with FP32's values where it breaks, as for the gradients"
+        )
     more = f" (first of {len(backward.losses)} batches)" if len(backward.losses) > 1 else ""
     return f"{', '.join(shown)}{more}"
 

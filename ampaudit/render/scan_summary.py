@@ -102,5 +102,5 @@ def _outputs(report: Report) -> str:
 
 
 def _accuracy(output: OutputAccuracy) -> str:
-    repaired = " with the faults repaired" if output.repaired else ""
+    repaired = " with FP32's values where it breaks" if output.repaired else ""
     return f"{escape_control(output.name)} {output.in_words}{repaired}"

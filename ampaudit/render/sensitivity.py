@@ -101,5 +101,7 @@ def untrusted(predicted: float | None, measured: float | None) -> Iterator[Block
     if predicted is not None and measured is not None and abs(predicted - measured) > _DOUBLED:
         apart = f"The two differ by {abs(predicted - measured):.1f} dB"
         yield line(
-            f"{apart}: roundings are not independent here, so trust measured numbers only.", style="yellow"
+            f"{apart}: the prediction takes errors to be small and independent, which they are not here. "
+            "Trust what is measured.",
+            style="yellow",
         )

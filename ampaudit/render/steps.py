@@ -24,7 +24,7 @@ def step_section(steps: StepsReport, *, full: bool = False) -> Section:
     rows = (
         (
             str(step.step),
-            "exact" if step.accuracy_db is None else f"{step.accuracy_db:.0f} dB",
+            _accuracy(step),
             "" if step.headroom_bits is None else f"{step.headroom_bits:.1f} bits",
             escape_control(step.headroom_at),
             _events(step),
@@ -39,7 +39,7 @@ def step_section(steps: StepsReport, *, full: bool = False) -> Section:
 
 
 def _chosen(steps: StepsReport) -> tuple[StepReport, ...]:
-    """Return the first and the last step, the first of each event, and some between."""
+    """Return the first and the last step, the worst, the first of each event, and some between."""
     rows = steps.steps
     events: tuple[Callable[[StepReport], bool], ...] = (
         lambda step: step.broken,
@@ -49,7 +49,16 @@ def _chosen(steps: StepsReport) -> tuple[StepReport, ...]:
     wanted = {round(index * (len(rows) - 1) / (_ROWS - 1)) for index in range(_ROWS)} if rows else set()
     for happens in events:
         wanted |= {next((index for index, step in enumerate(rows) if happens(step)), 0)}
+    for figures in ([step.accuracy_db for step in rows], [step.headroom_bits for step in rows]):
+        known = [(figure, index) for index, figure in enumerate(figures) if figure is not None]
+        wanted |= {min(known)[1]} if known else set()
     return tuple(step for index, step in enumerate(rows) if index in wanted)
+
+
+def _accuracy(step: StepReport) -> str:
+    if step.accuracy_db is not None:
+        return f"{step.accuracy_db:.0f} dB"
+    return "wrong" if step.output else "exact"
 
 
 def _events(step: StepReport) -> str:

@@ -97,8 +97,10 @@ def _broken(report: Report) -> Iterator[str]:
     else:
         wrong = f"has {worst.in_words} against FP32"
     wrong = escape_control(f"{worst.name} {wrong}{worst.where}")
-    start = "with the faults repaired" if worst.repaired else f"finite but wrong in {report.run.dtype}"
-    yield f"{start}: {wrong}"
+    start = (
+        "even with FP32's values there, " if worst.repaired else f"finite but wrong in {report.run.dtype}: "
+    )
+    yield f"{start}{wrong}"
 
 
 def _sound(report: Report) -> Iterator[str]:

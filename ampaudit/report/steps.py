@@ -20,8 +20,8 @@ class StepReport:
 
     Attributes:
         step: number, from 1.
-        accuracy_db: of the least accurate output; null if all are exact.
-        output: its name.
+        accuracy_db: of the least accurate output; null if all are exact, or if FP32 gives only zeros in it.
+        output: its name; empty if all are exact.
         headroom_bits: the least of the step's 16-bit values; negative where one overflows.
         headroom_at: the site that has it.
         origins: sites that break by their own fault.

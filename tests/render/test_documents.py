@@ -16,13 +16,16 @@ import pytest
 from junitparser import JUnitXml
 
 from ampaudit.core.errors import UsageError
+from ampaudit.render.blocks import Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.json import json_schema
 from ampaudit.render.render import as_file, for_terminal, formats_of
+from ampaudit.render.steps import step_section
 from ampaudit.render.view import View
 from ampaudit.report.documents import DOCUMENTS
 from ampaudit.report.saved import parse_document
+from ampaudit.report.steps import StepReport, StepsReport
 from tests.support.paths import ROOT
 from tests.support.saved import SAMPLES, sample, saved
 
@@ -140,3 +143,20 @@ def questions(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", sorted(RENDER.rglob("*.py")), ids=lambda p: str(p.relative_to(RENDER)))
 def test_no_format_asks_what_kind_of_document_it_is(path: Path) -> None:
     assert list(questions(path)) == []
+
+
+def test_the_table_of_steps_has_the_worst_of_them() -> None:
+    """Also between the steps that it would show anyway; an output that should be zero and is not is wrong."""
+    rows = [StepReport(n, 60.0, "output", 5.0, "a/mul") for n in range(1, 101)]
+    rows[36] = replace(rows[36], accuracy_db=12.0)
+    rows[72] = replace(rows[72], headroom_bits=0.5, headroom_at="b/add")
+    rows[99] = replace(rows[99], accuracy_db=None)
+    rows[0] = replace(rows[0], accuracy_db=None, output="")
+    table, *_ = step_section(StepsReport(1, tuple(rows), (), "")).blocks
+    assert isinstance(table, Table)
+    shown = {str(row[0]): list(map(str, row[1:4])) for row in table.rows}
+    assert shown["37"] == ["12 dB", "5.0 bits", "a/mul"]
+    assert shown["73"] == ["60 dB", "0.5 bits", "b/add"]
+    assert shown["1"][0] == "exact"
+    assert shown["100"][0] == "wrong"
+    assert len(shown) < 15

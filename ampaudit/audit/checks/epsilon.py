@@ -16,8 +16,8 @@ __all__ = ["CAUSE", "CHECK", "lost_eps"]
 _PROTECTED = ("div", "log", "log2", "log10", "rsqrt", "sqrt", "reciprocal", "pow", "floor_divide")
 _PROTECTING = ("add", "clamp", "clamp_min", "clip", "maximum", "max", "sub")
 _ADVICE = (
-    "use an eps that the format holds (1e-5 or more in float16) if it is small against the values, "
-    "or compute this step in float32"
+    "use an eps that the format holds (1e-5 or more in float16), "
+    "or compute this step and what reads it in float32"
 )
 
 

@@ -60,6 +60,9 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
         cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {format_number(form.max)}"
         advice = f"a loss scale of at most {format_power(highest)} fits"
         suits = context.scale_advice
+        use = suits.suggested if suits is not None else None
+        if use is not None and 0 <= use < highest:
+            advice += f" here, and {format_power(use)} suits the whole model"
         whole = min(highest, suits.high) if suits is not None else highest
         if highest < 0:
             kept = f"layer {site.layer!r}" if site.layer else "this op"
