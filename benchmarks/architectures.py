@@ -206,12 +206,15 @@ def _child(name: str, end: Connection) -> None:
     torch.set_num_threads(1)
     for row in examined(name):
         end.send(row)
-    end.close()
+    end.send(None)
 
 
 def in_a_process(name: str, limit: float) -> Row:
     """Examine a model type in a process of its own."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # a fork of this process would share the locks of its threads
+    context.set_forkserver_preload([_child.__module__, "ampaudit.audit.scan"])
     with _STARTING:
         ours, theirs = context.Pipe()
         child = context.Process(target=_child, args=(name, theirs))
@@ -219,8 +222,8 @@ def in_a_process(name: str, limit: float) -> Row:
         theirs.close()
     row, end = Row(name, reason="it did not run within the limit"), time.monotonic() + limit
     try:
-        while ours.poll(max(end - time.monotonic(), 0)):
-            row = ours.recv()
+        while ours.poll(max(end - time.monotonic(), 0)) and (found := ours.recv()) is not None:
+            row = found
     except EOFError:
         pass
     child.kill()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu import PARTS
 from tests.support.cli import parsed
@@ -39,11 +41,13 @@ class TaskHere:
     def join(self) -> None:
         return
 
+    kill = join
+
 
 @pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run programs that import torch here, and the tasks of fresh processes."""
-    run = subprocess.run
+    run, threads = subprocess.run, torch.get_num_threads()
 
     def run_here(command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in command]
@@ -65,13 +69,16 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             run_here(command, check=True)
         return time.perf_counter() - started, 1.0
 
-    own, here = multiprocessing.get_context, SimpleNamespace(Pipe=Pipe, Process=TaskHere)
+    own = multiprocessing.get_context
+    here = SimpleNamespace(Pipe=Pipe, Process=TaskHere, set_forkserver_preload=lambda _: None)
     monkeypatch.setattr(subprocess, "run", run_here)
     monkeypatch.setattr("benchmarks.checkpoints.run", measured)
     monkeypatch.setattr("benchmarks.segments.run", measured)
     monkeypatch.setattr(multiprocessing, "Pipe", Pipe)
     monkeypatch.setattr(multiprocessing, "get_context", lambda how: own(how) if how == "fork" else here)
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -82,8 +89,11 @@ def test_it_runs(
 ) -> None:
     script = import_module(f"benchmarks.{name}")
     monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
-    script.main(["--smoke", "--json", str(tmp_path / "figures.json")])
+    figures = tmp_path / "figures.json"
+    script.main(["--smoke", "--json", str(figures)])
     assert capsys.readouterr().out
+    if name == "architectures":
+        assert all(row["code"] in (0, 1) for row in json.loads(figures.read_text())["rows"])
 
 
 class ParsedError(Exception):
