@@ -186,6 +186,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("model.py", "package/module.py"):
         (place / name).write_text(MODEL)
     (place / "package" / "__init__.py").write_text("")
+    for name, target in (("net.py", "class_with_arguments.py"), ("words.py", "words.py")):
+        (place / name).write_text((ROOT / "tests" / "targets" / "models" / target).read_text())
     (place / "bert.py").write_text(BERT)
     (place / "examples").symlink_to(ROOT / "examples")
     for folder in ("src", "notebooks"):

@@ -46,6 +46,8 @@ _GROUPS = {
     "Model and inputs": (
         "weights",
         "inputs",
+        "args",
+        "input",
         "text",
         "images",
         "audio",

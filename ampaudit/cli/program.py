@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main", "run_command"]
 
 # where each command is, and its line in the list of all
 COMMANDS = {
+    "init": ("init_command:init_command", "Write a model file for a project."),
     "scan": ("scan_command:scan_command", "Find the layers that overflow."),
     "merge": ("merge_command:merge_command", "Make one report of the parts of a scan."),
     "plan": ("plan_command:plan_command", "Show what a policy does to each op."),

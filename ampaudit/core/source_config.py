@@ -8,7 +8,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from ampaudit.core.config import Config, FilePath, Option, Seed, Trust, long_flag, python_only
+from ampaudit.core.config import Config, FilePath, Option, Seed, Texts, Trust, long_flag, python_only
 from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.core.untrusted import describe
 
@@ -40,6 +40,17 @@ class SourceConfig(Config):
             metavar="PATH",
         ),
     ] = None
+    args: Annotated[
+        str, Option("Arguments of the class or factory after the colon: 3,10,width=64.", file=False)
+    ] = ""
+    input: Annotated[
+        Texts,
+        Option(
+            "Random input, [NAME=]SIZES[:DTYPE][@RANGE]: 8x3x32x32, or ids=2x77:int64@49408. Repeatable.",
+            metavar="SPEC",
+            file=False,
+        ),
+    ] = ()
     text: TextFile = None
     images: ImageDirectory = None
     audio: AudioDirectory = None

@@ -38,6 +38,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     head, colon, _ = location.rpartition(":")
     model = Path(head if colon and head.endswith(".py") else location)
     _check_samples(location, options)
+    _check_descriptions(model, options)
     read = [path for path in (model, options.weights, options.inputs, options.text) if path is not None]
     files = states_of(read)
     by_place = options.inputs is not None and options.inputs.suffix == ".safetensors"
@@ -70,6 +71,16 @@ def _check_samples(location: str, options: SourceConfig) -> None:
         if not (path.is_file() if kind == "text" else path.is_dir()):
             what = "file" if kind == "text" else "directory"
             raise InputError(f"--{kind} {describe_path(path)}: no such {what}", hint="check the path")
+
+
+def _check_descriptions(model: Path, options: SourceConfig) -> None:
+    """Reject arguments and sizes for what is no Python, and inputs that are given twice."""
+    for flag, given in (("--args", options.args), ("--input", options.input)):
+        if given and (model.is_dir() or model.suffix in (".pt2", ".onnx")):
+            hint = "leave it out; --inputs FILE gives inputs of your own"
+            raise UsageError(f"{flag} is for models in Python; {describe(str(model))} is none", hint=hint)
+    if options.input and options.inputs is not None:
+        raise UsageError("--input and --inputs both give inputs", hint="leave one out")
 
 
 def _converted_dtype(manifest: Path) -> str | None:

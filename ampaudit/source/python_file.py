@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
+from collections.abc import Callable
 from functools import partial
+from inspect import Signature
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
-from ampaudit.core.errors import SourceError
+from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.untrusted import describe
 from ampaudit.report.inputs import InputsInfo
+from ampaudit.source.described_inputs import described_batches
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.training_step import runnable, training_batches
@@ -53,7 +59,10 @@ def _source(
     kind: str,
     digest: str | None,
 ) -> ModelSource:
-    model = runnable(_model(module, factory, location), location)
+    model = runnable(_model(module, factory, options.args, location), location)
+    if options.input:
+        given, info = described_batches(options.input, options.batches or 1, options.seed)
+        return ModelSource(location, kind, model, given, digest, inputs=info, **functions_of(module))
     if options.inputs is not None:
         sized, functions, info = inputs_from(options, model, module)
         given = sized(options.input_sizes or {})
@@ -65,7 +74,7 @@ def _source(
             return ModelSource(location, kind, model, own, digest, inputs=info, **functions_of(module))
         raise SourceError(
             f"{location} has no example_inputs()",
-            hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
+            hint="add example_inputs() to the file, or pass sizes, such as --input 8x3x32x32",
         )
     sized = partial(batches_of, module, options.batches or 1, options.seed)
     batches = sized(options.input_sizes or {})
@@ -79,34 +88,66 @@ def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tupl
         return tuple(Batch((batch,)) for batch in training_batches(model, options.batches or 1))
 
 
-def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:
+def _model(module: ModuleType, factory: str | None, given: str, location: str) -> nn.Module:
+    args, kwargs = _literals(given)
     made = getattr(module, factory or "get_model", None)
     if made is None and factory is None:
-        made = _only_module_class(module, location)
+        made = _only_module_class(module, location, any_arguments=bool(given))
     if made is None:
         raise SourceError(f"{location}: {factory!r} is not defined", hint="check the name after the colon")
-    if isinstance(made, nn.Module):
+    name = factory or getattr(made, "__name__", "get_model")
+    if isinstance(made, nn.Module) and not given:
         return auditable(made)
-    if not callable(made):
-        raise SourceError(f"{location}: {factory or 'get_model'} is not callable")
-    with calling_user_code(f"{location}: {factory or 'get_model'}()"):
-        model = made()
+    if isinstance(made, nn.Module) or not callable(made):
+        what = "is a model already, and takes no --args" if isinstance(made, nn.Module) else "is not callable"
+        raise SourceError(f"{location}: {name} {what}")
+    _check_arguments(made, args, kwargs, f"{location}: {name}")
+    with calling_user_code(f"{location}: {name}({given})"):
+        model = made(*args, **kwargs)
     if not isinstance(model, nn.Module):
         raise SourceError(
-            f"{location}: {factory or 'get_model'}() returned {type(model).__name__}, not an nn.Module",
+            f"{location}: {name}({given}) returned {type(model).__name__}, not an nn.Module",
             hint="return the module; for a state_dict, build the module and pass the file with --weights",
         )
     return auditable(model)
 
 
-def _only_module_class(module: ModuleType, location: str) -> type[nn.Module]:
-    """Return the only nn.Module subclass in the file with no required arguments."""
+def _literals(given: str) -> tuple[list[Any], dict[str, Any]]:
+    """Read arguments as Python writes them; only numbers, strings and containers of these."""
+    try:
+        call = ast.parse(f"f({given})", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError(given)
+        keywords = {word.arg or "**": ast.literal_eval(word.value) for word in call.keywords}
+        return [ast.literal_eval(argument) for argument in call.args], keywords
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        hint = "write numbers, quoted strings and lists: --args \"3, 'gelu', width=64\""
+        raise UsageError(f"--args {describe(given)}: cannot be read", hint=hint) from None
+
+
+def _check_arguments(made: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], what: str) -> None:
+    """Reject arguments that a class or factory does not take, or lacks."""
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError):
+        return  # written in C
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        hint = (
+            f"pass its arguments with --args; it takes {signature.replace(return_annotation=Signature.empty)}"
+        )
+        raise SourceError(f"{what}: {error}", hint=hint) from None
+
+
+def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool) -> type[nn.Module]:
+    """Return the only nn.Module subclass in the file, of those without required arguments unless any are."""
     classes = [
         value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == module.__name__
     ]
-    free = [c for c in classes if not _required_parameters(c)]
+    free = [c for c in classes if any_arguments or not _required_parameters(c)]
     if len(free) == 1:
         return free[0]
     names = ", ".join(c.__name__ for c in free)
@@ -117,11 +158,11 @@ def _only_module_class(module: ModuleType, location: str) -> type[nn.Module]:
     else:
         needs = "; ".join(f"{c.__name__} needs {', '.join(_required_parameters(c))}" for c in classes)
         what = f"defines no model that can be made without arguments ({needs})"
-    name = (free or classes or [nn.Module])[0].__name__
-    raise SourceError(
-        f"{location} {what}",
-        hint=f"add: def get_model(): return {name}(...), or name a factory with FILE.py:factory",
-    )
+    name = (free or classes or [nn.Module])[-1].__name__  # the last one contains the others
+    hint = f"add: def get_model(): return {name}(...)"
+    if classes:
+        hint += f", or pass its arguments: {location}:{name} --args ..."
+    raise SourceError(f"{location} {what}", hint=hint)
 
 
 def _required_parameters(cls: type[nn.Module]) -> list[str]:

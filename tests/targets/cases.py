@@ -186,6 +186,18 @@ CASES = (
         1,
         options=("--policy", "half"),
     ),
+    Case(
+        "A class with arguments, and no inputs",
+        "class_with_arguments",
+        "inputs: random inputs",
+        options=("--args", "3,10", "--input", "8x3x32x32"),
+    ),
+    Case(
+        "A class whose inputs have names and ranges",
+        "words",
+        "inputs: random inputs",
+        options=("--input", "ids=2x7:int64@100", "--input", "mask=2x7:float32@0:1"),
+    ),
     Case("A model that is in float16 already", "half_already", PASS),
     Case("`torch.compile(model)`", "compiled", PASS),
     Case("`nn.DataParallel(model)`", "data_parallel", PASS),
@@ -209,7 +221,8 @@ CASES = (
     Case(
         "A forward pass that fails without ampaudit", "failing_forward", "the model itself fails in FP32", 2
     ),
-    Case("A file without `example_inputs`", "missing_inputs", "add example_inputs()", 2),
+    Case("A file without `example_inputs`", "missing_inputs", "such as --input 8x3x32x32", 2),
+    Case("A class with arguments, alone", "class_with_arguments", "SmallCNN --args ...", 2),
     Case("A training script", "training_script", "add: def get_model()", 2),
     Case("A TorchScript file", torchscript, "is a TorchScript program", 2),
     Case("A Diffusers pipeline", pipeline, "scan its parts: ampaudit scan", 2),

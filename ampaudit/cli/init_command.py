@@ -1,0 +1,107 @@
+"""``ampaudit init``: writes a first model file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ampaudit.cli.options import FILE, debug_option, force_option
+from ampaudit.core.text import escape_control
+
+if TYPE_CHECKING:
+    from ampaudit.linter.project_models import ModelClass
+
+__all__ = ["init_command"]
+
+_NAME = "audit_model.py"
+_FILE = '''\
+"""What `ampaudit scan {file}` audits: a model, and inputs like those that it will be used on."""
+
+{imports}
+
+
+def get_model():
+    {make}
+
+
+def example_inputs():
+    return {inputs}
+'''
+
+
+@click.command("init")
+@click.argument("directory", type=FILE, default=".")
+@click.option("-o", "--output", type=FILE, help=f"File to write.  [default: {_NAME} in DIRECTORY]")
+@force_option
+@debug_option
+def init_command(directory: Path, output: Path | None, *, force: bool, debug: bool) -> None:
+    """Write a model file for the project in DIRECTORY, which is read and not run.
+
+    The file makes the model and random inputs as the project does, as far as its code says how. Adapt it,
+    then run 'ampaudit scan' on it.
+    """
+    del debug  # the program reads it
+    from ampaudit.core.errors import InputError
+    from ampaudit.core.files import check_writable, write_text
+    from ampaudit.core.untrusted import describe_path
+    from ampaudit.linter.discovery import find_files
+    from ampaudit.linter.project_models import models_of
+
+    if not directory.is_dir():
+        raise InputError(f"{describe_path(directory)}: no such directory", hint="check the path")
+    output = directory / _NAME if output is None else output
+    check_writable(output, force=force)
+    found = find_files([str(directory)], exclude=["test*", "conftest.py"], gitignore=True)
+    models = models_of(path for path in found if path.suffix == ".py" and path.resolve() != output.resolve())
+    write_text(output, _text(models, directory, output), force=force)
+    for sentence in _sentences(models, output):
+        click.echo(escape_control(sentence))
+
+
+def _text(models: Sequence[ModelClass], directory: Path, output: Path) -> str:
+    if not models:
+        make = 'raise NotImplementedError("return your model")'
+        return _FILE.format(
+            file=output.name, imports="import torch", make=make, inputs="torch.randn(1, 3, 224, 224)"
+        )
+    model, root = models[0], output.parent.resolve()
+    file = model.file.resolve()
+    module = _module(file.relative_to(root if file.is_relative_to(root) else directory.resolve()))
+    imports = f"import torch\nfrom {module} import {model.name}"
+    if not all(part.isidentifier() for part in module.split(".")):
+        loaded = f"{model.name} = importlib.import_module({module!r}).{model.name}"
+        imports = f"import importlib\n\nimport torch\n\n{loaded}"
+    if model.arguments is not None:
+        make = f"return {model.name}({model.arguments})  # as in {escape_control(model.called_at)}"
+    elif model.required:
+        make = f"return {model.name}({', '.join(f'{n}=...' for n in model.required)})  # fill these in"
+    else:
+        make = f"return {model.name}()"
+    inputs = f"{model.inputs}  # {escape_control(model.because)}"
+    return _FILE.format(file=output.name, imports=imports, make=make, inputs=inputs)
+
+
+def _module(file: Path) -> str:
+    """Return the dotted name by which a file of a project is imported."""
+    parts = list(file.with_suffix("").parts)
+    if parts[0] in ("src", "lib") and len(parts) > 1:
+        del parts[0]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _sentences(models: Sequence[ModelClass], output: Path) -> list[str]:
+    if not models:
+        return [f"{output} written; no nn.Module was found here, so it has to be filled in"]
+    model, others = models[0], [other.name for other in models[1:]]
+    said = [f"{output} written: {model.name} of {model.file.as_posix()}:{model.line}"]
+    if others:
+        said.append(f"other models: {', '.join(others)}")
+    if model.required and model.arguments is None:
+        said.append(f"fill in what {model.name} needs: {', '.join(model.required)}")
+    if model.trains:
+        place = f"{model.file.as_posix()}:{model.trains}"
+        said.append(f"{place} would train when it is imported: move it under if __name__ == '__main__':")
+    return [*said, f"next: check its inputs, then run: ampaudit scan {output}"]

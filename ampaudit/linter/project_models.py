@@ -1,0 +1,229 @@
+"""Reads which models a project defines, and how it makes and calls them, without running any of its code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ampaudit.linter.source_text import Unreadable, decode
+
+__all__ = ["ModelClass", "models_of"]
+
+_BASES = ("Module", "LightningModule", "PreTrainedModel")
+_RANDOM = ("randn", "rand", "zeros", "ones", "randint", "empty")
+_SIDE = 64  # of a picture, if nothing says how large they are
+# inputs of a first layer: their sizes, with None for what it is told, and the argument that tells
+_FIRST = {
+    "Conv1d": ((1, None, 1000), "in_channels"),
+    "Conv2d": ((1, None, _SIDE, _SIDE), "in_channels"),
+    "Conv3d": ((1, None, 8, _SIDE, _SIDE), "in_channels"),
+    "Linear": ((1, None), "in_features"),
+    "LSTM": ((1, 16, None), "input_size"),
+    "GRU": ((1, 16, None), "input_size"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClass:
+    """A class of a model.
+
+    Attributes:
+        name: of the class.
+        file: that defines it.
+        line: where.
+        required: arguments that it cannot be made without.
+        arguments: how the project calls it, in literals; ``None`` if it never does.
+        called_at: file and line of that call.
+        inputs: an expression for its inputs.
+        because: why these.
+        trains: the line at which importing its file trains; 0 if nothing does.
+    """
+
+    name: str
+    file: Path
+    line: int
+    required: tuple[str, ...]
+    arguments: str | None = None
+    called_at: str = ""
+    inputs: str = ""
+    because: str = ""
+    trains: int = 0
+
+
+@dataclass(slots=True)
+class _File:
+    """A parsed file, with its constants."""
+
+    path: Path
+    tree: ast.Module
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def models_of(paths: Iterable[Path]) -> list[ModelClass]:
+    """Return the models of a project, the likeliest to be audited first.
+
+    These are classes that no other model contains: those that the project makes with literal arguments, then
+    those that need none, then the rest.
+    """
+    files = list(_parsed(paths))
+    classes = {
+        node.name: (file, node) for file in files for node in file.tree.body if isinstance(node, ast.ClassDef)
+    }
+    models = {name: pair for name, pair in classes.items() if _is_model(name, classes)}
+    contained = {
+        called
+        for _, node in models.values()
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and (called := _last_name(call.func)) in models and called != node.name
+    }
+    found = [_model(file, node, files) for name, (file, node) in models.items() if name not in contained]
+    return sorted(found, key=lambda model: (model.arguments is None, bool(model.required)))
+
+
+def _parsed(paths: Iterable[Path]) -> Iterator[_File]:
+    for path in paths:
+        try:
+            file = _File(path, ast.parse(decode(path.read_bytes())[0]))
+        except (OSError, Unreadable, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # lint says what is wrong with it
+        for node in file.tree.body:
+            if (
+                isinstance(node, ast.Assign)
+                and len(node.targets) == 1
+                and isinstance(node.targets[0], ast.Name)
+            ):
+                value = _literal(node.value, file.constants)
+                if value is not None:
+                    file.constants[node.targets[0].id] = value
+        yield file
+
+
+def _is_model(name: str, classes: dict[str, tuple[_File, ast.ClassDef]], depth: int = 9) -> bool:
+    """Return whether a class derives from one of ``nn``, or a known base, through classes of the project."""
+    for base in classes[name][1].bases:
+        kind = _last_name(base)
+        if kind in _BASES or (isinstance(base, ast.Attribute) and _last_name(base.value) == "nn"):
+            return True
+        if depth > 0 and kind in classes and _is_model(kind, classes, depth - 1):
+            return True
+    return False
+
+
+def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
+    own = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
+    names = [a.arg for a in own.args.args[1:]] if own is not None else []
+    defaults = own.args.defaults if own is not None else []
+    required = names[: len(names) - len(defaults)]
+    made = ModelClass(node.name, file.path, node.lineno, tuple(required), trains=_training_line(file.tree))
+    known = {
+        name: _literal(value, file.constants)
+        for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=True)
+    }
+    for other in files:
+        for call in ast.walk(other.tree):
+            if isinstance(call, ast.Call) and _last_name(call.func) == node.name and made.arguments is None:
+                given = _arguments(call, other.constants)
+                if given is not None:
+                    place = f"{other.path.as_posix()}:{call.lineno}"
+                    made = replace(made, arguments=_in_words(given), called_at=place)
+                    known |= dict(zip(names, given[0], strict=False)) | given[1]
+    inputs, because = _inputs(node, own, known, file.constants, files)
+    return replace(made, inputs=inputs, because=because)
+
+
+def _arguments(call: ast.Call, constants: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return the arguments of a call, if all are literals or constants of the file."""
+    args = [_literal(argument, constants) for argument in call.args]
+    kwargs = {word.arg or "": _literal(word.value, constants) for word in call.keywords}
+    return None if None in args or None in kwargs.values() or "" in kwargs else (args, kwargs)
+
+
+def _in_words(given: tuple[list[Any], dict[str, Any]]) -> str:
+    return ", ".join([*map(repr, given[0]), *(f"{name}={value!r}" for name, value in given[1].items())])
+
+
+def _inputs(
+    node: ast.ClassDef,
+    own: ast.FunctionDef | None,
+    known: dict[str, Any],
+    constants: dict[str, Any],
+    files: list[_File],
+) -> tuple[str, str]:
+    """Return an expression for a model's inputs, and where it comes from."""
+    for file in files:
+        for call in _calls_of_models(file):
+            made = _random_call(call.args[0], file)
+            given = _arguments(made, file.constants) if made is not None else None
+            if made is not None and given is not None:
+                place = f"{file.path.as_posix()}:{made.lineno}"
+                return f"torch.{_last_name(made.func)}({_in_words(given)})", f"as in {place}"
+    for layer in ast.walk(own) if own is not None else ():
+        name = _last_name(layer.func) if isinstance(layer, ast.Call) else ""
+        if not isinstance(layer, ast.Call) or name not in (*_FIRST, "Embedding"):
+            continue
+        keywords = {word.arg: word.value for word in layer.keywords}
+        told = (
+            layer.args[0]
+            if layer.args
+            else keywords.get(_FIRST[name][1] if name in _FIRST else "num_embeddings")
+        )
+        size = _literal(told, constants | known) if told is not None else None
+        if isinstance(size, int) and size > 0:
+            because = f"what its first layer, nn.{name}, takes; other sizes are a guess"
+            if name == "Embedding":
+                return f"torch.randint(0, {size}, (1, 16))", because
+            return f"torch.randn{tuple(size if n is None else n for n in _FIRST[name][0])}", because
+    return "torch.randn(1, 16)", "a guess: nothing in the code says what it takes"
+
+
+def _calls_of_models(file: _File) -> Iterator[ast.Call]:
+    """Yield calls of what is named like a model, with one argument."""
+    for call in ast.walk(file.tree):
+        if isinstance(call, ast.Call) and len(call.args) == 1 and _last_name(call.func) in ("model", "net"):
+            yield call
+
+
+def _random_call(node: ast.expr, file: _File) -> ast.Call | None:
+    """Return the call that makes a random tensor, also where a variable of the file has it."""
+    if isinstance(node, ast.Name):
+        assigned = (
+            n.value for n in ast.walk(file.tree) if isinstance(n, ast.Assign) and _assigns(n, node.id)
+        )
+        node = next(assigned, node)
+    return node if isinstance(node, ast.Call) and _last_name(node.func) in _RANDOM else None
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _literal(node: ast.expr, constants: dict[str, Any]) -> Any:
+    """Return the value of a literal or of a constant of the file; ``None`` if it is neither."""
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _training_line(tree: ast.Module) -> int:
+    """Return the line of a backward pass that importing a file would run; 0 if there is none."""
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Call) and _last_name(node.func) == "backward":
+            return node.lineno
+        todo += list(ast.iter_child_nodes(node))
+    return 0
