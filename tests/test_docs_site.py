@@ -115,7 +115,8 @@ def copied(tmp_path: Path) -> Path:
     pytest.importorskip("mkdocstrings", reason="the extra 'docs' is not installed")
     for folder in ("docs", "rules"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    for name in ("mkdocs.yml", "tools/docs_site.py", "tools/docs_pages.py", *docs_pages.ELSEWHERE.values()):
+    tools = (f"tools/docs_{name}.py" for name in ("site", "pages", "search"))
+    for name in ("mkdocs.yml", *tools, *docs_pages.ELSEWHERE.values()):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -134,6 +135,14 @@ def test_the_site_builds_and_loads_nothing_from_other_hosts(copied: Path) -> Non
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"""(src|srcset)=["']?(https?:)?//|url\((["']?)(https?:)?//""", text), path
         assert not re.search(r"""<link\b[^>]*\bhref=["']?(https?:)?//""", text), path
+    index = copied / "site" / "search" / "search_index.json"
+    search = _tool("docs_search")
+    assert search.unanswered(index) == []
+    everything = json.loads(index.read_text(encoding="utf-8"))
+    for page in everything["docs"]:
+        page.pop("boost", None)
+    index.write_text(json.dumps(everything), encoding="utf-8")
+    assert any("'ignore a finding' finds checks/" in missed for missed in search.unanswered(index))
 
 
 BROKEN = {

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: generated pages, links into the rest of the repository, nothing from other hosts."""
+"""Hooks of MkDocs: generated pages, links into the repository, no other hosts, and a search that finds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).parent))
 from docs_pages import ELSEWHERE, generated_pages
+from docs_search import unanswered
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -35,8 +36,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Turn links between files of the repository into links between pages of the site."""
+    """Turn links between files of the repository into links between pages of the site.
+
+    Guides come first in the search, and the pages of checks, of which there are many, last.
+    """
     here = page.file.src_uri
+    guides = any(section.title == "How-to guides" for section in page.ancestors)
+    page.meta["search"] = {"boost": 4.0 if guides else 0.02 if here.startswith("checks/") else 1.0}
     source = ELSEWHERE.get(here, f"docs/{here}")
     page_of = {place: name for name, place in ELSEWHERE.items()}
 
@@ -54,3 +60,9 @@ def on_post_page(output: str, page: Page, **_: object) -> str:
     if found := _FOREIGN.search(output):
         raise PluginError(f"{page.file.src_uri} loads from another host: {found[0]}")
     return output
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site whose search does not lead to the guides."""
+    if missed := unanswered(Path(config.site_dir) / "search" / "search_index.json"):
+        raise PluginError("the search misses guides:\n" + "\n".join(missed))

@@ -1,0 +1,96 @@
+"""Asks the search of the built site questions that people have, and says which do not lead to their guide.
+
+Material's search runs in the browser. It is rebuilt here from the same index and with lunr's port to Python:
+each word is the beginning of a term, a page counts more than a section, and so does a match of more words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lunr.builder import Builder
+from lunr.pipeline import Pipeline
+from lunr.stop_word_filter import WORDS, stop_word_filter
+
+__all__ = ["QUESTIONS", "unanswered"]
+
+SHOWN = 5  # pages that one sees without scrolling
+# a question, and guides that answer it
+QUESTIONS = {
+    "ignore a finding": "scanning checking linting fixing",
+    "suppress a warning": "scanning checking linting",
+    "loss scale": "training",
+    "gradients overflow": "training",
+    "keep a layer in float32": "fixing tuning rules",
+    "which GPUs support bfloat16": "scanning",
+    "convert a checkpoint": "converting",
+    "convert a model to fp16": "converting",
+    "fail the build": "checking",
+    "GitHub Actions": "checking",
+    "pre-commit": "linting checking",
+    "accept known findings": "checking",
+    "random inputs": "scanning",
+    "model without example inputs": "scanning",
+    "write a policy": "rules",
+    "ONNX file": "onnx",
+    "several GPUs": "parallel",
+    "larger than memory": "parallel scanning",
+    "how accurate is the output": "scanning reports tuning",
+    "read a report": "reports",
+    "diffusion sampler": "recording scanning",
+    "Lightning": "training linting",
+    "notebook": "linting scanning",
+    "speed of float16": "bench",
+}
+_TAG = re.compile(r"<[^>]+>")
+
+
+class SiteSearch:
+    """The search of a built site."""
+
+    def __init__(self, index: Path) -> None:
+        data = json.loads(index.read_text(encoding="utf-8"))
+        builder, kept = Builder(), Pipeline()
+        kept.add(stop_word_filter)
+        builder.pipeline, builder.search_pipeline = kept, Pipeline()
+        builder.b(0)
+        builder.ref("location")
+        for name, field in data["config"]["fields"].items():
+            builder.field(name, boost=field["boost"])
+        self._pages: set[str] = set()
+        for item in data["docs"]:
+            page, section, _ = item["location"].partition("#")
+            if not section:
+                self._pages.add(page)
+            plain = {name: _TAG.sub(" ", item.get(name, "")) for name in ("title", "text")}
+            builder.add({"location": item["location"], "tags": "", **plain}, {"boost": item.get("boost", 1)})
+        self._index = builder.build()
+
+    def pages(self, question: str) -> list[str]:
+        """Return the pages that are found, the best first."""
+        words = [word.lower() for word in re.split(r"[\s\-]+", question)]
+        scores: dict[str, float] = {}
+        for found in self._index.search(" ".join(f"{word}*" for word in words)):
+            scored = self._weight(found, words) * found["score"]
+            page = found["ref"].partition("#")[0]
+            scores[page] = max(scores.get(page, 0.0), scored)
+        return sorted(scores, key=lambda page: -scores[page])
+
+    def _weight(self, found: Any, words: list[str]) -> float:
+        terms = list(found["match_data"].metadata)
+        matched = [any(term.startswith(word) for term in terms) for word in words if word not in WORDS]
+        share = sum(matched) / len(matched) if matched else 0.0
+        return float(1 + ((found["ref"] in self._pages) + share) ** 2)
+
+
+def unanswered(index: Path) -> list[str]:
+    """Return a sentence for each question whose guides are not among the first pages."""
+    search, missed = SiteSearch(index), []
+    for question, guides in QUESTIONS.items():
+        first = search.pages(question)[:SHOWN]
+        if not any(f"{guide}.html" in first for guide in guides.split()):
+            missed.append(f"{question!r} finds {', '.join(first)}, and not {guides}")
+    return missed
