@@ -11,7 +11,7 @@ from ampaudit.render.documents.plan import stacked
 from ampaudit.render.sensitivity import format_accuracy, line_of, noise_section, untrusted
 from ampaudit.report.tuning import FrontierPoint, KeptOp, TriedSet, TuningReport
 
-__all__ = ["point_words", "tuning_policy", "tuning_summary", "tuning_tables", "tuning_verdict"]
+__all__ = ["code_title", "point_words", "tuning_policy", "tuning_summary", "tuning_tables", "tuning_verdict"]
 
 _SHOWN, _POINTS = 25, 10
 _WHY = {"range": "out of range", "accuracy": "accuracy needs it", "decision": "flips a decision"}
@@ -100,7 +100,11 @@ def tuning_summary(report: TuningReport) -> Section:
     weights = [name for name, *_ in stacked(report.weights, lambda w: w.name, lambda w: (w.why,), False)]
     kept = {"Ops kept": ops, "Weights kept": weights}
     rows = [(label, listed(names, 5)) for label, names in kept.items() if names]
-    more = ("More", "-v shows why each op stays, the frontier, what was tried, and what makes the error")
+    code = "PyTorch code that does it, " if report.code else ""
+    more = (
+        "More",
+        f"-v shows {code}why each op stays, the frontier, what was tried, and what makes the error",
+    )
     return Section((facts((*rows, *_summary(report), more)),))
 
 
@@ -298,6 +302,18 @@ def _remarks(report: TuningReport) -> Iterator[tuple[str, str]]:
         yield "Note", note
 
 
-def tuning_policy(report: TuningReport) -> Section:
-    """Return the rule file."""
-    return Section(tuple(line(text, wrap=False) for text in report.policy.splitlines()), "Rule file")
+def tuning_policy(report: TuningReport) -> Iterator[Section]:
+    """Yield the rule file, and the same as PyTorch code."""
+    yield _copied(report.policy, "Rule file")
+    if report.code:
+        yield _copied(report.code, code_title(report))
+
+
+def code_title(report: TuningReport) -> str:
+    """Say what the PyTorch code does."""
+    kept = ", which keeps whole layers in float32" if report.kept or report.weights else ""
+    return f"As PyTorch code{kept}"
+
+
+def _copied(text: str, title: str) -> Section:
+    return Section(tuple(line(part, wrap=False) for part in text.splitlines()), title)

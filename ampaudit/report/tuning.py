@@ -146,6 +146,8 @@ class TuningReport(Shown):
         rescale: a change of weights by powers of two that makes some of it unnecessary; may be empty.
         seconds: wall time by phase.
         broken: whether the policy leaves inf or NaN in an output.
+        code: PyTorch code that casts the model and keeps whole layers in float32, and was found to have the
+            accuracy; empty if none was.
     """
 
     schema: Literal[1]
@@ -183,6 +185,7 @@ class TuningReport(Shown):
     environment: Environment
     inputs: InputsInfo | None = None
     broken: bool = False
+    code: str = ""
     kind: Literal["tuning"] = "tuning"
 
     @property

@@ -30,6 +30,7 @@ from ampaudit.source.twins import using_twins
 from ampaudit.trace.graph import Role
 from ampaudit.trace.isolation import preserved
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.tuning.code import pytorch_code
 from ampaudit.tuning.config import TuneConfig, TuneOptions
 from ampaudit.tuning.measured import run_low_precision
 from ampaudit.tuning.problem import Chosen, TuningProblem
@@ -124,7 +125,11 @@ def _refuse(source: ModelSource, config: TuneConfig) -> None:
 
 def _tuned(source: ModelSource, dtype: str, config: TuneConfig, share: Share) -> TuningReport:
     share.tell("start", dtype)
-    return _Tuning(Trials(source, dtype, config)).report()
+    trials = Trials(source, dtype, config)
+    report = _Tuning(trials).report()
+    started = time.perf_counter()
+    code = pytorch_code(trials, report)
+    return replace(report, code=code, seconds=report.seconds | {"code": time.perf_counter() - started})
 
 
 class _Tuning:

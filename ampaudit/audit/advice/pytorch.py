@@ -7,12 +7,13 @@ from collections.abc import Collection, Sequence
 
 from ampaudit.audit.advice.interface import AdviceContext, Kept, Proposal
 from ampaudit.audit.advice.rules import border, kept_sites, literal
+from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.schema import Cast, KeepFp32
 from ampaudit.trace.structure import structural_copy
 
-__all__ = ["code_of_dtype", "with_code"]
+__all__ = ["code_of_dtype", "half_method", "with_code"]
 
 _IN_AUTOCAST = '''\
 import torch
@@ -102,8 +103,8 @@ def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Pro
         weights = weights.model_copy(update={"keep": (*weights.keep, *more)})
         rules = RuleSet(rules.file.model_copy(update={"weights": weights}), rules.ops, rules.environment)
         tried = _STORED.replace("CAST", _listed(cast))
-        half = "half" if subject.context.number_format.name == "float16" else "bfloat16"
-        after = _STORE.replace("HALF", half).replace("KEPT", _listed(kept))
+        method = half_method(subject.context.number_format)
+        after = _STORE.replace("HALF", method).replace("KEPT", _listed(kept))
     else:
         tried, after = _IN_AUTOCAST.replace("KEPT", _listed(kept)), ""
     model = structural_copy(subject.model)
@@ -112,6 +113,11 @@ def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Pro
     except Exception:  # no such submodule, or a class that cannot be derived from
         return None
     return tried + after, Proposal("rule", "", "", rules=rules, model=model)
+
+
+def half_method(form: NumberFormat) -> str:
+    """Return the method of a module that casts it to a 16-bit format."""
+    return "half" if form is FLOAT16 else "bfloat16"
 
 
 def code_of_dtype(subject: AdviceContext, dtype: str) -> tuple[str, Proposal] | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section, headline, line
 from ampaudit.render.tuning_tables import (
+    code_title,
     point_words,
     tuning_policy,
     tuning_summary,
@@ -43,7 +44,7 @@ class TuningView(View[TuningReport]):
             yield tuning_summary(report)
             return
         yield from tuning_tables(report, full=True, grouped=False)
-        yield tuning_policy(report)
+        yield from tuning_policy(report)
 
     def verdict(self) -> tuple[str, str]:
         """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
@@ -81,7 +82,7 @@ class TuningView(View[TuningReport]):
         title = line(f"{MARKS[word.lower()]}: ", (self.name, "code"))
         yield Section((line(sentence), line(self.subject())), title, level=2)
         yield from tuning_tables(self.document, full=False, grouped=True)
-        yield tuning_policy(self.document)
+        yield from tuning_policy(self.document)
 
     def page(self) -> ViewPage:
         """Return the picture of the frontier, the tables, and the rule file of each point."""
@@ -98,6 +99,8 @@ class TuningView(View[TuningReport]):
             "sections": list(tuning_tables(report, full=True, grouped=True)),
             "figure": frontier_figure(report),
             "points": [(point_words(report, p), p.policy, p.chosen) for p in report.frontier],
+            "code": report.code,
+            "code_title": code_title(report),
             "policy_text": "" if any(point.chosen for point in report.frontier) else report.policy,
         }
         return ViewPage("tuning.html.j2", ("theme.js",), None, values)
