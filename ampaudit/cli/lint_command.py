@@ -118,10 +118,12 @@ def _read_stdin() -> bytes:
 def _print_diff(linted: list[LintedFile], report: LintReport) -> int:
     from ampaudit.linter.source_text import diff_lines
 
-    changed = [file for file in linted if file.after != file.before]
+    changed, shown = [file for file in linted if file.after != file.before], sys.stdout.isatty()
     for file in changed:
         for line in diff_lines(file.path, file.before, file.after):
-            click.echo(escape_control(line) if line[:2] in ("--", "++", "@@") else line)
+            # a patch needs each byte of the code, and a terminal would obey some of them
+            safe = shown or line[:2] in ("--", "++", "@@")
+            click.echo(escape_control(line) if safe else line, color=True)
     count = sum(file.fixed for file in linted)
     files = f"{len(changed)} file{'s' if len(changed) != 1 else ''}"
     findings = f"{count} finding{'s' if count != 1 else ''}"

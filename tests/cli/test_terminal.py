@@ -209,3 +209,13 @@ def test_a_width_that_is_none_hides_nothing(cli: Cli, columns: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "".join(done.stdout.split()) == "".join(usual.stdout.split())
     assert max(map(len, done.stdout.splitlines())) <= 1000
+
+
+def test_a_diff_is_exact_in_a_pipe_and_escaped_on_a_terminal(cli: Cli, tmp_path: Path) -> None:
+    code = (ROOT / "examples" / "lint" / "finetune.py").read_text()
+    (tmp_path / "train.py").write_text(code.replace("backward()", "backward()  # \f \x1b[31mred"))
+    piped = cli("lint", "--diff", "train.py", cwd=tmp_path).stdout
+    assert "backward()  # \f \x1b[31mred\n" in piped
+    shown = on_a_terminal("lint", "--diff", "train.py", cwd=tmp_path)
+    assert r"backward()  # \x0c \x1b[31mred" in shown
+    assert "\f" not in shown
