@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ampaudit.linter.source_text import Unreadable, decode
+from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import read_bounded
+from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 
 __all__ = ["ModelClass", "models_of"]
 
@@ -72,7 +74,7 @@ def models_of(paths: Iterable[Path]) -> list[ModelClass]:
     classes = {
         node.name: (file, node) for file in files for node in file.tree.body if isinstance(node, ast.ClassDef)
     }
-    models = {name: pair for name, pair in classes.items() if _is_model(name, classes)}
+    models = _models_among(classes)
     contained = {
         called
         for _, node in models.values()
@@ -86,8 +88,8 @@ def models_of(paths: Iterable[Path]) -> list[ModelClass]:
 def _parsed(paths: Iterable[Path]) -> Iterator[_File]:
     for path in paths:
         try:
-            file = _File(path, ast.parse(decode(path.read_bytes())[0]))
-        except (OSError, Unreadable, SyntaxError, ValueError, RecursionError, MemoryError):
+            file = _File(path, ast.parse(decode(read_bounded(path, MAX_SOURCE_BYTES, InputError))[0]))
+        except (InputError, Unreadable, SyntaxError, ValueError, RecursionError, MemoryError):
             continue  # lint says what is wrong with it
         for node in file.tree.body:
             if (
@@ -101,15 +103,22 @@ def _parsed(paths: Iterable[Path]) -> Iterator[_File]:
         yield file
 
 
-def _is_model(name: str, classes: dict[str, tuple[_File, ast.ClassDef]], depth: int = 9) -> bool:
-    """Return whether a class derives from one of ``nn``, or a known base, through classes of the project."""
-    for base in classes[name][1].bases:
-        kind = _last_name(base)
-        if kind in _BASES or (isinstance(base, ast.Attribute) and _last_name(base.value) == "nn"):
-            return True
-        if depth > 0 and kind in classes and _is_model(kind, classes, depth - 1):
-            return True
-    return False
+def _models_among(classes: dict[str, tuple[_File, ast.ClassDef]]) -> dict[str, tuple[_File, ast.ClassDef]]:
+    """Return the classes that derive from one of ``nn`` or a known base, also through others here."""
+    known = set(_BASES)
+    while True:
+        found = {
+            name: pair
+            for name, pair in classes.items()
+            if any(_is_model(base, known) for base in pair[1].bases)
+        }
+        if found.keys() <= known:
+            return found
+        known |= found.keys()
+
+
+def _is_model(base: ast.expr, known: set[str]) -> bool:
+    return _last_name(base) in known or (isinstance(base, ast.Attribute) and _last_name(base.value) == "nn")
 
 
 def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:

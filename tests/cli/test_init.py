@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_a_project_without_models_gives_a_frame(tmp_path: Path) -> None:
     done = run("init", cwd=tmp_path)
     assert (done.returncode, "has to be filled in" in done.stdout) == (0, True)
     assert run("scan", "audit_model.py", cwd=tmp_path).returncode == 2
+
+
+def test_classes_of_each_other_and_files_without_an_end(tmp_path: Path) -> None:
+    names = "ABCDEFGH"
+    cycle = "".join(f"class {name}({', '.join(names)}): ...\n" for name in names)
+    project(tmp_path, cycle=cycle, words=WORDS)
+    (tmp_path / "endless.py").symlink_to("/dev/zero")
+    started = time.monotonic()
+    assert "Words of" in run("init", cwd=tmp_path).stdout
+    assert time.monotonic() - started < 20
 
 
 def test_code_is_read_and_not_run(tmp_path: Path) -> None:

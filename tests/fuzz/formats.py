@@ -20,7 +20,7 @@ from ampaudit.source.calls import recorded_calls
 from tests.fuzz import honest
 from tests.fuzz.containers import as_pickle, as_safetensors, as_zip
 from tests.fuzz.judge import Verdict, judge
-from tests.fuzz.mutators import Files, FolderMutator, as_bytes, as_json, as_text, folder, one_of
+from tests.fuzz.mutators import Files, FolderMutator, as_bytes, as_encoded, as_json, as_text, folder, one_of
 from tests.support.recorded import Sink
 from tests.support.saved import saved_report
 
@@ -90,6 +90,8 @@ _PT2 = as_zip(
 _PT = one_of((4, as_zip({"*.pkl": as_pickle})), (4, as_pickle), (1, as_bytes))
 _TEXT = (
     *"```python|%%time|!ls|async def f(:|scaler.step(o)".split("|"),
+    *"\f|\fclass A(:|f'{x|'''|x = \\|@|match x:|    case|*a, = |(yield)|lambda: (|else:|\x1b[31m".split("|"),
+    *"with a as b, (c:|print(x|] = 1|\ufeffx = 1|def f(x, /, *, ):|try:|import (|x: int =".split("|"),
     "x = " + "(" * 300,
     "lambda: " * 300,
 )
@@ -108,6 +110,12 @@ _TOML = (
     "min-sqnr = nan",
     "trust = true",
     "a.b = {}",
+    *(
+        'targets = ["/m/*.py"]',
+        'targets = ["**", "/"]',
+        'targets = ["~/[", "..\\\\*"]',
+        'exclude = ["/*", "["]',
+    ),
 )
 _JSON = one_of((8, as_json), (1, as_bytes))
 _OUTPUTS = ("text", "json", "html", "markdown", "sarif", "junit", "github", "csv")
@@ -200,9 +208,10 @@ FORMATS = {
         Format(
             "script",
             honest.scripts,
-            folder({"*": one_of((6, as_text(*_TEXT)), (1, as_bytes))}),
+            folder({"*": one_of((6, as_text(*_TEXT)), (1, as_bytes), (1, as_encoded))}),
             (
                 command("lint", "."),
+                command("init", "--force"),
                 command("lint", ".", "--fix"),
                 command("lint", ".", "--diff"),
                 command("lint", ".", "--format", "sarif"),

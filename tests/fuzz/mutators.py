@@ -7,6 +7,7 @@ With the randomness of hypothesis a failing input shrinks to the few edits that 
 from __future__ import annotations
 
 import contextlib
+import encodings.aliases
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ __all__ = [
     "Mutator",
     "Special",
     "as_bytes",
+    "as_encoded",
     "as_json",
     "as_text",
     "edit_json",
@@ -58,6 +60,7 @@ WORDS = (
     *HOSTILE,
 )
 _NUMBERS = (0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30)
+_ENCODINGS = sorted({*encodings.aliases.aliases, *encodings.aliases.aliases.values()})
 _EDITS = (1, 1, 1, 2, 4)  # one edit alone gets past more checks
 _RAW = "@raw@"  # stands for text that json.dumps would not write
 _RAW_TEXTS = ("1e999", "-1e999", "NaN", "9" * 5000, "[" * 5000 + "]" * 5000, '{"a":' * 300 + "1" + "}" * 300)
@@ -143,6 +146,15 @@ def as_text(*snippets: str) -> Mutator:
         return "\n".join(lines).encode(errors="surrogatepass")
 
     return mutate
+
+
+def as_encoded(random: Random, data: bytes) -> bytes:
+    """Declare an encoding in the first line: any that Python knows, also those of no text."""
+    name = random.choice((*_ENCODINGS, "undefined", "no-such"))
+    line = random.choice(
+        (f"# coding: {name}", f"# -*- coding: {name} -*-", f"#!/usr/bin/python\n# coding={name}")
+    )
+    return f"{line}\n".encode() + data
 
 
 def as_json(random: Random, data: bytes) -> bytes:
