@@ -21,6 +21,7 @@ from ampaudit.trace.values import fake_arguments
 __all__ = ["CHECK"]
 
 _ADVICE = "call it on x.float(); a rule with cast: float32 does the same"
+_OF_ONNX = "nothing has to be done: ampaudit convert casts what the node takes and gives"
 # LAPACK, MAGMA and cuSOLVER have neither float16 nor bfloat16
 _PREFIXES = ("linalg_", "_linalg")
 _NAMES = {
@@ -50,7 +51,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
         said = _lacking(context, site)
         if said is not None:
             cause, severity = said
-            yield finding_at(context, site, "AMP306", cause, _ADVICE, severity=severity, confidence="rule")
+            advice = _OF_ONNX if severity is Severity.NOTE else _ADVICE
+            yield finding_at(context, site, "AMP306", cause, advice, severity=severity, confidence="rule")
 
 
 def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
@@ -59,6 +61,8 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
     node = context.flow.node(site)
     if isinstance(node.target, OpOverload) and is_fourier(node.target):
         return _fourier(node, node.target, site, form)
+    if isinstance(node.target, OpOverload) and node.target.namespace == "onnxruntime":
+        return f"{base} is run by ONNX Runtime in float32, and stays in float32", Severity.NOTE
     if site.decision is NO_KERNEL:
         where = context.record.device
         foreign = isinstance(node.target, OpOverload) and is_foreign(node.target)

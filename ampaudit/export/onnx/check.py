@@ -5,6 +5,7 @@ Nothing here loads torch, so that the process starts quickly while the file is r
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ __all__ = ["check_in_sandbox", "checking", "open_session"]
 
 _SECONDS = 3600.0
 _REPORT = "report it with the model"
+_RUNTIME = "com.microsoft"
 
 
 @contextmanager
@@ -30,12 +32,13 @@ def checking(path: Path, *, runtime: bool) -> Iterator[None]:
     Raises:
         RunFailed: the file is not valid, or ONNX Runtime refuses it.
     """
-    request = {"path": str(path.resolve()), "runtime": runtime}
     target = "ampaudit.export.onnx.check:check_in_sandbox"
     imports = ("onnx", "onnxruntime") if runtime else ("onnx",)
-    with Sandbox(target, request, SandboxLimits(_SECONDS), imports=imports) as sandbox:
-        yield
-        fault = sandbox.answer("could not be checked", CouldNotAudit, _REPORT)
+    with _as_the_standard_knows_it(path.resolve()) as checked:
+        request = {"path": str(path.resolve()), "checked": str(checked), "runtime": runtime}
+        with Sandbox(target, request, SandboxLimits(_SECONDS), imports=imports) as sandbox:
+            yield
+            fault = sandbox.answer("could not be checked", CouldNotAudit, _REPORT)
     if fault:
         raise RunFailed(f"{path.name} {fault}", hint=_REPORT)
 
@@ -47,7 +50,7 @@ def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
     def check() -> str:
         path = Path(request["path"])
         try:  # in full: structure, order of nodes, and inferred types against those that it states
-            onnx.checker.check_model(str(path), full_check=True)
+            onnx.checker.check_model(request["checked"], full_check=True)
         except Exception as error:  # several kinds, which share no base
             return f"is not valid: {first_line(error)}"
         try:
@@ -58,6 +61,38 @@ def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
         return ""
 
     return check
+
+
+@contextmanager
+def _as_the_standard_knows_it(path: Path) -> Iterator[Path]:
+    """Yield a file without operators that are in the standard's domain and not in the standard.
+
+    Those of ONNX Runtime, such as SimplifiedLayerNormalization, are moved to its own domain in a copy.
+    """
+    import onnx
+    import onnx_ir as ir
+
+    from ampaudit.export.onnx.types import schema_of
+    from ampaudit.source.onnx.names import STANDARD
+
+    model = ir.load(path)
+    versions = model.opset_imports
+    unknown = [
+        node
+        for node in model.graph.all_nodes()
+        if node.domain in STANDARD and schema_of("", node.op_type, versions.get("", 1)) is None
+    ]
+    if not unknown:
+        yield path
+        return
+    for node in unknown:
+        node.domain = _RUNTIME
+    versions.setdefault(_RUNTIME, 1)
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, suffix=".onnx"
+    ) as copy:  # beside the files of its weights
+        onnx.save(ir.to_proto(model), copy.name)
+        yield Path(copy.name)
 
 
 def open_session(path: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def outputs_of(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[
     executors = ExecutorCache(written, settings, RunRecord(where.type, "emulated"))
     records: dict[str, OutputRecord] = {}
     for number, batch in enumerate(source.batches):
-        expected: dict[str, Any] = call_unchanged(source.model, batch.args, batch.kwargs, seed=config.seed)
+        expected = _tensors(call_unchanged(source.model, batch.args, batch.kwargs, seed=config.seed))
         taken = _as_taken(batch, written)
         executor = executors.get(taken, number)
         alone = LockStep(
@@ -56,7 +56,7 @@ def outputs_of(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[
             for name, (_, ours) in zip(executor.program.traced.outputs, pairs, strict=True)
         }
         if len(found) < len(expected):  # a tensor that is several outputs is listed once
-            again = call_unchanged(written, taken.args, taken.kwargs, seed=config.seed)
+            again = _tensors(call_unchanged(written, taken.args, taken.kwargs, seed=config.seed))
             listed = {id(again[name]): ours for name, ours in found.items()}
             found = {name: listed[id(tensor)] for name, tensor in again.items()}
         for name, exact in expected.items():
@@ -70,6 +70,17 @@ def outputs_of(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[
                     hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
                 raise RunFailed(f"the written file computes {name} as inf or NaN", hint=hint)
     return tuple(records.values())
+
+
+def _tensors(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors among outputs, those of a sequence under the names that a trace gives them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in outputs.items():
+        if isinstance(value, list):
+            found |= {f"{name}[{number}]": each for number, each in enumerate(value)}
+        elif value is not None:
+            found[name] = value
+    return found
 
 
 def _as_taken(batch: Batch, model: OnnxModel) -> Batch:

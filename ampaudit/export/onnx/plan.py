@@ -20,7 +20,7 @@ from ampaudit.policy import RuleSet
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import Cast, Match, Reason, Rule
 from ampaudit.report.finding import Severity
-from ampaudit.source import ModelSource
+from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.source.onnx.names import NodeNames
@@ -71,6 +71,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
     raised = raise_opset(file.model, config.dtype) if config.dtype == "bfloat16" else None
     clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if clamp else []
     model = OnnxModel(file)
+    _with_seen_types(model, source.batches[0])
     prepared = replace(source, model=model.eval())
     rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
     if config.tune is not None:
@@ -171,6 +172,18 @@ def _with_types(model: ir.Model) -> None:
             value.type, value.shape = kind, shape
         elif made is not None and made.op_type in _SEQUENCES and isinstance(value.type, ir.TensorType):
             value.type = ir.SequenceType(value.type)  # which onnx_ir 1.1 takes for a tensor
+
+
+def _with_seen_types(model: OnnxModel, batch: Batch) -> None:
+    """Give values whose type nothing states, as behind operators of a runtime, the type that a run shows."""
+    import onnx_ir as ir
+
+    unknown = {value for node in model.file.nodes() for value in node.outputs if value.type is None}
+    if not unknown:
+        return
+    for value, dtype in model.dtypes_of(batch).items():
+        if value in unknown and dtype is torch.float32:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
 
 
 def decisions_of(plan: OnnxPlan) -> dict[ir.Node, bool]:

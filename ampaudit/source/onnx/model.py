@@ -12,6 +12,7 @@ from torch import nn
 
 from ampaudit.core.errors import AuditError, InputError, SourceError
 from ampaudit.core.untrusted import MAX_MESSAGE, describe
+from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.functions import refers, standard_body, with_values
@@ -113,7 +114,18 @@ class OnnxModel(nn.Module):
             raise InputError(
                 f"{what}; given: {describe(', '.join(given)) or 'none'}", hint="pass these by name"
             )
-        return _Run(self._program, self).outputs(given)
+        return _Run(self._program, self, self._program.seen).outputs(given)
+
+    def dtypes_of(self, batch: Batch) -> dict[ir.Value, torch.dtype]:
+        """Run a batch, and return the dtype of each tensor that a node gives."""
+        found: dict[ir.Value, torch.dtype] = {}
+        self._program.seen = found
+        try:
+            with torch.no_grad():
+                self(*batch.args, **batch.kwargs)
+        finally:
+            self._program.seen = None
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ class _Stored:
 class _Program:
     """The graph of a module, shared by its copies; with slots, it is no part of the module's state."""
 
-    __slots__ = ("file", "inputs", "names", "stored")
+    __slots__ = ("file", "inputs", "names", "seen", "stored")
 
     def __init__(self, file: OnnxFile) -> None:
         self.file = file
@@ -136,6 +148,7 @@ class _Program:
         self.inputs = [value for value in graph.inputs if value.name not in graph.initializers]
         self.names = NodeNames(file.model)
         self.stored: dict[str, _Stored] = {}
+        self.seen: dict[ir.Value, torch.dtype] | None = None
 
     def __deepcopy__(self, memo: Any) -> _Program:
         return self
@@ -154,7 +167,10 @@ class _Program:
 class _Run:
     """One run of the graph."""
 
-    def __init__(self, program: _Program, module: nn.Module) -> None:
+    def __init__(
+        self, program: _Program, module: nn.Module, seen: dict[ir.Value, torch.dtype] | None = None
+    ) -> None:
+        self._seen = seen
         self._program = program
         self._module = module
         self._inside = 0  # nodes that ran in bodies
@@ -190,6 +206,9 @@ class _Run:
                 for output, result in zip(node.outputs, results, strict=False)
                 if output.name
             )
+            if self._seen is not None:
+                pairs = zip(node.outputs, results, strict=False)
+                self._seen |= {out: found.dtype for out, found in pairs if isinstance(found, torch.Tensor)}
             for name in last_use.get(node, ()):
                 scope.pop(name, None)
 

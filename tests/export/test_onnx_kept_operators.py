@@ -1,0 +1,143 @@
+"""Operators without a 16-bit kernel, or of a runtime: they stay in float32, and the rest is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import ampaudit
+
+F, Arrays = TensorProto.FLOAT, dict[str, np.ndarray[Any, Any]]
+RANDOM = np.random.default_rng(0)
+
+
+def graph(
+    nodes: list[onnx.NodeProto], inputs: Arrays, outputs: list[Any], stored: Arrays, **domains: int
+) -> tuple[onnx.ModelProto, Arrays]:
+    places = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in inputs.items()
+    ]
+    results = [
+        helper.make_tensor_value_info("y", F, list("abcd"[:o])) if isinstance(o, int) else o for o in outputs
+    ]
+    initializers = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    made = helper.make_model(
+        helper.make_graph(nodes, "graph", places, results, initializers),
+        opset_imports=[
+            helper.make_opsetid("", 17),
+            *(helper.make_opsetid(d.replace("_", "."), v) for d, v in domains.items()),
+        ],
+        ir_version=8,
+    )
+    return made, inputs
+
+
+def floats(*sizes: int) -> np.ndarray[Any, Any]:
+    return RANDOM.standard_normal(sizes).astype(np.float32)
+
+
+def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(
+        op, inputs.split(), outputs.split(), name=outputs.split()[0], domain=domain, **attributes
+    )
+
+
+def suppression() -> tuple[onnx.ModelProto, Arrays]:
+    corners = RANDOM.uniform(0, 1, (1, 40, 2)).astype(np.float32)
+    boxes = np.concatenate([corners, corners + 0.3], -1)
+    nodes = [
+        node("MatMul", "features weights", "logits"),
+        node("Sigmoid", "logits", "scores"),
+        node("NonMaxSuppression", "boxes scores most overlap", "chosen"),
+    ]
+    stored = {
+        "weights": floats(16, 40),
+        "most": np.array([9], np.int64),
+        "overlap": np.array([0.5], np.float32),
+    }
+    output = helper.make_tensor_value_info("chosen", TensorProto.INT64, ["n", 3])
+    return graph(nodes, {"features": floats(1, 2, 16), "boxes": boxes}, [output], stored)
+
+
+def regions() -> tuple[onnx.ModelProto, Arrays]:
+    nodes = [
+        node("Conv", "x w", "c", pads=[1, 1, 1, 1]),
+        node("RoiAlign", "c rois of", "r", output_height=2, output_width=2),
+        node("Relu", "r", "y"),
+    ]
+    rois = np.array([[0, 0, 4, 4], [2, 2, 7, 7]], np.float32)
+    given = {"x": floats(1, 3, 8, 8), "rois": rois, "of": np.zeros(2, np.int64)}
+    return graph(nodes, given, [4], {"w": floats(4, 3, 3, 3)})
+
+
+def scaler() -> tuple[onnx.ModelProto, Arrays]:
+    nodes = [
+        node("Scaler", "x", "s", "ai.onnx.ml", offset=[0.5] * 8, scale=[2.0] * 8),
+        node("Gemm", "s w", "g"),
+        node("Relu", "g", "y"),
+    ]
+    return graph(nodes, {"x": floats(4, 8)}, [2], {"w": floats(8, 6)}, ai_onnx_ml=3)
+
+
+def norm_in_the_standard_domain() -> tuple[onnx.ModelProto, Arrays]:
+    nodes = [
+        node("SimplifiedLayerNormalization", "x scale", "n", epsilon=1e-5),
+        node("MatMul", "n w", "m"),
+        node("SimplifiedLayerNormalization", "m scale", "y", epsilon=1e-5),
+    ]
+    return graph(nodes, {"x": floats(2, 5, 16)}, [3], {"w": floats(16, 16), "scale": floats(16)})
+
+
+def sequence() -> tuple[onnx.ModelProto, Arrays]:
+    nodes = [node("MatMul", "x w", "m"), node("SplitToSequence", "m", "parts", axis=0)]
+    kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(F, None))
+    return graph(nodes, {"x": floats(3, 8)}, [helper.make_value_info("parts", kind)], {"w": floats(8, 8)})
+
+
+GRAPHS: dict[str, tuple[Callable[[], tuple[onnx.ModelProto, Arrays]], str]] = {
+    "NonMaxSuppression": (suppression, "MatMul"),
+    "RoiAlign": (regions, "Conv"),
+    "Scaler": (scaler, "Gemm"),
+    "SimplifiedLayerNormalization": (norm_in_the_standard_domain, "MatMul"),
+    "SplitToSequence": (sequence, "MatMul"),
+}
+
+
+def ran(path: Path, inputs: Arrays) -> list[Any]:
+    found: list[Any] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(
+        None, inputs
+    )
+    return [part for value in found for part in (value if isinstance(value, list) else [value])]
+
+
+@pytest.mark.parametrize("operator", GRAPHS)
+def test_it_stays_in_float32_and_its_neighbours_are_converted(operator: str, tmp_path: Path) -> None:
+    make, neighbour = GRAPHS[operator]
+    model, inputs = make()
+    before, after = tmp_path / "before.onnx", tmp_path / "out" / "model.onnx"
+    onnx.save(model, before)
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    source = ampaudit.SourceConfig(inputs=tmp_path / "inputs.npz")
+    report, made = ampaudit.convert(str(before), None, tmp_path / "out", source=source)
+    assert made is not None, report.findings
+    for exact, found in zip(ran(before, inputs), ran(after, inputs), strict=True):
+        if exact.dtype.kind == "i":
+            np.testing.assert_array_equal(found, exact)
+        else:
+            np.testing.assert_allclose(found, exact, atol=0.01 * float(np.abs(exact).max()))
+    written = onnx.load(after)
+    known = {v.name: v.type.tensor_type.elem_type for v in (*written.graph.value_info, *written.graph.output)}
+    known |= {t.name: t.data_type for t in written.graph.initializer}
+    (kept, *_) = [each for each in written.graph.node if each.op_type == operator]
+    (beside, *_) = [each for each in written.graph.node if each.op_type == neighbour]
+    assert known[beside.output[0]] == TensorProto.FLOAT16
+    assert TensorProto.FLOAT16 not in {known.get(name) for name in (*kept.input, *kept.output)}
+    assert kept.domain == next(each.domain for each in model.graph.node if each.op_type == operator)
