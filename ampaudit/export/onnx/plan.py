@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,16 @@ from ampaudit.core.sites import SiteId
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.masks import ClampedMask, clamp_masks
 from ampaudit.export.onnx.opset import raise_opset
+from ampaudit.export.onnx.types import MOVING
 from ampaudit.policy import RuleSet
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import Cast, Match, Reason, Rule
 from ampaudit.report.finding import Severity
+from ampaudit.report.model import Report
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.names import NodeNames
+from ampaudit.source.onnx.names import NodeNames, bodies_of, plain_domain
 from ampaudit.trace.graph import Site
 from ampaudit.tuning.tune import tuned_rules
 
@@ -187,10 +190,35 @@ def _with_seen_types(model: OnnxModel, batch: Batch) -> None:
 
 
 def decisions_of(plan: OnnxPlan) -> dict[ir.Node, bool]:
-    """Return for each node that was seen whether one of its ops stays in float32."""
+    """Return for each node that was seen whether one of its ops stays in float32.
+
+    A node with bodies, such as a Loop, computes nothing itself: it may have either type, unless a body hands
+    it values that the format cannot hold.
+    """
     wide: dict[str, bool] = {}
     for site in plan.audited.audit.converted.traced.sites:
         if site.facts is not None and not site.role.inserted:
             wide[site.layer] = wide.get(site.layer, False) or _is_wide(site)
-    found = ((node, plan.names.of(node)) for node in plan.file.nodes())
-    return {node: wide[name] for node, name in found if name in wide}
+    names = {node: plan.names.of(node) for node in plan.file.nodes()}
+    decisions = {node: wide[name] for node, name in names.items() if name in wide and not bodies_of(node)}
+    large = _with_large_values(names, plan.audited.report)
+    return decisions | {node: True for node in large if bodies_of(node)}
+
+
+def _with_large_values(names: Mapping[ir.Node, str], report: Report) -> set[ir.Node]:
+    """Return the nodes whose values are beyond the format, also those that only hand them on."""
+    limit = low_precision_format(report.run.dtype).max / _MARGIN
+    layers = {s.layer for s in report.sites if s.forward is not None and s.forward.peak > limit}
+    found = {node for node, name in names.items() if name in layers}
+    while True:
+        more = {node for node in names.keys() - found if any(v.producer() in found for v in _handed_on(node))}
+        if not more:
+            return found
+        found |= more
+
+
+def _handed_on(node: ir.Node) -> list[ir.Value]:
+    """Return the values that a node gives as they are: what its bodies return, or what it moves."""
+    moved = node.inputs if node.op_type in MOVING and plain_domain(node.domain) == "" else ()
+    returned = (value for body in bodies_of(node) for value in body.outputs)
+    return [value for value in (*moved, *returned) if value is not None]
