@@ -64,8 +64,8 @@ Call = Callable[..., Any]
 
 
 def mixed_dtypes(complaint: str) -> Decision:
-    """The decision for an op that rejects its mix of dtypes, with torch's words."""
-    return Decision(Cast.FLOAT32, None, MIXED_DTYPES, f"torch rejects these dtypes: {complaint}")
+    """The decision for an op that rejects its dtypes, or a number in one of them, with torch's words."""
+    return Decision(Cast.FLOAT32, None, MIXED_DTYPES, complaint)
 
 
 class Caster:

@@ -12,14 +12,19 @@ from torch.utils import _pytree as pytree
 from ampaudit.trace.internals import without_autocast, without_modes
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.op_calls import OpCalled
-from ampaudit.trace.opnames import example_size, is_foreign
+from ampaudit.trace.opnames import base_name, example_size, is_foreign, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
-__all__ = ["KernelTrials", "says_no_kernel", "takes_low_precision"]
+__all__ = ["OVERFLOWS", "KernelTrials", "says_no_kernel", "takes_low_precision"]
 
 # what torch says where an op has no kernel for a 16-bit format
+OVERFLOWS = "value cannot be converted without overflow"
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
+)
+# ops that convert a number to the dtype of their tensor on CUDA as on a CPU, and raise where it does not fit
+_CONVERTING = frozenset(
+    "masked_fill fill full full_like new_full pad constant_pad_nd index_fill threshold".split()
 )
 _LARGEST = 1 << 20  # elements of the arguments that a trial computes with
 
@@ -53,12 +58,15 @@ class KernelTrials:
             self._refused[key] = _error(called) is not None and _error(called, wide=True) is None
         return self._refused[key]
 
-    def complaint(self, called: OpCalled) -> str | None:
-        """Return what torch says about the mix of dtypes that an op is given; ``None`` if it takes them.
+    def complaint(self, called: OpCalled, *, numbers: bool = False) -> str | None:
+        """Return what torch says about the dtypes or a number that an op is given; ``None`` if it takes them.
 
         Floating-point tensors of several dtypes, one of them 16-bit, are a mix. It is to blame if the op
-        raises for them and not for float32 instead of 16 bits.
+        raises for them and not for float32 instead of 16 bits. With ``numbers``, a number beyond the format
+        that fills a tensor is one to complain of as well.
         """
+        if numbers and (number := _beyond_range(called)) is not None:
+            return f"torch rejects {number}: {OVERFLOWS}"
         dtypes = tuple(tensor.dtype for tensor in _tensors(called))
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
         if len(floats) < 2 or floats.isdisjoint(LOW_PRECISION_DTYPES) or "c10d" in called.op.namespace:
@@ -67,8 +75,26 @@ class KernelTrials:
         if key not in self._complaints:
             error = _error(called)
             refused = error is not None and not says_no_kernel(error) and _error(called, wide=True) is None
-            self._complaints[key] = str(error).partition("\n")[0] if refused else None
+            words = f"torch rejects these dtypes: {str(error).partition(chr(10))[0]}"
+            self._complaints[key] = words if refused else None
         return self._complaints[key]
+
+
+def _beyond_range(called: OpCalled) -> str | None:
+    """Return a number that a 16-bit tensor is to be filled with and cannot hold, with the tensor's dtype."""
+    if base_name(called.op).rstrip("_") not in _CONVERTING:
+        return None
+    given = named_arguments(called.op, called.args, called.kwargs)
+    tensor = next((value for value in given.values() if isinstance(value, torch.Tensor)), None)
+    dtype = given.get("dtype") or (tensor.dtype if tensor is not None else None)
+    if dtype not in LOW_PRECISION_DTYPES:
+        return None
+    limit = torch.finfo(dtype).max
+    for name in ("value", "fill_value"):
+        number = given.get(name)
+        if isinstance(number, int | float) and limit < abs(number) < math.inf:
+            return f"{number:g} in {str(dtype).removeprefix('torch.')}"
+    return None
 
 
 def _tensors(called: OpCalled) -> list[torch.Tensor]:

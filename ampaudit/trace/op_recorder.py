@@ -17,13 +17,14 @@ from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.internals import ProxyTorchDispatchMode, needs_values, without_autocast
-from ampaudit.trace.kernels import says_no_kernel, takes_low_precision
+from ampaudit.trace.kernels import OVERFLOWS, says_no_kernel, takes_low_precision
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import PathRecorder
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
 from ampaudit.trace.twin_call import call_traced
 from ampaudit.trace.twins import twin_of
+from ampaudit.trace.values import widened
 
 __all__ = ["BelowTransforms", "OpRecorder", "running_layer"]
 
@@ -87,9 +88,13 @@ class OpRecorder:
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         uncast = changed
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
-        complaint = caster.kernels.complaint(changed)
+        # in a graph, and under a policy that changes graphs, numbers are tensors
+        numbers = replayed_meta() is None and caster.rules.file.level == "calls"
+        complaint = caster.kernels.complaint(changed, numbers=numbers)
         if complaint is not None:
             record = replace(record, decision=mixed_dtypes(complaint))
+            if complaint.endswith(OVERFLOWS):
+                changed = OpCalled(changed.op, *widened((changed.args, changed.kwargs)))
             changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
         if twin is not None:
             with caster.twins.entered(twin.op, site):

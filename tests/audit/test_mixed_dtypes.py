@@ -166,3 +166,59 @@ def test_a_policy_that_mixes_dtypes_is_told_from_one_that_torch_runs(returns: bo
     context = context_of(made.audit, FLOAT16, ScanConfig())
     assert refused_sites(context) == (set() if returns else {"1/layer_norm"})
     assert all(f.code != "AMP307" for f in made.report.findings)
+
+
+def assigned(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:, :2] = -1e9
+    return y
+
+
+def mask_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(x, dtype=torch.bool).triu()
+
+
+FILLED: dict[str, Body] = {
+    "masked_fill": lambda x: x.masked_fill(mask_of(x), -1e9).softmax(-1),
+    "masked_fill_": lambda x: x.clone().masked_fill_(mask_of(x), 1e5),
+    "masked_fill, -inf": lambda x: x.masked_fill(mask_of(x), float("-inf")),
+    "masked_fill, within the range": lambda x: x.masked_fill(mask_of(x), -65504.0),
+    "fill_": lambda x: torch.empty_like(x).fill_(1e9) * x,
+    "full_like": lambda x: torch.full_like(x, 7e4) * x,
+    "new_full": lambda x: x.new_full((8,), 1e9) * x,
+    "full": lambda x: torch.full((8,), 1e9, dtype=x.dtype) * x,
+    "full in float32": lambda x: torch.full((8,), 1e9) * x,
+    "pad": lambda x: nn.functional.pad(x, (1, 1), value=-1e9),
+    "index_fill": lambda x: x.index_fill(0, torch.tensor([0]), 1e9),
+    "threshold": lambda x: nn.functional.threshold(x, 0.0, 1e9),
+    "where": lambda x: torch.where(mask_of(x), x, -1e9),
+    "add": lambda x: x + 1e9,
+    "mul": lambda x: x * 1e9,
+    "comparison": lambda x: (x > 1e9) * x,
+    "assigned": assigned,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FILLED)
+def test_a_number_that_the_format_does_not_hold_is_found_where_torch_raises(
+    name: str, dtype: torch.dtype
+) -> None:
+    model, x = Body16(FILLED[name]), torch.randn(8, 8)
+    said = ""
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).to(dtype)(x.to(dtype))
+    except RuntimeError as error:
+        said = str(error)
+    raises = "without overflow" in said
+    assert raises or not said
+    report = scan(model, x, policy="half", dtype=str(dtype).removeprefix("torch."))
+    assert [f.code for f in report.findings if f.code == "AMP308"] == (["AMP308"] if raises else [])
+    if raises:
+        assert report.verdict == "fail"
+
+
+def test_what_a_policy_keeps_in_float32_may_be_filled_with_any_number() -> None:
+    model, x = Body16(FILLED["masked_fill"]), torch.randn(8, 8)
+    assert not [f for f in scan(model, x, policy="ampaudit").findings if f.code == "AMP308"]

@@ -79,11 +79,15 @@ _MODULES = (
     *(epsilon, log_softmax, log_sigmoid, cancellation, positions, local_error),
     *(output_error, flipped_decision, stalled_sum, output_variation),
     *(growth, code_differs, code_unknown, flipped_branch, left_torch),
-    *(hard_cast, double, probabilities, in_place, no_kernel, mixed_dtypes),
+    *(hard_cast, double, probabilities, in_place, no_kernel),
     *(small_weights, tied_weights),
     *(other_function, without_effect),
     *(alignment, ping_pong, costly_island, float32_spread),
     *(gradient_overflow, gradient_vanishes, no_loss_scale, gradient_error, no_gradient, own_backward),
     *(uncovered, unmentioned, not_taken),
 )
-ALL_CHECKS: tuple[Check, ...] = (*(module.CHECK for module in _MODULES), *opaque.CHECKS)
+ALL_CHECKS: tuple[Check, ...] = (
+    *(module.CHECK for module in _MODULES),
+    *mixed_dtypes.CHECKS,
+    *opaque.CHECKS,
+)

@@ -1,4 +1,4 @@
-"""AMP307: an op whose kernel rejects the mix of dtypes that it is given."""
+"""AMP307 and AMP308: an op whose kernel rejects the mix of dtypes, or a number, that it is given."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ampaudit.report.finding import Finding
 from ampaudit.trace import Role
 from ampaudit.trace.caster import MIXED_DTYPES
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.kernels import OVERFLOWS
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["CHECK", "refused_sites"]
+__all__ = ["CHECKS", "refused_sites"]
 
 _ADVICE = (
     "make the dtypes agree, as with x.to(self.weight.dtype) or torch.zeros(..., dtype=x.dtype), "
@@ -24,14 +25,25 @@ _ADVICE = (
 )
 
 
+_FILL = "fill with torch.finfo(x.dtype).min or with -inf, or call it on x.float()"
+
+
 def find(context: CheckContext) -> Iterator[Finding]:
     """Find sites whose op raises about dtypes, by the trace's trials.
 
     A site that mixes dtypes only because an op before it did is left out: the same correction cures both.
     """
-    if _mixed_by_policy(context):
-        return
+    yield from (finding for finding in _refused(context) if finding.code == "AMP307")
+
+
+def find_numbers(context: CheckContext) -> Iterator[Finding]:
+    """Find sites whose op raises about a number that the format does not hold."""
+    yield from (finding for finding in _refused(context) if finding.code == "AMP308")
+
+
+def _refused(context: CheckContext) -> Iterator[Finding]:
     refuses, found = refused_sites(context), set[SiteId]()
+    mixed_by_policy = _mixed_by_policy(context)
     for traced in context.flow.every:
         promoted: set[fx.Node] = set()
         for node in traced.graph.nodes:
@@ -43,8 +55,13 @@ def find(context: CheckContext) -> Iterator[Finding]:
             if site is not None and refused and not follows and site.id not in found:
                 found.add(site.id)
                 site = context.site[site.id]
-                cause = f"{site.decision.why}; the audit continued as if they were promoted"
-                yield finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
+                number = site.decision.why.endswith(OVERFLOWS)
+                if number:
+                    cause = f"{site.decision.why}; the audit continued in float32"
+                    yield finding_at(context, site, "AMP308", cause, _FILL, confidence="rule")
+                elif not mixed_by_policy:
+                    cause = f"{site.decision.why}; the audit continued as if they were promoted"
+                    yield finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
 
 
 def refused_sites(context: CheckContext) -> frozenset[SiteId]:
@@ -63,4 +80,4 @@ def _mixed_by_policy(context: CheckContext) -> bool:
     return not stored.isdisjoint(LOW_PRECISION_DTYPES) and (kept or torch.float32 in stored)
 
 
-CHECK = Check("AMP307", find)
+CHECKS = Check("AMP307", find), Check("AMP308", find_numbers)
