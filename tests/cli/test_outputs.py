@@ -67,7 +67,7 @@ CASES = {
     "diff": Case("diff old.json new.json", "diff", "ampaudit.cli.report_command.differences"),
     "report": Case("report old.json", "scan", "ampaudit.report.saved.read_document"),
 }
-WITHOUT_A_DOCUMENT = {"rules", "devices", "explain", "convert", "record", "merge"}
+WITHOUT_A_DOCUMENT = {"init", "rules", "devices", "explain", "convert", "record", "merge"}
 
 
 class Stage:

@@ -207,7 +207,7 @@ REFUSED = {
     "a state_dict": Case(_model(f"{_TINY}.state_dict()"), words=("OrderedDict", "--weights")),
     "a factory with arguments": Case(
         "def get_model(width):\n    return nn.Linear(width, 8)\n",
-        words=("'width'", "give its parameters defaults"),
+        words=("'width'", "--args; it takes (width)"),
     ),
 }
 # code that depends on values: audited along its path, but there is no graph for all inputs

@@ -112,6 +112,10 @@ def import_path(folder: Path) -> str:
     return "tests.targets.models.mlp:get_model"
 
 
+def class_alone(folder: Path) -> str:
+    return str(MODELS / "class_with_arguments.py")
+
+
 def bert_directory(folder: Path) -> str:
     bert().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -222,7 +226,7 @@ CASES = (
         "A forward pass that fails without ampaudit", "failing_forward", "the model itself fails in FP32", 2
     ),
     Case("A file without `example_inputs`", "missing_inputs", "such as --input 8x3x32x32", 2),
-    Case("A class with arguments, alone", "class_with_arguments", "SmallCNN --args ...", 2),
+    Case("A class with arguments, alone", class_alone, "SmallCNN --args ...", 2),
     Case("A training script", "training_script", "add: def get_model()", 2),
     Case("A TorchScript file", torchscript, "is a TorchScript program", 2),
     Case("A Diffusers pipeline", pipeline, "scan its parts: ampaudit scan", 2),
