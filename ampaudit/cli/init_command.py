@@ -51,7 +51,8 @@ def init_command(directory: Path, output: Path | None, *, force: bool, debug: bo
     from ampaudit.linter.project_models import models_of
 
     if not directory.is_dir():
-        raise InputError(f"{describe_path(directory)}: no such directory", hint="check the path")
+        what = "is no directory" if directory.exists() else "no such directory"
+        raise InputError(f"{describe_path(directory)}: {what}", hint="name the directory of a project")
     output = directory / _NAME if output is None else output
     check_writable(output, force=force)
     found = find_files([str(directory)], exclude=["test*", "conftest.py"], gitignore=True)

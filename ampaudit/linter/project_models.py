@@ -140,7 +140,18 @@ def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
                     made = replace(made, arguments=_in_words(given), called_at=place)
                     known |= dict(zip(names, given[0], strict=False)) | given[1]
     inputs, because = _inputs(node, own, known, file.constants, files)
+    if others := _needed_inputs(node)[1:]:
+        inputs, because = f"{inputs}{', ...' * len(others)}", f"{because}; fill in {', '.join(others)}"
     return replace(made, inputs=inputs, because=because)
+
+
+def _needed_inputs(node: ast.ClassDef) -> list[str]:
+    """Return the names of the arguments that forward() needs."""
+    forward = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"), None)
+    if forward is None:
+        return []
+    names = [argument.arg for argument in forward.args.args[1:]]
+    return names[: len(names) - len(forward.args.defaults)]
 
 
 def _arguments(call: ast.Call, constants: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,6 +83,8 @@ def _validated(record: type[T], found: dict[str, Any], name: str, how: str) -> T
 
 
 def _text(path: Path, name: str, how: str) -> str:
+    if not os.path.lexists(path):
+        raise InputError(f"{name}: No such file", hint=how)
     try:
         return read_bounded(path, _MAX_BYTES, InputError).decode("utf-8-sig")
     except UnicodeDecodeError as error:

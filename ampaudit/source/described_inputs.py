@@ -126,12 +126,14 @@ def _range(text: str, span: str, dtype: torch.dtype) -> tuple[float, float]:
     first, colon, second = span.partition(":")
     is_float = dtype.is_floating_point
     number = float if is_float else int
+    if is_float and not colon:
+        raise _unreadable(text, "the range of floats is LOW:HIGH")
     try:
         low, high = (number(first), number(second)) if colon else (0, int(first))
     except ValueError:
         raise _unreadable(text) from None
-    if dtype is torch.bool or (is_float and not colon):
-        raise _unreadable(text)
+    if dtype is torch.bool:
+        raise _unreadable(text, "booleans have no range")
     limits = torch.finfo(dtype) if is_float else torch.iinfo(dtype)
     if not limits.min <= low < high <= limits.max:
         raise _unreadable(text, "the range is empty, or ends beyond the dtype")

@@ -195,6 +195,8 @@ def _batch(module: ModuleType, item: Any, kwargs: Mapping[str, Any], what: str) 
 def _inputs(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
     if isinstance(value, torch.Tensor):
         return Batch((value,), dict(kwargs))
+    if isinstance(value, tuple | list) and any(item is ... for item in value):
+        raise InputError(f"{what} gave ...", hint="put an input in its place")
     if isinstance(value, Mapping):
         return Batch((), {**kwargs, **{str(key): item for key, item in value.items()}})
     if isinstance(value, tuple | list):

@@ -161,7 +161,7 @@ def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool
     name = (free or classes or [nn.Module])[-1].__name__  # the last one contains the others
     hint = f"add: def get_model(): return {name}(...)"
     if classes:
-        hint += f", or pass its arguments: {location}:{name} --args ..."
+        hint += f", or scan it with its arguments: {location}:{name} --args ..."
     raise SourceError(f"{location} {what}", hint=hint)
 
 

@@ -134,6 +134,9 @@ def _raise_located(what: str, error: Exception) -> NoReturn:
     hint = "run the file with Python to see the full traceback, or pass --debug"
     if isinstance(error, ModuleNotFoundError):
         hint = f"install {error.name!r} in the environment that runs ampaudit"
+        here = Path(str(error.name).partition(".")[0])
+        if here.is_dir() or here.with_suffix(".py").is_file():
+            hint = f"{here} is in the current directory: name the model as package.module:get_model"
     elif own is None and isinstance(error, TypeError):
         hint = f"{what} is called as it stands here; give its parameters defaults"
     elif any(words in str(error) for words in _NO_DEVICE):

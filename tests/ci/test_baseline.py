@@ -240,3 +240,12 @@ def test_an_update_replaces_what_was_checked_alone(parts: list[tuple[str, str, i
     assert [(k.target, k.policy, k.headroom["site"]) for k in baseline.targets] == [
         (*key, plain[key]) for key in sorted(plain)
     ]
+
+
+def test_a_baseline_that_is_not_there_says_how_to_write_it(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.ampaudit]\ntargets = ["m.py"]\nbaseline = "known.json"\n')
+    (tmp_path / "m.py").write_text("from torch import nn\n")
+    done = cli("check", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "known.json: No such file" in done.stderr
+    assert "--update-baseline" in done.stderr

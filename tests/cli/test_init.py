@@ -90,6 +90,17 @@ def test_what_nobody_calls_is_to_be_filled_in(tmp_path: Path) -> None:
     compile(text, "audit_model.py", "exec")
 
 
+def test_an_input_of_which_nothing_is_known_is_to_be_filled_in(tmp_path: Path) -> None:
+    project(tmp_path, words=WORDS.replace("forward(self, ids)", "forward(self, ids, mask, scale, act=None)"))
+    assert run("init", cwd=tmp_path).returncode == 0
+    text = (tmp_path / "audit_model.py").read_text()
+    assert "return torch.randint(0, 50, (1, 16)), ..., ...  # what its first layer, nn.Embedding" in text
+    assert text.rstrip().endswith("fill in mask, scale")
+    refused = run("scan", "audit_model.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "put an input in its place" in refused.stderr
+
+
 def test_a_project_without_models_gives_a_frame(tmp_path: Path) -> None:
     project(tmp_path, broken="def (", other="print('no model')\n")
     (tmp_path / "binary.py").write_bytes(b"\0\1")

@@ -125,3 +125,12 @@ def test_batches_differ_and_a_seed_repeats_them() -> None:
     assert batches[0].kwargs["on"].dtype is torch.bool
     with pytest.raises(UsageError, match="twice"):
         described_batches(["a=4", "a=5"], 1, 0)
+
+
+def test_a_module_of_the_current_directory_is_not_to_be_installed(tmp_path: Path) -> None:
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.py").write_text("from nets.small import Net\n")
+    done = run(tmp_path, "models/mine.py")
+    assert done.returncode == 2
+    assert "nets is in the current directory: name the model as package.module:get_model" in done.stderr

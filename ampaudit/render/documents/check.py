@@ -128,7 +128,7 @@ def _alerts(target: TargetResult) -> Iterator[Alert]:
         known = breach in target.known
         yield Alert(
             code=breach.budget,
-            title=title_of(breach.budget, breach.budget),
+            title=title_of(breach.budget, "budget exceeded"),
             level=breach.severity,
             fails=not known,
             case=name,
