@@ -3,10 +3,11 @@
 The rule: a test is in the first tier if it takes at most CHEAP processor seconds; if it is the cheapest case
 of its function, and takes at most AFFORDABLE; or if it is needed so that the first tier executes the lines of
 the package that all tests execute, at the least cost (a greedy set cover), and is worth it: it brings WORTH
-new lines or more for each second. Of the others, those that take at most LONG seconds are in the second tier:
-of each function the cheapest, up to ENOUGH seconds together, and at least one case. What is left is in the
-third. A test that was not measured stays where it is, and a new one is in the first. Of a function with a
-case that takes more than LONG seconds, none is in the first unless the lines need it.
+new lines or more for each second. Of the others, those of at most LONG seconds are in the second tier: of
+each function the cheapest, up to ENOUGH seconds together, and at least one case; and what brings NEEDED new
+lines or more for each second to these two. What is left is in the third. A test that was not measured stays
+where it is, and a new one is in the first. Of a function with a case that takes more than LONG seconds, none
+is in the first unless the lines need it.
 
 ``python -m tools.tiers --times TIMES... --coverage DATA...``: TIMES is what ``tests.support.measured`` has
 written, DATA what coverage.py has recorded with a context per test; ``make measure`` makes both.
@@ -25,6 +26,7 @@ from tools.measured import executed, read_times
 CHEAP = 0.05
 AFFORDABLE = 0.5
 WORTH = 3
+NEEDED = 1
 ENOUGH = 2
 LONG = 10
 
@@ -42,7 +44,7 @@ def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[
     first = {test for test in by_cost if times[test] <= CHEAP}
     first |= {test for test in cheapest.values() if times[test] <= AFFORDABLE}
     first = {test for test in first if test.partition("[")[0] not in dear}
-    first |= _cover(first, times, lines)
+    first |= _cover(first, times, lines, WORTH)
     later: dict[str, int] = {}
     spent: dict[str, float] = defaultdict(float)
     for test in by_cost:
@@ -50,10 +52,11 @@ def later_tiers(times: Mapping[str, float], lines: Mapping[str, Lines]) -> dict[
             function = test.partition("[")[0]
             spent[function] += times[test]
             later[test] = 2 if times[test] <= LONG and spent[function] <= max(ENOUGH, times[test]) else 3
-    return later
+    executed = {test for test in times if later.get(test, 1) < 3}
+    return later | dict.fromkeys(_cover(executed, times, lines, NEEDED), 2)
 
 
-def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Lines]) -> set[str]:
+def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Lines], worth: float) -> set[str]:
     """Return few and cheap tests that execute the lines that the given ones do not."""
     none: Lines = {}
     executed = _union(lines.get(test, none) for test in first)
@@ -70,10 +73,10 @@ def _cover(first: set[str], times: Mapping[str, float], lines: Mapping[str, Line
     while queue:
         last, test = heapq.heappop(queue)
         now = value(test)  # which has become worse, as others were chosen
-        if now == last <= -WORTH:
+        if now == last <= -worth:
             chosen.append(test)
             executed = _union([executed, lines[test]])
-        elif now <= -WORTH:
+        elif now <= -worth:
             heapq.heappush(queue, (now, test))
     needed = set(chosen)
     for test in sorted(chosen, key=lambda test: (-times[test], test)):

@@ -110,7 +110,7 @@ def _growth(growth: StepGrowth, count: int) -> str:
     if growth.reaches is None or growth.reaches <= count:
         return f"{said}."
     end = "lost its required accuracy" if growth.what == "error" else "left the range"
-    return f"{said}: at this rate it will have {end} at step {growth.reaches}."
+    return f"{said}: at this rate it will have {end} at about step {growth.reaches}."
 
 
 def _steps(numbers: Sequence[int]) -> str:

@@ -40,7 +40,7 @@ def _harmful(context: CheckContext) -> Iterator[StepGrowth]:
 
 def _finding(context: CheckContext, growth: StepGrowth, site: Site) -> Finding:
     count = context.step_count
-    reached = f"at step {growth.reaches}, beyond the {count} that were run"
+    reached = f"at about step {growth.reaches}, beyond the {count} that were run"
     if growth.what == "error":
         cause = (
             f"the error of {growth.name} doubles every {format_number(growth.doubles_every)} steps; at this "

@@ -133,7 +133,8 @@ def _curves(report: TrainingReport) -> Iterator[Section]:
     if curves:
         together = ", from the same start on the same batches" if report.reference is not None else ""
         yield Section(
-            (_filled(("run", "curve", "first", "last", "metric"), curves, ("curve",)),), f"Loss{together}"
+            (_filled(("run", "curve", "first", "last tenth", "metric"), curves, ("curve",)),),
+            f"Loss{together}",
         )
     if report.steps:
         costs = [_cost(variant) for variant in variants]
