@@ -81,8 +81,8 @@ def models_of(paths: Iterable[Path]) -> list[ModelClass]:
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and (called := _last_name(call.func)) in models and called != node.name
     }
-    found = [_model(file, node, files) for name, (file, node) in models.items() if name not in contained]
-    return sorted(found, key=lambda model: (model.arguments is None, bool(model.required)))
+    candidates = [_model(file, node, files) for name, (file, node) in models.items() if name not in contained]
+    return sorted(candidates, key=lambda model: (model.arguments is None, bool(model.required)))
 
 
 def _parsed(paths: Iterable[Path]) -> Iterator[_File]:
@@ -107,14 +107,14 @@ def _models_among(classes: dict[str, tuple[_File, ast.ClassDef]]) -> dict[str, t
     """Return the classes that derive from one of ``nn`` or a known base, also through others here."""
     known = set(_BASES)
     while True:
-        found = {
+        models = {
             name: pair
             for name, pair in classes.items()
             if any(_is_model(base, known) for base in pair[1].bases)
         }
-        if found.keys() <= known:
-            return found
-        known |= found.keys()
+        if models.keys() <= known:
+            return models
+        known |= models.keys()
 
 
 def _is_model(base: ast.expr, known: set[str]) -> bool:
@@ -122,36 +122,39 @@ def _is_model(base: ast.expr, known: set[str]) -> bool:
 
 
 def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
-    own = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
-    names = [a.arg for a in own.args.args[1:]] if own is not None else []
-    defaults = own.args.defaults if own is not None else []
-    required = names[: len(names) - len(defaults)]
-    made = ModelClass(node.name, file.path, node.lineno, tuple(required), trains=_training_line(file.tree))
-    known = {
+    constructor = _method(node, "__init__")
+    required = tuple(_needed_arguments(constructor))
+    model = ModelClass(node.name, file.path, node.lineno, required, trains=_training_line(file.tree))
+    names = [a.arg for a in constructor.args.args[1:]] if constructor is not None else []
+    defaults = constructor.args.defaults if constructor is not None else []
+    values = {
         name: _literal(value, file.constants)
-        for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=True)
+        for name, value in zip(names[len(required) :], defaults, strict=True)
     }
     for other in files:
         for call in ast.walk(other.tree):
-            if isinstance(call, ast.Call) and _last_name(call.func) == node.name and made.arguments is None:
-                given = _arguments(call, other.constants)
-                if given is not None:
+            if isinstance(call, ast.Call) and _last_name(call.func) == node.name and model.arguments is None:
+                arguments = _arguments(call, other.constants)
+                if arguments is not None:
                     place = f"{other.path.as_posix()}:{call.lineno}"
-                    made = replace(made, arguments=_in_words(given), called_at=place)
-                    known |= dict(zip(names, given[0], strict=False)) | given[1]
-    inputs, because = _inputs(node, own, known, file.constants, files)
-    if others := _needed_inputs(node)[1:]:
+                    model = replace(model, arguments=_in_words(arguments), called_at=place)
+                    values |= dict(zip(names, arguments[0], strict=False)) | arguments[1]
+    inputs, because = _inputs(node, constructor, values, file.constants, files)
+    if others := _needed_arguments(_method(node, "forward"))[1:]:
         inputs, because = f"{inputs}{', ...' * len(others)}", f"{because}; fill in {', '.join(others)}"
-    return replace(made, inputs=inputs, because=because)
+    return replace(model, inputs=inputs, because=because)
 
 
-def _needed_inputs(node: ast.ClassDef) -> list[str]:
-    """Return the names of the arguments that forward() needs."""
-    forward = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"), None)
-    if forward is None:
+def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+    return next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == name), None)
+
+
+def _needed_arguments(method: ast.FunctionDef | None) -> list[str]:
+    """Return the names of the arguments without defaults, but for self."""
+    if method is None:
         return []
-    names = [argument.arg for argument in forward.args.args[1:]]
-    return names[: len(names) - len(forward.args.defaults)]
+    names = [argument.arg for argument in method.args.args[1:]]
+    return names[: len(names) - len(method.args.defaults)]
 
 
 def _arguments(call: ast.Call, constants: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
@@ -161,36 +164,38 @@ def _arguments(call: ast.Call, constants: dict[str, Any]) -> tuple[list[Any], di
     return None if None in args or None in kwargs.values() or "" in kwargs else (args, kwargs)
 
 
-def _in_words(given: tuple[list[Any], dict[str, Any]]) -> str:
-    return ", ".join([*map(repr, given[0]), *(f"{name}={value!r}" for name, value in given[1].items())])
+def _in_words(arguments: tuple[list[Any], dict[str, Any]]) -> str:
+    return ", ".join(
+        [*map(repr, arguments[0]), *(f"{name}={value!r}" for name, value in arguments[1].items())]
+    )
 
 
 def _inputs(
     node: ast.ClassDef,
-    own: ast.FunctionDef | None,
-    known: dict[str, Any],
+    constructor: ast.FunctionDef | None,
+    values: dict[str, Any],
     constants: dict[str, Any],
     files: list[_File],
 ) -> tuple[str, str]:
     """Return an expression for a model's inputs, and where it comes from."""
     for file in files:
         for call in _calls_of_models(file):
-            made = _random_call(call.args[0], file)
-            given = _arguments(made, file.constants) if made is not None else None
-            if made is not None and given is not None:
-                place = f"{file.path.as_posix()}:{made.lineno}"
-                return f"torch.{_last_name(made.func)}({_in_words(given)})", f"as in {place}"
-    for layer in ast.walk(own) if own is not None else ():
+            tensor = _random_call(call.args[0], file)
+            arguments = _arguments(tensor, file.constants) if tensor is not None else None
+            if tensor is not None and arguments is not None:
+                place = f"{file.path.as_posix()}:{tensor.lineno}"
+                return f"torch.{_last_name(tensor.func)}({_in_words(arguments)})", f"as in {place}"
+    for layer in ast.walk(constructor) if constructor is not None else ():
         name = _last_name(layer.func) if isinstance(layer, ast.Call) else ""
         if not isinstance(layer, ast.Call) or name not in (*_FIRST, "Embedding"):
             continue
         keywords = {word.arg: word.value for word in layer.keywords}
-        told = (
+        size_node = (
             layer.args[0]
             if layer.args
             else keywords.get(_FIRST[name][1] if name in _FIRST else "num_embeddings")
         )
-        size = _literal(told, constants | known) if told is not None else None
+        size = _literal(size_node, constants | values) if size_node is not None else None
         if isinstance(size, int) and size > 0:
             because = f"what its first layer, nn.{name}, takes; other sizes are a guess"
             if name == "Embedding":

@@ -40,7 +40,17 @@ from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_reco
 from ampaudit.trace.twin_call import OpenTwins
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, storage_id
 
-__all__ = ["HALF_FOURIER", "MIXED_DTYPES", "NO_KERNEL", "TWIN", "Call", "Caster", "mixed_dtypes"]
+__all__ = [
+    "HALF_FOURIER",
+    "MIXED_DTYPES",
+    "NO_KERNEL",
+    "TOO_LARGE",
+    "TWIN",
+    "Call",
+    "Caster",
+    "mixed_dtypes",
+    "too_large",
+]
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -54,6 +64,7 @@ HALF_FOURIER = Decision(
 )
 TWIN = "twin"  # why a policy does not decide
 MIXED_DTYPES = "mixed-dtypes"
+TOO_LARGE = "number-too-large"
 INSIDE_TWIN = Decision(
     Cast.FOLLOW, None, TWIN, "what a kernel computes inside follows its inputs; no policy reaches it"
 )
@@ -64,8 +75,14 @@ Call = Callable[..., Any]
 
 
 def mixed_dtypes(complaint: str) -> Decision:
-    """The decision for an op that rejects its dtypes, or a number in one of them, with torch's words."""
-    return Decision(Cast.FLOAT32, None, MIXED_DTYPES, complaint)
+    """The decision for an op that rejects its mix of dtypes, with torch's words."""
+    return Decision(Cast.FLOAT32, None, MIXED_DTYPES, f"torch rejects these dtypes: {complaint}")
+
+
+def too_large(number: str) -> Decision:
+    """The decision for an op that rejects a number, since the dtype of its tensor does not hold it."""
+    why = f"torch rejects {number}: value cannot be converted without overflow"
+    return Decision(Cast.FLOAT32, None, TOO_LARGE, why)
 
 
 class Caster:

@@ -15,10 +15,9 @@ from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name, example_size, is_foreign, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
-__all__ = ["OVERFLOWS", "KernelTrials", "says_no_kernel", "takes_low_precision"]
+__all__ = ["KernelTrials", "rejected_number", "says_no_kernel", "takes_low_precision"]
 
 # what torch says where an op has no kernel for a 16-bit format
-OVERFLOWS = "value cannot be converted without overflow"
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
 )
@@ -58,15 +57,12 @@ class KernelTrials:
             self._refused[key] = _error(called) is not None and _error(called, wide=True) is None
         return self._refused[key]
 
-    def complaint(self, called: OpCalled, *, numbers: bool = False) -> str | None:
-        """Return what torch says about the dtypes or a number that an op is given; ``None`` if it takes them.
+    def complaint(self, called: OpCalled) -> str | None:
+        """Return what torch says about the mix of dtypes that an op is given; ``None`` if it takes them.
 
         Floating-point tensors of several dtypes, one of them 16-bit, are a mix. It is to blame if the op
-        raises for them and not for float32 instead of 16 bits. With ``numbers``, a number beyond the format
-        that fills a tensor is one to complain of as well.
+        raises for them and not for float32 instead of 16 bits.
         """
-        if numbers and (number := _beyond_range(called)) is not None:
-            return f"torch rejects {number}: {OVERFLOWS}"
         dtypes = tuple(tensor.dtype for tensor in _tensors(called))
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
         if len(floats) < 2 or floats.isdisjoint(LOW_PRECISION_DTYPES) or "c10d" in called.op.namespace:
@@ -75,12 +71,11 @@ class KernelTrials:
         if key not in self._complaints:
             error = _error(called)
             refused = error is not None and not says_no_kernel(error) and _error(called, wide=True) is None
-            words = f"torch rejects these dtypes: {str(error).partition(chr(10))[0]}"
-            self._complaints[key] = words if refused else None
+            self._complaints[key] = str(error).partition("\n")[0] if refused else None
         return self._complaints[key]
 
 
-def _beyond_range(called: OpCalled) -> str | None:
+def rejected_number(called: OpCalled) -> str | None:
     """Return a number that a 16-bit tensor is to be filled with and cannot hold, with the tensor's dtype."""
     if base_name(called.op).rstrip("_") not in _CONVERTING:
         return None

@@ -13,11 +13,20 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.core.sites import SiteId
-from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster, mixed_dtypes
+from ampaudit.policy import Decision
+from ampaudit.trace.caster import (
+    HALF_FOURIER,
+    IMPLICIT_CAST,
+    NO_KERNEL,
+    TOO_LARGE,
+    Caster,
+    mixed_dtypes,
+    too_large,
+)
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.internals import ProxyTorchDispatchMode, needs_values, without_autocast
-from ampaudit.trace.kernels import OVERFLOWS, says_no_kernel, takes_low_precision
+from ampaudit.trace.kernels import rejected_number, says_no_kernel, takes_low_precision
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import PathRecorder
@@ -88,14 +97,12 @@ class OpRecorder:
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         uncast = changed
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
-        # in a graph, and under a policy that changes graphs, numbers are tensors
-        numbers = replayed_meta() is None and caster.rules.file.level == "calls"
-        complaint = caster.kernels.complaint(changed, numbers=numbers)
-        if complaint is not None:
-            record = replace(record, decision=mixed_dtypes(complaint))
-            if complaint.endswith(OVERFLOWS):
+        rejection = self._rejection(changed)
+        if rejection is not None:
+            record = replace(record, decision=rejection)
+            if rejection.reason == TOO_LARGE:  # also where the op names the dtype
                 changed = OpCalled(changed.op, *widened((changed.args, changed.kwargs)))
-            changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
+            changed = caster.apply(rejection, dtype, changed, self._cast, self._tracer_id)
         if twin is not None:
             with caster.twins.entered(twin.op, site):
                 return call_traced(twin, changed, self._mode, caster.is_written)
@@ -109,6 +116,15 @@ class OpRecorder:
             record, changed, result = self._without_kernel(record, changed, uncast, dtype)
         caster.note(result, changed, called)
         return self._clamped(record, result)
+
+    def _rejection(self, called: OpCalled) -> Decision | None:
+        """Return the decision for an op that torch refuses to call; ``None`` if it takes its arguments."""
+        # in a graph, and under a policy that changes graphs, numbers are tensors
+        calls = replayed_meta() is None and self._caster.rules.file.level == "calls"
+        if calls and (number := rejected_number(called)) is not None:
+            return too_large(number)
+        complaint = self._caster.kernels.complaint(called)
+        return None if complaint is None else mixed_dtypes(complaint)
 
     def _parts(self, called: OpCalled) -> Any:
         """Record the ops of a composite op; ``NotImplemented`` where it refuses its dtypes as a whole."""

@@ -17,7 +17,7 @@ from ampaudit.report.finding import Severity
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
 from ampaudit.run.sensitivity.precision_graph import PrecisionValue, ValueKind
-from ampaudit.trace.kernels import OVERFLOWS
+from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.values import dtype_name
 from ampaudit.tuning.measured import LowPrecisionRun
 from ampaudit.tuning.problem import Chosen, TuningProblem
@@ -70,11 +70,7 @@ def policy_text(low: LowPrecisionRun, problem: TuningProblem, chosen: Chosen) ->
     groups = {
         Reason.RANGE: [
             *(name for name in ops if name in problem.required),
-            *(
-                v.name
-                for v in values.values()
-                if v.site is not None and v.site.decision.why.endswith(OVERFLOWS)
-            ),
+            *(v.name for v in values.values() if v.site is not None and v.site.decision.reason == TOO_LARGE),
         ],
         Reason.PRECISION: [*(name for name in ops if name not in problem.required), *sorted(low.appeared)],
         Reason.NO_KERNEL: [

@@ -22,6 +22,7 @@ from ampaudit.run.record import Origin, RunRecord
 from ampaudit.run.weights import WeightRange
 from ampaudit.trace import Role, Site
 from ampaudit.trace.flow import Flow
+from ampaudit.trace.stacks import ParameterUse, parameter_use
 
 __all__ = [
     "Cause",
@@ -86,6 +87,11 @@ class CheckContext:
         }
         low -= self.record.by_design | self.parameter_free
         return steps_report(self.record, self.min_sqnr, self.number_format.max, low)
+
+    @cached_property
+    def parameters(self) -> ParameterUse:
+        """What the batches used of the parameters."""
+        return parameter_use(self.flow.every, self.record.chosen)
 
     @cached_property
     def site(self) -> dict[SiteId, Site]:

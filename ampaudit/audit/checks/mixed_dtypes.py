@@ -12,9 +12,8 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Role
-from ampaudit.trace.caster import MIXED_DTYPES
+from ampaudit.trace.caster import MIXED_DTYPES, TOO_LARGE
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.kernels import OVERFLOWS
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CHECKS", "refused_sites"]
@@ -23,8 +22,6 @@ _ADVICE = (
     "make the dtypes agree, as with x.to(self.weight.dtype) or torch.zeros(..., dtype=x.dtype), "
     "or add a rule for the op: cast: widest"
 )
-
-
 _FILL = "fill with torch.finfo(x.dtype).min or with -inf, or call it on x.float()"
 
 
@@ -33,17 +30,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
     A site that mixes dtypes only because an op before it did is left out: the same correction cures both.
     """
-    yield from (finding for finding in _refused(context) if finding.code == "AMP307")
-
-
-def find_numbers(context: CheckContext) -> Iterator[Finding]:
-    """Find sites whose op raises about a number that the format does not hold."""
-    yield from (finding for finding in _refused(context) if finding.code == "AMP308")
-
-
-def _refused(context: CheckContext) -> Iterator[Finding]:
-    refuses, found = refused_sites(context), set[SiteId]()
-    mixed_by_policy = _mixed_by_policy(context)
+    if _mixed_by_policy(context):
+        return
+    refuses, reported = refused_sites(context), set[SiteId]()
     for traced in context.flow.every:
         promoted: set[fx.Node] = set()
         for node in traced.graph.nodes:
@@ -52,21 +41,26 @@ def _refused(context: CheckContext) -> Iterator[Finding]:
             follows = not promoted.isdisjoint(node.all_input_nodes)
             if refused or (follows and (site is None or site.role is not Role.CAST)):
                 promoted.add(node)
-            if site is not None and refused and not follows and site.id not in found:
-                found.add(site.id)
+            if site is not None and refused and not follows and site.id not in reported:
+                reported.add(site.id)
                 site = context.site[site.id]
-                number = site.decision.why.endswith(OVERFLOWS)
-                if number:
-                    cause = f"{site.decision.why}; the audit continued in float32"
-                    yield finding_at(context, site, "AMP308", cause, _FILL, confidence="rule")
-                elif not mixed_by_policy:
+                if site.decision.reason == MIXED_DTYPES:
                     cause = f"{site.decision.why}; the audit continued as if they were promoted"
                     yield finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
 
 
+def find_numbers(context: CheckContext) -> Iterator[Finding]:
+    """Find sites whose op raises about a number that the format does not hold."""
+    for site in context.graph_sites:
+        if site.decision.reason == TOO_LARGE:
+            cause = f"{site.decision.why}; the audit continued in float32"
+            yield finding_at(context, site, "AMP308", cause, _FILL, confidence="rule")
+
+
 def refused_sites(context: CheckContext) -> frozenset[SiteId]:
-    """Return all sites whose kernel rejects their dtypes, whatever mixed them."""
-    return frozenset(site.id for site in context.graph_sites if site.decision.reason == MIXED_DTYPES)
+    """Return all sites whose kernel rejects their dtypes, whatever mixed them, or a number in them."""
+    refused = (MIXED_DTYPES, TOO_LARGE)
+    return frozenset(site.id for site in context.graph_sites if site.decision.reason in refused)
 
 
 def _mixed_by_policy(context: CheckContext) -> bool:

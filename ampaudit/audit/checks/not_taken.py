@@ -9,14 +9,13 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.text import listed
 from ampaudit.report.finding import Finding
 from ampaudit.report.gap import Gap, GapKind
-from ampaudit.trace.stacks import parameter_use
 
 __all__ = ["CHECK", "modules_not_run"]
 
 
 def modules_not_run(context: CheckContext) -> Gap | None:
     """Return the modules and experts whose parameters no batch used, with their share of all parameters."""
-    used, sizes, parts = parameter_use(context.flow.every, context.record.chosen)
+    used, sizes, parts = context.parameters
     idle = {name: size for name, size in sizes.items() if name not in used}
     modules = _whole_modules(idle, used)
     experts = [

@@ -5,8 +5,7 @@ Nothing here loads torch, so that the process starts quickly while the file is r
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,20 @@ _RUNTIME = "com.microsoft"
 
 
 @contextmanager
-def checking(path: Path, *, runtime: bool) -> Iterator[None]:
+def checking(path: Path, *, runtime: bool, strangers: Collection[str] = ()) -> Iterator[None]:
     """Check a file while the context is active, and wait for the result at its end.
 
     Args:
         path: of the file.
         runtime: whether ONNX Runtime must take it; its CPU provider has no bfloat16 kernels.
+        strangers: operators in the standard's domain that are not in the standard, and that a runtime knows.
 
     Raises:
         RunFailed: the file is not valid, or ONNX Runtime refuses it.
     """
     target = "ampaudit.export.onnx.check:check_in_sandbox"
     imports = ("onnx", "onnxruntime") if runtime else ("onnx",)
-    with _as_the_standard_knows_it(path.resolve()) as checked:
+    with _as_the_standard_knows_it(path.resolve(), strangers) as checked:
         request = {"path": str(path.resolve()), "checked": str(checked), "runtime": runtime}
         with Sandbox(target, request, SandboxLimits(_SECONDS), imports=imports) as sandbox:
             yield
@@ -64,35 +64,27 @@ def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
 
 
 @contextmanager
-def _as_the_standard_knows_it(path: Path) -> Iterator[Path]:
-    """Yield a file without operators that are in the standard's domain and not in the standard.
-
-    Those of ONNX Runtime, such as SimplifiedLayerNormalization, are moved to its own domain in a copy.
-    """
+def _as_the_standard_knows_it(path: Path, strangers: Collection[str]) -> Iterator[Path]:
+    """Yield a file in which operators of ONNX Runtime are in its own domain: a copy, if there are any."""
+    if not strangers:
+        yield path
+        return
     import onnx
     import onnx_ir as ir
 
-    from ampaudit.export.onnx.types import schema_of
     from ampaudit.source.onnx.names import STANDARD
 
     model = ir.load(path)
-    versions = model.opset_imports
-    unknown = [
-        node
-        for node in model.graph.all_nodes()
-        if node.domain in STANDARD and schema_of("", node.op_type, versions.get("", 1)) is None
-    ]
-    if not unknown:
-        yield path
-        return
-    for node in unknown:
-        node.domain = _RUNTIME
-    versions.setdefault(_RUNTIME, 1)
-    with tempfile.NamedTemporaryFile(
-        dir=path.parent, suffix=".onnx"
-    ) as copy:  # beside the files of its weights
-        onnx.save(ir.to_proto(model), copy.name)
-        yield Path(copy.name)
+    for node in model.graph.all_nodes():
+        if node.domain in STANDARD and node.op_type in strangers:
+            node.domain = _RUNTIME
+    model.opset_imports.setdefault(_RUNTIME, 1)
+    copy = path.with_name(f"{path.stem}.checked.onnx")  # beside the files of its weights
+    onnx.save(ir.to_proto(model), copy)
+    try:
+        yield copy
+    finally:
+        copy.unlink()
 
 
 def open_session(path: Path) -> Any:

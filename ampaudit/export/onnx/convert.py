@@ -20,7 +20,7 @@ from ampaudit.export.onnx.outputs import least_accuracy, outputs_of
 from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
 from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
-from ampaudit.export.onnx.types import is_float32
+from ampaudit.export.onnx.types import is_float32, strangers_in
 from ampaudit.export.onnx.write import ONNX_FLOATS, casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.weight_files import WeightFiles
@@ -157,7 +157,8 @@ def _written(
     config.on_progress("writing the graph", 0, 0)
     written = _write(plan, path, config)
     config.on_progress("running the file", 0, 0)
-    with checking(path, runtime=config.dtype == "float16"):
+    strangers = strangers_in(plan.file.model)
+    with checking(path, runtime=config.dtype == "float16", strangers=strangers):
         return written, outputs_of(source, path, config)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "is_float32",
     "node_types",
     "schema_of",
+    "strangers_in",
 ]
 
 # operators whose results are elements of their inputs, and those that give shapes
@@ -123,6 +124,13 @@ def _special(node: ir.Node) -> NodeTypes | None:
     if node.op_type in ("Shape", "Size", "NonZero", "IsNaN", "IsInf"):
         return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
     return None
+
+
+def strangers_in(model: ir.Model) -> set[str]:
+    """Return the operators in the standard's domain that are not in the standard, such as ONNX Runtime's."""
+    version = model.opset_imports.get("", 1)
+    named = {node.op_type for node in model.graph.all_nodes() if node.domain in STANDARD}
+    return {operator for operator in named if schema_of("", operator, version) is None}
 
 
 def _formal(formals: Any, index: int) -> Any:
