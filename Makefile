@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # without it every process would compile again what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-long measure test-portable lint check browser charts schema docs-site aten bench fuzz clean
+.PHONY: demo test test-all test-long measure test-portable lint check kernel browser charts schema docs-site aten bench fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
@@ -43,6 +43,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 check: lint test
+
+# the kernel for CUDA in the interpreter of Triton, whose 286 MB only this test needs
+kernel: $(VENV)/.dev
+	$(PIP) triton
+	$(BIN)/python -m pytest tests/run/test_fused.py
 
 browser: $(VENV)/.dev
 	tools/browser.sh $(BIN)

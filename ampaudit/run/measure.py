@@ -1,7 +1,8 @@
 """Computes exact statistics of a value against its reference as a short vector of numbers.
 
-Two routines fill the same fields. ``measure_any`` works on every device without looking at a result, so
-nothing waits for the device. ``measure_cpu`` walks through blocks that fit the cache and takes a shorter
+Three routines fill the same fields. ``measure_any`` works on every device without looking at a result, so
+nothing waits for the device. ``measure_on_device`` does the same in a single kernel where it can, which is
+on CUDA with Triton (``fused``). ``measure_cpu`` walks through blocks that fit the cache and takes a shorter
 way where a block is finite, which is nearly always; a block that is not goes to ``measure_any``.
 The shorter way reads each element four times, all but once from the cache.
 """
@@ -9,13 +10,14 @@ The shorter way reads each element four times, all but once from the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
 from ampaudit.run.views import flat_pair
 
-__all__ = ["BLOCK", "FIELDS", "BlockMeasure", "measure_any", "measure_cpu"]
+__all__ = ["BLOCK", "FIELDS", "BlockMeasure", "measure_any", "measure_cpu", "measure_on_device"]
 
 FIELDS = (
     "ref_peak",  # largest finite |reference|; in blocks whose reference is not read, |value|
@@ -32,6 +34,7 @@ _MERGE_MAX = (True, True, False, False, False, False, False, True, False)
 # 1 MiB of float32: block, its reference and the scratch block stay in a core's cache
 BLOCK = 1 << 18
 ERROR_EVERY = 8
+_FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def measure_any(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -55,6 +58,26 @@ def measure_any(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         (~ref_finite).sum().double(),
     )
     return torch.stack(fields)
+
+
+def measure_on_device(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return what ``measure_any`` does; the dtypes may differ."""
+    suits = all(vector.is_contiguous() and vector.dtype in _FUSED_DTYPES for vector in (reference, value))
+    fused = _fused(value.device) if value.is_cuda and value.numel() and suits else None
+    return fused(reference, value) if fused else measure_any(reference, value.to(reference.dtype))
+
+
+@cache
+def _fused(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return the routine in one kernel if a device can run it: Triton may be missing, or its C compiler."""
+    one = torch.ones(1, device=device)
+    try:
+        from ampaudit.run.fused import measure_fused
+
+        measure_fused(one, one)
+    except Exception:  # whatever Triton raises, torch's own ops give the same fields
+        return None
+    return measure_fused
 
 
 def measure_cpu(reference: torch.Tensor, value: torch.Tensor, near: float = math.inf) -> list[float]:

@@ -18,7 +18,7 @@ from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
 from ampaudit.run.decisions import differing_choices
 from ampaudit.run.local import local_error
-from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
+from ampaudit.run.measure import FIELDS, BlockMeasure, measure_cpu, measure_on_device
 from ampaudit.run.norm_internals import inside_peak
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.path_values import PathValues
@@ -121,13 +121,12 @@ class Meter(Observer):
         if value.numel() == 0:
             self._rows.append((step.site.id, [0.0] * len(FIELDS), 0))
             return False
-        if value.dtype != reference.dtype:
-            value = value.to(reference.dtype)
         first, second = flat_pair(reference, value)
         self.samples.add(step.site.id, first, second)
         if self.deferred or value.device.type != "cpu":
-            self._rows.append((step.site.id, measure_any(first, second), second.numel()))
+            self._rows.append((step.site.id, measure_on_device(first, second), second.numel()))
             return False
+        second = second.to(first.dtype)
         if seen is not None and seen.elements == value.numel():
             fields = seen.fields
         elif step.site.role is Role.WEIGHT_CAST:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ampaudit.core.decibels import ratio_db
-from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.measure import FIELDS, measure_cpu, measure_on_device
 from ampaudit.run.row_variation import RowVariation, measure_rows, row_variation
 from ampaudit.run.views import flat_pair
 
@@ -167,7 +167,7 @@ def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     first, second = flat_pair(reference, value)
     on_cpu = reference.device.type == "cpu"
     row = torch.tensor(measure_cpu(first, second), dtype=torch.float64) if on_cpu else None
-    fields = dict(zip(FIELDS, row if row is not None else measure_any(first, second), strict=True))
+    fields = dict(zip(FIELDS, row if row is not None else measure_on_device(first, second), strict=True))
     bad = fields["pos_inf"] + fields["neg_inf"] + fields["nan"]
     extremes = first.amin().double(), first.amax().double()
     numbers = torch.stack([bad, fields["err_sq"], fields["ref_sq"], *extremes])

@@ -21,10 +21,18 @@ __all__ = ["KernelTrials", "rejected_number", "says_no_kernel", "takes_low_preci
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
 )
-# ops that convert a number to the dtype of their tensor on CUDA as on a CPU, and raise where it does not fit
-_CONVERTING = frozenset(
-    "masked_fill fill full full_like new_full pad constant_pad_nd index_fill threshold".split()
-)
+# arguments that CUDA kernels convert to the dtype of the tensor, which raises where they do not fit: found by
+# calling every op of ATen with each of its numbers beyond the largest of float16 and bfloat16
+_CONVERTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys("masked_fill fill index_fill scatter pad constant_pad_nd".split(), ("value",)),
+    **dict.fromkeys(("full", "full_like", "new_full"), ("fill_value",)),
+    **dict.fromkeys(("hardshrink", "softshrink"), ("lambd",)),
+    **dict.fromkeys(("addr", "index_add"), ("alpha", "beta")),
+    **dict.fromkeys(("linspace", "logspace"), ("start", "end")),
+    "threshold": ("threshold", "value"),
+    "pow": ("exponent",),
+    "where": ("self", "other"),
+}
 _LARGEST = 1 << 20  # elements of the arguments that a trial computes with
 
 
@@ -76,16 +84,17 @@ class KernelTrials:
 
 
 def rejected_number(called: OpCalled) -> str | None:
-    """Return a number that a 16-bit tensor is to be filled with and cannot hold, with the tensor's dtype."""
-    if base_name(called.op).rstrip("_") not in _CONVERTING:
+    """Return a number that a kernel converts to a 16-bit dtype and that does not fit, with the dtype."""
+    names = _CONVERTED.get(base_name(called.op).rstrip("_"))
+    if names is None:
         return None
     given = named_arguments(called.op, called.args, called.kwargs)
-    tensor = next((value for value in given.values() if isinstance(value, torch.Tensor)), None)
-    dtype = given.get("dtype") or (tensor.dtype if tensor is not None else None)
+    tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
+    dtype = given.get("dtype") or next((t.dtype for t in tensors if t.dtype is not torch.bool), None)
     if dtype not in LOW_PRECISION_DTYPES:
         return None
     limit = torch.finfo(dtype).max
-    for name in ("value", "fill_value"):
+    for name in names:
         number = given.get(name)
         if isinstance(number, int | float) and limit < abs(number) < math.inf:
             return f"{number:g} in {str(dtype).removeprefix('torch.')}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampaudit.run.backward.record import GradientRecord, GradientStats
-from ampaudit.run.measure import BLOCK, FIELDS, measure_any, measure_cpu
+from ampaudit.run.measure import BLOCK, FIELDS, measure_cpu, measure_on_device
 from ampaudit.run.views import flat_pair
 
 __all__ = ["EXPONENT_OFFSET", "GradientMeter", "counts_on_cpu", "exponent_counts"]
@@ -124,7 +124,7 @@ class GradientMeter:
 
     def _measured(self, first: torch.Tensor, second: torch.Tensor) -> _Measured:
         on_cpu = first.device.type == "cpu"
-        fields = measure_cpu(first, second) if on_cpu else measure_any(first, second)
+        fields = measure_cpu(first, second) if on_cpu else measure_on_device(first, second)
         if self._exponent is None:
             first, second = first / self._scale, second / self._scale
         if isinstance(fields, list) and first.dtype is torch.float32 and not fields[FIELDS.index("ref_bad")]:
