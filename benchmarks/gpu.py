@@ -61,6 +61,7 @@ PARTS: dict[str, Part] = {
         (
             (
                 *("-m", "pytest", "-m", "gpu", "-q", "-n", "4", "--tb=short", "-p", "no:benchmark"),
+                *("-W", "ignore::DeprecationWarning"),  # of what else such a machine has installed
                 *sorted(
                     str(path.relative_to(ROOT))
                     for path in (ROOT / "tests").rglob("test_*.py")
