@@ -153,6 +153,8 @@ def test_a_signature_shows_the_options_with_their_defaults(name: str) -> None:
     assert len(options) >= 2
     for option in options:
         assert option.default == getattr(record, option.name)
+    said = inspect.getdoc(getattr(ampaudit, name)) or ""
+    assert all(f"    {option.name}: " in said.partition("Options:")[2] for option in options)
 
 
 def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:

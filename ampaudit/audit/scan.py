@@ -29,6 +29,7 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy.schema import AS_IS
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.against.reference import ReferenceModel
@@ -134,7 +135,7 @@ def as_converted(
 ) -> tuple[list[RuleSet], ScanConfig]:
     """Scan a model that has its casts in its program as it is, unless options say otherwise."""
     if source.kind == "converted" or source.dtype is not None or source.reference is not None:
-        policies = policies if "policy" in given else [load_policy("as-is")]
+        policies = policies if "policy" in given else [load_policy(AS_IS)]
         stored = {tensor.dtype for tensor in source.model.state_dict().values()}
         low = "bfloat16" if {torch.bfloat16, torch.float16} & stored == {torch.bfloat16} else config.dtype
         dtype = config.dtype if "dtype" in given else source.dtype or low

@@ -23,6 +23,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
+from ampaudit.policy.schema import AS_IS
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.gap import gaps_in_words
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from ampaudit.parallel.ranks import RankShare
 
 __all__ = ["check_target"]
-
-AS_IS = "as-is"
 
 
 def check_target(request: Request, share: RankShare | None = None) -> TargetResult:

@@ -13,6 +13,7 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
+    quiet_option,
     report_options,
     verbose_option,
 )
@@ -30,6 +31,7 @@ __all__ = ["plan_command"]
 @config_options(PlanConfig, SourceConfig)
 @click.option("--layer", metavar="GLOB", help="Show only matching layers, such as 'encoder.layer.0.*'.")
 @report_options("plan")
+@quiet_option
 @verbose_option("Show one row per site, including views.")
 @debug_option
 def plan_command(model: str, **options: Any) -> None:

@@ -189,7 +189,7 @@ class Config(BaseModel):
 
 
 def with_options(config: type[Config], keywords: Any) -> Callable[[Function], Function]:
-    """Show options with their defaults in the signature of a function, which takes them as keywords.
+    """Show options in the signature and the documentation of a function, which takes them as keywords.
 
     Args:
         config: the record of the options.
@@ -209,6 +209,9 @@ def with_options(config: type[Config], keywords: Any) -> Callable[[Function], Fu
             if name in keywords.__annotations__
         ]
         function.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+        described = [(p.name, option_of(config.model_fields[p.name])) for p in options]
+        lines = (f"        {name}: {option.help}\n" for name, option in described if option is not None)
+        function.__doc__ = f"{function.__doc__}\n    Options:\n{''.join(lines)}"
         return function
 
     return decorate

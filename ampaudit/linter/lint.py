@@ -61,7 +61,7 @@ def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int 
         schema=1,
         tool_version=__version__,
         verdict="fail" if nothing else gate_at(severities, "warning"),
-        gate=gate_at(severities, config.fail_on),
+        gate="fail" if nothing else gate_at(severities, config.fail_on),
         fail_on=config.fail_on,
         linted=len(linted),
         findings=findings,

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from ampaudit.policy.conditions import ArgTest, NumericCondition
 
 __all__ = [
+    "AS_IS",
     "ArgumentCast",
     "Cast",
     "Constants",
@@ -27,6 +28,8 @@ __all__ = [
     "When",
     "rules_schema_text",
 ]
+
+AS_IS = "as-is"  # the policy that adds no cast
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]

@@ -29,8 +29,8 @@ def _said(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
     yield "Loss", _losses(backward, dtype)
     kind = "dynamic" if backward.dynamic else "fixed"
     yield "Scale", f"{format_scale(backward.loss_scale)}, {kind} ({backward.scale_from})"
-    for text in _suits(backward):
-        yield "Suits", text
+    for number, text in enumerate(_suits(backward)):
+        yield "" if number else "Suits", text
     if backward.frozen:
         yield "Frozen", f"{len(backward.frozen)} parameters require no gradient"
     for note in backward.notes:

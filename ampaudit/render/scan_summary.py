@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, format_bytes, format_number, listed, plural, shell_quoted
+from ampaudit.policy.schema import AS_IS
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs
 from ampaudit.report.model import Report
 
-__all__ = ["summary_rows"]
+__all__ = ["summary_rows", "weights_in_words"]
 
 _OUTPUTS = 4
 
@@ -48,7 +49,7 @@ def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[
 
 
 def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
-    cover, weights, dtype = report.coverage, report.weights, report.run.dtype
+    cover, dtype = report.coverage, report.run.dtype
     own = (
         f"; {plural(cover.author_sites, 'site')} in autocast(enabled=False) regions of the code"
         if cover.author_sites
@@ -58,8 +59,7 @@ def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
     casts = f"{casts} inserted, {conversions} in the model's code{own}"
     yield "Precision", f"{plural(len(report.low_precision_sites), 'site')} in {dtype}; {casts}"
     yield "Outputs", _outputs(report)
-    masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
-    yield "Weights", f"{masters} in FP32, {copies} in 16 bits"
+    yield "Weights", weights_in_words(report)
     backend = report.run.backend  # named after the contract, unless that is the default
     if backend != "native" and (full or backend != "emulated"):
         yield "Contract", report.run.contract
@@ -94,6 +94,16 @@ def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
 
 def _rate(per_million: float) -> str:
     return "0" if per_million == 0 else "under 0.001" if per_million < 1e-3 else format_number(per_million)
+
+
+def weights_in_words(report: Report) -> str:
+    """Return the sizes of the weights, as they are stored or with the copies that the policy makes."""
+    masters, copies = format_bytes(report.weights.master_bytes), format_bytes(report.weights.working_bytes)
+    return (
+        f"{masters} in FP32, {copies} in 16 bits"
+        if report.run.policy == AS_IS
+        else f"{masters} in FP32, {copies} of 16-bit copies"
+    )
 
 
 def _outputs(report: Report) -> str:

@@ -129,8 +129,11 @@ def path_sections(report: Report, count: int) -> Iterator[Section]:
 
 def _what_if(report: Report, count: int) -> Iterator[Section]:
     """Compare FP32 values with every format, for ``--ranges``."""
-    sites = [s for s in report.sites if s.what_if is not None]
-    what = "sites that overflow, sites that lose over 1 % of their values to zero, the least headroom"
+    sites = [s for s in report.sites if s.what_if is not None and not s.by_design]
+    what = (
+        "sites that overflow, sites that lose over 1 % of their values to zero, the least headroom; "
+        "without masks and constants"
+    )
     title = f"What if: FP32 values of {len(sites)} sites against each format"
     yield Section((line(what, style="dim"), _format_table(sites)), title)
     measured = [s for s in sites if s.headroom_bits is not None]

@@ -135,7 +135,8 @@ def _accuracy(report: Report) -> Iterator[str]:
     elif worst is not None and worst not in blank:
         count = len({output.name for output in report.outputs})  # along other paths, other ops make them
         among = f", the least of {count}" if count > 1 else ""
-        against = "" if worst.kind == "integer" else " against FP32"
+        reference = " with the same weights" if report.stored_in_16_bits else ""
+        against = "" if worst.kind == "integer" else f" against FP32{reference}"
         where = escape_control(worst.where)
         yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{where}{among}"
     elif len(blank) < len(report.outputs):

@@ -44,7 +44,7 @@ def differences(old: Document, new: Document, config: DiffConfig) -> Differences
         config: which changes are left out.
 
     Raises:
-        InputError: one is no report of a scan, or they have no policy in common.
+        InputError: one is no report of a scan, or they have no policy or no site in common.
     """
     before, after = _by_policy(old), _by_policy(new)
     if len(before) == len(after) == 1:  # the policy itself may be what was changed
@@ -74,6 +74,12 @@ def _difference(old: Report, new: Report, bits: float, decibels: float) -> Diffe
     before = {site.site: site for site in old.sites}
     after = {site.site: site for site in new.sites}
     both = [(before[name], site) for name, site in after.items() if name in before]
+    if before and after and not both:
+        models = f"{escape_control(old.model.source)} and {escape_control(new.model.source)}"
+        raise InputError(
+            f"the two files have no site in common: {models} are different models",
+            hint="compare two reports of one model",
+        )
     repaired = _repaired(old, new)
     by_site = [list(_site(a, b, bits, decibels, b.site not in repaired)) for a, b in both]
     changes = [

@@ -99,10 +99,10 @@ class LintReport(Shown):
 
     @property
     def exit_code(self) -> int:
-        """1 for findings at or above ``fail_on``; else 2 if no file could be read; else 0."""
-        if self.gate == "fail":
-            return 1
-        return 2 if self.unread and self.unreadable >= self.linted else 0
+        """2 if no file could be read; else 1 for findings at or above ``fail_on``; else 0."""
+        if self.unread and self.unreadable >= self.linted:
+            return 2
+        return 1 if self.gate == "fail" else 0
 
     @property
     def headline(self) -> str:

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from ampaudit.core.formats import FORMATS
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
+from ampaudit.policy.schema import AS_IS
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.against import AgainstReport
 from ampaudit.report.card import CardRows, Shown, counted
@@ -219,6 +220,11 @@ class Report(Shown):
         for finding in self.active:
             codes[finding.site].append(finding.code)
         return codes
+
+    @property
+    def stored_in_16_bits(self) -> bool:
+        """Whether the model came with 16-bit weights, which FP32 then computes with as well."""
+        return self.run.policy == AS_IS and self.weights.working_bytes > 0
 
     @property
     def promoted(self) -> tuple[SiteId, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch.utils import _pytree as pytree
+
 from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Kept
 from ampaudit.audit.advice.pytorch import half_method, with_code
@@ -49,8 +52,11 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     attempts = Attempts(subject, source, plan, settings, refused_sites(context), ())
     members = [Kept(tuple(SiteId(kept.site) for kept in report.kept), "")] if report.kept else []
     members += [Kept((), "", weight.name) for weight in report.weights]
+    leaves = pytree.tree_leaves([(batch.args, batch.kwargs) for batch in source.batches])
+    floats = any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves)
+    then = f"\n# it takes floating-point inputs in {form.name}" if floats else ""
     if not members:
-        return f"model.{half_method(form)}()" if attempts.judged(context).cures else ""
+        return f"model.{half_method(form)}(){then}" if attempts.judged(context).cures else ""
     written = with_code(subject, members)
     attempt = attempts.run(written[1]) if written is not None else None
-    return written[0] if written is not None and attempt is not None and attempt.cures else ""
+    return f"{written[0]}{then}" if written is not None and attempt is not None and attempt.cures else ""

@@ -89,6 +89,17 @@ class TuningProblem:
         total: Numbers = own[~wide].sum(axis=0) + rows[wide[made] & ~wide[reader]].sum(axis=0)
         return total
 
+    def reduced(self, chosen: Chosen, dropped: Collection[str]) -> Chosen:
+        """Return a choice without some members, and without the weights that no op in float32 reads then.
+
+        An op in 16 bits rounds such a weight all the same.
+        """
+        left = chosen.difference(dropped)
+        wide = self.graph.in_float32(left)
+        read = self.required.union(made.name for made, reader in self.graph.readers() if reader.name in wide)
+        values = self.graph.values
+        return frozenset(name for name in left if values[name].kind is not ValueKind.WEIGHT or name in read)
+
     def cost(self, chosen: Collection[str]) -> float:
         """Return what a choice costs: its values in float32, and the casts at its borders."""
         wide = self.graph.in_float32(chosen)

@@ -146,9 +146,10 @@ class TuningSearch:
         low, high = 0, len(order)  # so many can go for certain; so many perhaps
         while low < high:
             count = min(2 * low or 1, (low + high + 1) // 2)
-            found = self.measured(chosen - set(order[:count]), "shrink", f"without the {count} least useful")
+            fewer = self.problem.reduced(chosen, order[:count])
+            found = self.measured(fewer, "shrink", f"without the {count} least useful")
             low, high = (count, high) if found.reached else (low, count - 1)
-        return chosen - set(order[:low])
+        return self.problem.reduced(chosen, order[:low])
 
     def least_useful(self, chosen: Chosen) -> list[str]:
         """Return the members that may go, those first whose rounding adds the least error."""
@@ -176,9 +177,10 @@ class TuningSearch:
         ops = set(self.problem.ops(chosen))
         for name in self.least_useful(chosen):
             if name in ops and self.runs < runs:
-                found = self.measured(chosen - {name}, step, f"without {name}")
+                fewer = self.problem.reduced(chosen, [name])
+                found = self.measured(fewer, step, f"without {name}")
                 if found.reached:
-                    chosen = chosen - {name}
+                    chosen = fewer
                 else:
                     needed[name] = found
         return chosen, needed

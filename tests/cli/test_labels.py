@@ -48,7 +48,17 @@ def test_bytes_of_weights_are_those_of_their_dtype(
     )
     (tmp_path / "model.py").write_text(MODEL.format(made=made) + inputs)
     found = run("scan", str(tmp_path / "model.py"), "--policy", policy, "--dtype", dtype)
-    assert f"Weights    {fp32} B in FP32, {low} B in 16 bits" in found.stdout, found.stderr
+    copies = "in 16 bits" if policy == "as-is" else "of 16-bit copies"
+    assert f"Weights    {fp32} B in FP32, {low} B {copies}" in found.stdout, found.stderr
+
+
+def test_fp32_is_said_to_have_the_weights_that_a_model_came_with(tmp_path: Path) -> None:
+    inputs = "def example_inputs():\n    return torch.rand(2, 8, dtype=torch.float16)\n"
+    (tmp_path / "model.py").write_text(MODEL.format(made="nn.Linear(8, 8).half()") + inputs)
+    model = str(tmp_path / "model.py")
+    assert "dB against FP32 with the same weights" in run("scan", model, "--policy", "as-is").stdout
+    (tmp_path / "model.py").write_text(MODEL.format(made="nn.Linear(8, 8)") + INPUTS.replace("ones", "rand"))
+    assert "dB against FP32;" in run("scan", model, "--policy", "half").stdout
 
 
 class Whole(nn.Module):

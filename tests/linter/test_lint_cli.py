@@ -96,6 +96,12 @@ def test_what_cannot_be_read_is_a_line_and_the_rest_goes_on(project: Path, cli: 
     assert "2 read errors" in done.stdout
 
 
+def test_the_gate_fails_where_nothing_could_be_read(project: Path, cli: CLI) -> None:
+    (project / "bad.py").write_text("def f(:")
+    done = cli("lint", "bad.py", "--fail-on", "never", "--format", "json", cwd=project)
+    assert (done.returncode, json.loads(done.stdout)["gate"]) == (2, "fail")
+
+
 def test_configuration(project: Path, cli: CLI) -> None:
     config = project / "pyproject.toml"
     config.write_text(

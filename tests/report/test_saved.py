@@ -205,6 +205,13 @@ def test_a_report_does_not_differ_from_itself() -> None:
     assert diff(report, report).exit_code == 0
 
 
+def test_two_models_without_a_common_site_are_not_compared() -> None:
+    report = saved_report()
+    other = replace(report, sites=tuple(replace(site, site=f"other/{site.site}") for site in report.sites))
+    with pytest.raises(InputError, match="no site in common"):
+        diff(report, other)
+
+
 def test_a_new_error_is_worse_and_a_gone_one_better() -> None:
     report = saved_report()
     clean = replace(report, findings=report.findings[1:])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from ampaudit.audit.checks import Finding
 from ampaudit.core.errors import ReferenceBroken
+from ampaudit.render.terminal import to_text
 from ampaudit.report.model import Report
 from tests.support.planted import WIDTH, AdditiveMask, Branch, MaskedAttention, ResidualStream, TwoBranches
 from tests.support.planted import scan_under_autocast as scan
@@ -281,6 +284,11 @@ def test_ranges_names_what_would_leave_each_format() -> None:
 def test_ranges_leaves_masks_alone() -> None:
     report = scan(MaskedAttention().eval(), torch.randn(2, 8, WIDTH), ranges=True)
     assert report.findings == ()
+    masks = [s for s in report.sites if s.what_if is not None and s.what_if["float16"].overflows]
+    assert masks
+    text = to_text(report)
+    assert re.search(r"^float16 +0 +0 ", text, re.MULTILINE), text
+    assert not any(site.site in text for site in masks)
 
 
 def test_ranges_counts_what_would_vanish() -> None:

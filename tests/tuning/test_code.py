@@ -57,8 +57,10 @@ def test_the_code_does_what_the_policy_does(scales: tuple[float, ...], dtype: st
     model, x = stacked(*scales), torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
     report = ampaudit.tune(model, x, min_sqnr=target, dtype=dtype)
     assert report.reached
+    then = f"\n# it takes floating-point inputs in {dtype}"
+    assert report.code.endswith(then)
     if not report.kept:
-        assert report.code == ("model.half()" if dtype == "float16" else "model.bfloat16()")
+        assert report.code == f"model.{'half' if dtype == 'float16' else 'bfloat16'}(){then}"
     assert accuracy(model, report.code, x, getattr(torch, dtype)) > target - 3  # kernels add in another order
 
 

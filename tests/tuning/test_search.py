@@ -42,3 +42,16 @@ def test_single_ops_are_taken_away_where_predictions_are_off(off: float, expecte
     found = search.solved()
     assert found is not None
     assert "".join(sorted(found)) == expected
+
+
+def test_a_weight_that_no_op_reads_in_float32_is_not_kept() -> None:
+    """Stored in float32, it is rounded where an op in 16 bits reads it: nothing is won."""
+    weight = PrecisionValue("w", ValueKind.WEIGHT, low=True)
+    ops = {name: PrecisionValue(name, ValueKind.OP, low=True) for name in "ab"}
+    graph = PrecisionGraph({"w": weight, **ops}, {"a": ("w",), "b": ("a",)})
+    errors = Sensitivities(["output"], {name: np.array([1e-5]) for name in "wab"})
+    problem = TuningProblem(graph, errors, Prices({}, {}))
+    assert problem.reduced(frozenset("wab"), ["b"]) == {"w", "a"}
+    assert problem.reduced(frozenset("wab"), ["a"]) == {"b"}
+    pinned = TuningProblem(graph, errors, Prices({}, {}), pinned=frozenset("w"))
+    assert pinned.reduced(frozenset("wab"), ["a"]) == {"w", "b"}

@@ -15,6 +15,7 @@ from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.write import ONNX_FLOATS
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.policy.load import load_policy
+from ampaudit.policy.schema import AS_IS
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import pick_device
@@ -40,7 +41,7 @@ def outputs_of(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[
     """
     written = OnnxModel(read_onnx(path)).eval()
     where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
-    settings = RunConfig(load_policy("as-is"), load_policy("torch-cuda"), form, where, config.seed)
+    settings = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
     executors = ExecutorCache(written, settings, RunRecord(where.type, "emulated"))
     records: dict[str, OutputRecord] = {}
     for number, batch in enumerate(source.batches):

@@ -174,7 +174,8 @@ def clip(
             place,
             f"the gradients are clipped{said_where(node, place)} while they are still scaled by the "
             "loss scale",
-            advice_for(interpreter, "clip") or "call scaler.unscale_(optimizer) before clipping",
+            advice_for(interpreter, "clip")
+            or "call scaler.unscale_(optimizer) and clip right before scaler.step(optimizer)",
             _unscale_first(interpreter) if place is node else None,
             certainty,
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ampaudit.core.text import escape_control, format_bytes, format_number, short_op
+from ampaudit.core.text import escape_control, format_number, short_op
 from ampaudit.render.against import against_sections
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
 from ampaudit.render.finding_blocks import combined_section, finding_sections
 from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.paths import relative_path
-from ampaudit.render.scan_summary import summary_rows
+from ampaudit.render.scan_summary import summary_rows, weights_in_words
 from ampaudit.render.scan_tables import all_sites, level_sections, path_sections
 from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_section
@@ -201,8 +201,7 @@ def _numbers(report: Report) -> Iterator[str]:
     if report.promoted:
         yield f"{len(report.promoted)} promoted to float32 because of their values"
     if weights.working_bytes:
-        masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
-        yield f"weights {masters} in FP32, {copies} in 16 bits"
+        yield f"weights {weights_in_words(report)}"
     if report.backward is not None:
         yield scales_that_suit(report.backward)
     yield report.run.extent
