@@ -44,7 +44,7 @@ def timestamps(bad: bool) -> Built:
         return m.inner(x) + seconds[:, None].to(x.dtype)
 
     time = torch.tensor([1_700_000_001, 1_700_000_100, 1_700_000_007, 1_700_000_300])
-    return Net(forward, inner=linear(16, 16)), (torch.randn(4, 16), time)
+    return Net(forward, inner=linear(16, 16, gain=30.0)), (torch.randn(4, 16), time)
 
 
 @failure("indices carried as floats", "", "AMP206", "half16 halfbf")

@@ -73,7 +73,9 @@ def vae_log_variance(bad: bool) -> Built:
         logvar = logvar if bad else logvar.clamp(-10, 5)
         return m.mean(x) + torch.exp(logvar)
 
-    return Net(forward, logvar=linear(16, 16, shift=13.0), mean=linear(16, 16)), (torch.randn(4, 16),)
+    return Net(forward, logvar=linear(16, 16, shift=13.0), mean=linear(16, 16, gain=30.0)), (
+        torch.randn(4, 16),
+    )
 
 
 @failure("CLIP, Radford et al. 2021: the logit scale is clipped at 100", "", "AMP107", "half16")

@@ -36,7 +36,7 @@ def rms_norm_in_half(bad: bool) -> Built:
         wide = hidden if bad else hidden.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
-    return Net(forward, inner=linear(32, 32, shift=400.0)), (torch.randn(4, 32),)
+    return Net(forward, inner=linear(32, 32, gain=100.0, shift=400.0)), (torch.randn(4, 32),)
 
 
 @failure("CogView, Ding et al. 2021, section 2.4: LayerNorm(x / max(x))", "", "AMP106", "half16 cuda16")
