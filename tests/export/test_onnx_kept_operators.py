@@ -4,50 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 import ampaudit
-
-F, Arrays = TensorProto.FLOAT, dict[str, np.ndarray[Any, Any]]
-RANDOM = np.random.default_rng(0)
-
-
-def graph(
-    nodes: list[onnx.NodeProto], inputs: Arrays, outputs: list[Any], stored: Arrays, **domains: int
-) -> tuple[onnx.ModelProto, Arrays]:
-    places = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-        for name, array in inputs.items()
-    ]
-    results = [
-        helper.make_tensor_value_info("y", F, list("abcd"[:o])) if isinstance(o, int) else o for o in outputs
-    ]
-    initializers = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    made = helper.make_model(
-        helper.make_graph(nodes, "graph", places, results, initializers),
-        opset_imports=[
-            helper.make_opsetid("", 17),
-            *(helper.make_opsetid(d.replace("_", "."), v) for d, v in domains.items()),
-        ],
-        ir_version=8,
-    )
-    return made, inputs
-
-
-def floats(*sizes: int) -> np.ndarray[Any, Any]:
-    return RANDOM.standard_normal(sizes).astype(np.float32)
-
-
-def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(
-        op, inputs.split(), outputs.split(), name=outputs.split()[0], domain=domain, **attributes
-    )
+from tests.support.onnx_graphs import RANDOM, Arrays, F, floats, graph, node, ran
 
 
 def suppression() -> tuple[onnx.ModelProto, Arrays]:
@@ -109,13 +73,6 @@ GRAPHS: dict[str, tuple[Callable[[], tuple[onnx.ModelProto, Arrays]], str]] = {
     "SimplifiedLayerNormalization": (norm_in_the_standard_domain, "MatMul"),
     "SplitToSequence": (sequence, "MatMul"),
 }
-
-
-def ran(path: Path, inputs: Arrays) -> list[Any]:
-    found: list[Any] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(
-        None, inputs
-    )
-    return [part for value in found for part in (value if isinstance(value, list) else [value])]
 
 
 @pytest.mark.parametrize("operator", GRAPHS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.masks import ClampedMask, clamp_masks
 from ampaudit.export.onnx.opset import raise_opset
 from ampaudit.export.onnx.types import MOVING
+from ampaudit.export.onnx.whole_numbers import whole_number_nodes
 from ampaudit.policy import RuleSet
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import Cast, Match, Reason, Rule
@@ -38,6 +39,7 @@ __all__ = ["OnnxPlan", "decisions_of", "plan_onnx"]
 _POLICY = "strongly-typed"
 _ROUNDS = 6
 _MARGIN = 1.4  # as the policy leaves below the format's limit
+_WHOLE = "it computes with integers that 16 bits may round to others."
 _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"}
 
 
@@ -79,15 +81,20 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
     rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
     if config.tune is not None:
         rules = tuned_rules(prepared, config.dtype, config.tune, config)
+    own = "policy" in config.model_fields_set
+    if not own:
+        whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
+        kept = Match(layer=_escaped(map(model.names.of, whole)))
+        rules = _keeping(rules, "whole", kept, _WHOLE) if whole else rules
     settings = ScanConfig.of(config)
     promoted: tuple[SiteId, ...] = ()
     for _ in range(_ROUNDS):
         (audited,) = audit_policies(prepared, [rules], settings)
-        more = _broken(audited, promoted) if "policy" not in config.model_fields_set else ()
+        more = () if own else _broken(audited, promoted)
         if not more:
             break
         promoted = (*promoted, *more)
-        rules = _keeping(rules, more)
+        rules = _keeping(rules, "broken", Match(site=_escaped(more)), "the run in 16 bits broke here.")
     return OnnxPlan(file, audited, clamped, model.names, raised)
 
 
@@ -133,15 +140,19 @@ def _is_wide(site: Site) -> bool:
     return follows and site.dtype is torch.float32
 
 
-def _keeping(rules: RuleSet, sites: tuple[SiteId, ...]) -> RuleSet:
-    """Return the policy with these sites in float32."""
-    number = sum(rule.id.startswith("broken/") for rule in rules.file.rules)
+def _escaped(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(map(glob.escape, names)))
+
+
+def _keeping(rules: RuleSet, name: str, match: Match, why: str) -> RuleSet:
+    """Return the policy with what matches in float32."""
+    number = sum(rule.id.startswith(f"{name}/") for rule in rules.file.rules)
     rule = Rule(
-        id=f"broken/{number}",
-        match=Match(site=tuple(map(glob.escape, sites))),
+        id=f"{name}/{number}",
+        match=match,
         cast=Cast.FLOAT32,
         reason=Reason.RANGE,
-        why="the run in 16 bits broke here.",
+        why=why,
         source="the audit of this model",
     )
     file = rules.file.model_copy(update={"rules": (rule, *rules.file.rules)})

@@ -1,0 +1,196 @@
+"""Graphs that compute with integers as floats: right on longer inputs than those of the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import ampaudit
+from tests.support.onnx_graphs import Arrays, floats, graph, node, ran
+from tests.support.onnx_strict import run_strict
+
+INTEGER, FLOAT = TensorProto.INT64, TensorProto.FLOAT
+Made = tuple[onnx.ModelProto, Arrays]
+POSITIONS = (
+    node("Shape", "x", "shape"),
+    node("Gather", "shape one", "n"),
+    node("Range", "zero n one", "steps"),
+    node("Cast", "steps", "positions", to=FLOAT),
+)
+NUMBERS = {"zero": np.array(0, np.int64), "one": np.array(1, np.int64)}
+
+
+def integers(name: str, *sizes: str | int) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, INTEGER, sizes)
+
+
+def rotary(length: int) -> Made:
+    nodes = [
+        *POSITIONS,
+        node("Unsqueeze", "positions one_axis", "column"),
+        node("MatMul", "column frequencies", "angles"),
+        node("Sin", "angles", "sine"),
+        node("Cos", "angles", "cosine"),
+        node("Concat", "sine cosine", "waves", axis=-1),
+        node("Mul", "x waves", "turned"),
+        node("MatMul", "turned w", "y"),
+    ]
+    frequencies = (10000.0 ** -(np.arange(4) / 4)).astype(np.float32)[None]
+    stored = {**NUMBERS, "frequencies": frequencies, "one_axis": np.array([1]), "w": floats(8, 8)}
+    return graph(nodes, {"x": floats(1, length, 8)}, [3], stored, {"x": [1, "n", 8]})
+
+
+def division_of_indices(length: int) -> Made:
+    nodes = [
+        node("Cast", "i", "f", to=FLOAT),
+        node("Div", "f c", "d"),
+        node("Floor", "d", "whole"),
+        node("Cast", "whole", "q", to=INTEGER),
+        node("Gather", "table q", "e"),
+        node("MatMul", "e w", "y"),
+    ]
+    given = {"i": np.linspace(0, 91 * 299 * min(1, length / 5000), length).astype(np.int64) // 91 * 91}
+    stored = {"c": np.array(91, np.float32), "table": floats(300, 8), "w": floats(8, 4)}
+    return graph(nodes, given, [2], stored, {"i": ["n"]})
+
+
+def mean_by_shape(length: int) -> Made:
+    nodes = [
+        *POSITIONS[:2],
+        node("Cast", "n", "count", to=FLOAT),
+        node("MatMul", "x w", "h"),
+        node("ReduceMax", "h", "most", axes=[1], keepdims=0),
+        node("Div", "most count", "share"),
+        node("Mul", "share large", "y"),
+    ]
+    stored = {**NUMBERS, "w": floats(4, 4), "large": np.array(9000, np.float32)}
+    return graph(nodes, {"x": floats(1, length, 4)}, [2], stored, {"x": [1, "n", 4]})
+
+
+def boxes_by_class(length: int) -> Made:
+    nodes = [
+        node("MatMul", "x w", "h"),
+        node("Sigmoid", "h", "scores"),
+        node("Cast", "labels", "class", to=FLOAT),
+        node("Mul", "class width", "offset"),
+        node("Add", "boxes offset", "apart"),
+        node("NonMaxSuppression", "apart scores most overlap", "chosen"),
+    ]
+    corners = np.random.default_rng(1).uniform(0, 30, (1, 40, 2)).astype(np.float32)
+    given = {
+        "x": np.ones((1, 1, 16), np.float32),
+        "boxes": np.concatenate([corners, corners + 20], -1),
+        "labels": np.arange(40)[None, :, None] * (length // 1000),  # all the same where it is short
+    }
+    stored = {
+        "w": np.tile(np.linspace(-0.25, 0.25, 40, dtype=np.float32), (16, 1)),
+        "width": np.array(7680, np.float32),
+        "most": np.array([40]),
+        "overlap": np.array([0.4], np.float32),
+    }
+    return graph(nodes, given, [integers("chosen", "n", 3)], stored)
+
+
+def phases(length: int) -> Made:
+    nodes = [
+        node("Div", "pitch rate", "turns"),
+        node("CumSum", "turns one", "phase"),
+        node("Mul", "phase circle", "angle"),
+        node("Sin", "angle", "wave"),
+        node("MatMul", "wave w", "y"),
+    ]
+    pitch = np.random.default_rng(2).uniform(80, 400, (1, length, 1)).astype(np.float32)
+    rate, circle = np.array(16000, np.float32), np.array(2 * np.pi, np.float32)
+    stored = {"one": NUMBERS["one"], "w": floats(1, 4), "rate": rate, "circle": circle}
+    return graph(nodes, {"pitch": pitch}, [3], stored, {"pitch": [1, "n", 1]})
+
+
+def peaks_of_a_picture(length: int) -> Made:
+    nodes = [
+        node("TopK", "x k", "values places"),
+        node("Cast", "places", "floats", to=FLOAT),
+        node("Div", "floats width", "row"),
+        node("Floor", "row", "rows"),
+        node("Cast", "rows", "y", to=INTEGER),
+    ]
+    stored = {"k": np.array([8]), "width": np.array(97, np.float32)}
+    x = np.zeros((1, length), np.float32)
+    x[0, np.linspace(0, length - 1, 8).astype(int)] = range(1, 9)
+    return graph(nodes, {"x": x}, [integers("y", 1, "k")], stored, {"x": [1, "n"]})
+
+
+def lengths(length: int) -> Made:
+    nodes = [
+        *POSITIONS,
+        node("Cast", "valid", "most", to=FLOAT),
+        node("Less", "positions most", "mask"),
+        node("Where", "mask x nothing", "kept"),
+        node("MatMul", "kept w", "y"),
+    ]
+    given = {"x": floats(4, length), "valid": np.array([length - 5])}
+    stored = {**NUMBERS, "w": floats(1, 1), "nothing": np.array(0, np.float32)}
+    nodes[-1] = node("Mul", "kept w", "y")
+    return graph(nodes, given, [2], stored, {"x": [4, "n"]})
+
+
+GRAPHS: dict[str, Callable[[int], Made]] = {
+    made.__name__: made
+    for made in (
+        rotary,
+        division_of_indices,
+        mean_by_shape,
+        boxes_by_class,
+        phases,
+        peaks_of_a_picture,
+        lengths,
+    )
+}
+
+
+def converted(model: onnx.ModelProto, inputs: Arrays, folder: Path) -> tuple[Path, Path]:
+    before = folder / "before.onnx"
+    onnx.save(model, before)
+    np.savez(folder / "inputs.npz", **inputs)
+    source = ampaudit.SourceConfig(inputs=folder / "inputs.npz")
+    report, made = ampaudit.convert(str(before), None, folder / "out", source=source)
+    assert made is not None, report.findings
+    return before, folder / "out" / "model.onnx"
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_converted_with_short_inputs_is_right_on_long_ones(name: str, tmp_path: Path) -> None:
+    before, after = converted(*GRAPHS[name](100), tmp_path)
+    for length in (8, 100, 5000, 70_001):
+        _, inputs = GRAPHS[name](length)
+        for exact, found in zip(ran(before, inputs), run_strict(after, inputs).values(), strict=True):
+            if exact.dtype.kind == "i":
+                np.testing.assert_array_equal(found, exact, err_msg=str(length))
+            else:
+                limit = 0.01 * float(np.abs(exact).max())
+                np.testing.assert_allclose(found, exact, atol=limit, err_msg=str(length))
+
+
+def test_a_mask_is_not_kept_in_float32(tmp_path: Path) -> None:
+    nodes = [
+        node("Cast", "mask", "ones", to=FLOAT),
+        node("Sub", "one", "zeros"),
+        node("MatMul", "x w", "scores"),
+        node("Mul", "zeros low", "bias"),
+        node("Add", "scores bias", "masked"),
+        node("Softmax", "masked", "y", axis=-1),
+    ]
+    nodes[1] = node("Sub", "one ones", "zeros")
+    stored = {"w": floats(8, 8), "one": np.array(1, np.float32), "low": np.array(-1e4, np.float32)}
+    given: dict[str, Any] = {"x": floats(4, 8), "mask": np.ones((4, 8), np.int64)}
+    _, after = converted(*graph(nodes, given, [2], stored, {"mask": ["a", "b"], "x": ["a", 8]}), tmp_path)
+    written = onnx.load(after).graph
+    assert sum(each.op_type == "Cast" for each in written.node) == 3  # of both inputs, and the output
+    assert {v.type.tensor_type.elem_type for v in written.value_info if v.name == "masked"} == {
+        TensorProto.FLOAT16
+    }
