@@ -249,8 +249,9 @@ class Report(Shown):
 
     @property
     def nearest_sites(self) -> tuple[SiteReport, ...]:
-        """Healthy 16-bit sites, least headroom first."""
-        bad = {f.site for f in self.findings if f.severity is not Severity.NOTE}
+        """Healthy 16-bit sites, least headroom first; without those that hide what broke before."""
+        found = [f for f in self.findings if f.severity is not Severity.NOTE]
+        bad = {site for f in found for site in (f.site, *f.hidden_at)}
         low = (site for site in self.by_headroom if self._is_low(site))
         return tuple(site for site in low if site.healthy and site.site not in bad)
 

@@ -47,6 +47,7 @@ def test_a_norm_that_hides_its_overflow_is_an_error_that_says_where_it_is_hidden
     (found,) = [f for f in report.findings if f.severity == "error"]
     assert (found.code, found.site, found.fate) == ("AMP106", "(top)/pow", "recovered")
     assert found.hidden_at == ("(top)/rsqrt",)
+    assert not {site.site for site in report.nearest_sites} & {found.site, *found.hidden_at}
     assert "wrong (0 dB" in found.cause
     assert report.verdict == "fail"
 

@@ -121,7 +121,7 @@ def _fate_text(context: CheckContext, origin: Origin) -> str:
 def _overflow_text(context: CheckContext, site: Site) -> str:
     form, seen = context.number_format, context.observed(site.id)
     what = (
-        f"in FP32 the values reach {format_number(seen.bad_ref_peak)}; "
+        f"in FP32 the values reach {format_number(seen.ref_peak)}; "
         f"{form.name} ends at {format_number(form.max)}"
     )
     if site.role is Role.INSERTED_CAST:
@@ -142,7 +142,7 @@ def _domain_text(context: CheckContext, site: Site) -> str:
 
 def _advice(context: CheckContext, site: Site) -> str:
     where = f"layer {site.layer!r}" if site.layer else "this op"
-    peak, form = context.observed(site.id).bad_ref_peak, context.number_format
+    peak, form = context.observed(site.id).ref_peak, context.number_format
     fits = form != BFLOAT16 and peak <= BFLOAT16.max and not names_dtype(site)
     other = ", or use --dtype bfloat16 (range of float32)" if fits else ""
     return f"try a rule that keeps {where} in float32{other}"
