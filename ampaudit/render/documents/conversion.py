@@ -33,13 +33,8 @@ class ConversionView(View[Conversion]):
 
 
 def _weights(made: Conversion) -> Iterator[tuple[str, str]]:
-    sizes = f"{format_bytes(made.bytes_before)} -> {format_bytes(made.bytes_after)}"
-    share = made.bytes_after / made.bytes_before if made.bytes_before else 1.0
-    stored = sorted(made.stored.items())
-    kinds = ", ".join(f"{count} in {TORCH_NAMES.get(dtype, dtype)}" for dtype, count in stored)
-    masters = "masters kept" if made.masters else "no masters: FP32 cannot be restored"
-    masters = "the original keeps the FP32 weights" if made.in_place else masters
-    yield "weights", f"{sizes} ({share:.0%}); tensors: {kinds}; {masters}"
+    if made.stored:
+        yield "weights", _stored(made)
     for reason, (count, size, largest) in sorted(made.kept.items(), key=lambda item: -item[1][1]):
         name = escape_control(largest)
         which = name if count == 1 else f"{count} tensors, such as {name}"
@@ -51,6 +46,16 @@ def _weights(made: Conversion) -> Iterator[tuple[str, str]]:
     for gap in made.gaps:
         what = "written, but never run" if gap.kind is GapKind.NOT_RUN else gap.kind.in_words
         yield "unaudited", f"{escape_control(short_op(gap.op))}: {what}: {escape_control(gap.reason)}"
+
+
+def _stored(made: Conversion) -> str:
+    sizes = f"{format_bytes(made.bytes_before)} -> {format_bytes(made.bytes_after)}"
+    share = made.bytes_after / made.bytes_before if made.bytes_before else 1.0
+    stored = sorted(made.stored.items())
+    kinds = ", ".join(f"{count} in {TORCH_NAMES.get(dtype, dtype)}" for dtype, count in stored)
+    masters = "masters kept" if made.masters else "no masters: FP32 cannot be restored"
+    masters = "the original keeps the FP32 weights" if made.in_place else masters
+    return f"{sizes} ({share:.0%}); tensors: {kinds}; {masters}"
 
 
 def _program(made: Conversion) -> Iterator[tuple[str, str]]:
