@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import ampaudit
-from tests.support.onnx_graphs import RANDOM, Arrays, F, floats, graph, node, ran
+from tests.support.onnx_typed import RANDOM, Arrays, F, floats, graph, node, ran
 
 
 def suppression() -> tuple[onnx.ModelProto, Arrays]:

@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import ampaudit
-from tests.support.onnx_graphs import Arrays, floats, graph, node, ran
 from tests.support.onnx_strict import run_strict
+from tests.support.onnx_typed import Arrays, floats, graph, node, ran
 
 INTEGER, FLOAT = TensorProto.INT64, TensorProto.FLOAT
 Made = tuple[onnx.ModelProto, Arrays]

@@ -1,62 +1,88 @@
-"""Small ONNX graphs made by hand, and what ONNX Runtime computes with them."""
+"""Makes small ONNX models, and writes them as a file says they are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-F, Arrays = TensorProto.FLOAT, dict[str, np.ndarray[Any, Any]]
-RANDOM = np.random.default_rng(0)
+__all__ = ["OPSET", "external", "initializer", "mlp", "model_of", "node", "tensor", "value", "written"]
+
+OPSET = 18
+node = helper.make_node
 
 
-def graph(
-    nodes: list[onnx.NodeProto],
-    inputs: Arrays,
-    outputs: list[Any],
-    stored: Arrays,
-    sizes: dict[str, list[int | str]] | None = None,
-    **domains: int,
-) -> tuple[onnx.ModelProto, Arrays]:
-    """Return a graph that takes such inputs; ``sizes`` are those of its inputs that are not fixed."""
-    sizes = sizes or {}
-    places = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(array.dtype), sizes.get(name, array.shape)
-        )
-        for name, array in inputs.items()
-    ]
-    results = [
-        helper.make_tensor_value_info("y", F, list("abcd"[:o])) if isinstance(o, int) else o for o in outputs
-    ]
-    initializers = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    made = helper.make_model(
-        helper.make_graph(nodes, "graph", places, results, initializers),
-        opset_imports=[
-            helper.make_opsetid("", 17),
-            *(helper.make_opsetid(d.replace("_", "."), v) for d, v in domains.items()),
+def value(name: str, *sizes: int | str, dtype: int = TensorProto.FLOAT) -> Any:
+    """Declare a tensor of these sizes."""
+    return helper.make_tensor_value_info(name, dtype, list(sizes))
+
+
+def initializer(name: str, array: Any) -> Any:
+    """Store an array."""
+    return numpy_helper.from_array(np.asarray(array), name)
+
+
+def tensor(sizes: Sequence[int], data: bytes, dtype: int = TensorProto.FLOAT, name: str = "w") -> Any:
+    """Store bytes as a tensor of any sizes and type."""
+    made = TensorProto(name=name, data_type=dtype, raw_data=data)
+    made.dims.extend(sizes)
+    return made
+
+
+def external(location: str | None, offset: Any = 0, length: Any = 64, sizes: Sequence[int] = (4, 4)) -> Any:
+    """Store a tensor in another file."""
+    made = TensorProto(name="w", data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+    made.dims.extend(sizes)
+    for key, item in (("location", location), ("offset", offset), ("length", length)):
+        if item is not None:
+            entry = made.external_data.add()
+            entry.key, entry.value = key, str(item)
+    return made
+
+
+def model_of(
+    nodes: Sequence[Any],
+    stored: Sequence[Any] = (),
+    inputs: Sequence[Any] | None = None,
+    outputs: Sequence[Any] | None = None,
+    functions: Sequence[Any] = (),
+    opset: int = OPSET,
+) -> Any:
+    """Make a model of ``x``, which has the sizes 2 and 4, that computes ``y``."""
+    graph = helper.make_graph(
+        list(nodes), "graph", list(inputs or [value("x", 2, 4)]), list(outputs or [value("y")]), list(stored)
+    )
+    domains = {function.domain for function in functions}
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    return helper.make_model(graph, opset_imports=imports, functions=list(functions), ir_version=10)
+
+
+def mlp(scale: float = 1.0) -> Any:
+    """Two products with a ReLU between them, as a PyTorch exporter names them."""
+    random = np.random.default_rng(0)
+    first, second = (random.standard_normal(s).astype(np.float32) * scale for s in ((8, 16), (16, 4)))
+    return model_of(
+        [
+            node("MatMul", ["x", "fc.weight"], ["a"], name="/fc/MatMul"),
+            node("Add", ["a", "fc.bias"], ["b"], name="/fc/Add"),
+            node("Relu", ["b"], ["c"], name="/act/Relu"),
+            node("MatMul", ["c", "out.weight"], ["y"], name="/out/MatMul"),
         ],
-        ir_version=8,
-    )
-    return made, inputs
-
-
-def floats(*sizes: int) -> np.ndarray[Any, Any]:
-    return RANDOM.standard_normal(sizes).astype(np.float32)
-
-
-def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(
-        op, inputs.split(), outputs.split(), name=outputs.split()[0], domain=domain, **attributes
+        [
+            initializer("fc.weight", first),
+            initializer("fc.bias", np.zeros(16, np.float32)),
+            initializer("out.weight", second),
+        ],
+        [value("x", "batch", 8)],
+        [value("y", "batch", 4)],
     )
 
 
-def ran(path: Path, inputs: Arrays) -> list[Any]:
-    found: list[Any] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(
-        None, inputs
-    )
-    return [part for value in found for part in (value if isinstance(value, list) else [value])]
+def written(folder: Path, model: Any, name: str = "m.onnx") -> Path:
+    """Write a model."""
+    path = folder / name
+    path.write_bytes(model if isinstance(model, bytes) else model.SerializeToString())
+    return path

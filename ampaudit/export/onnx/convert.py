@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.metadata import annotate_graph
+from ampaudit.export.onnx.other_inputs import faults_on_other_inputs
 from ampaudit.export.onnx.outputs import least_accuracy, outputs_of
 from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
 from ampaudit.export.onnx.regions import choose_types
@@ -72,7 +74,9 @@ def convert_onnx(
         return report, None
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
         plan, written, outputs = _accurate(plan, source, stage / ONNX, config)
-        manifest = _with_records(stage, source, plan, config, written, outputs)
+        config.on_progress("running the file on other inputs", 0, 0)
+        notes = [*_notes(plan, written), *faults_on_other_inputs(source, stage / ONNX, config)]
+        manifest = _with_records(stage, source, plan, config, notes, outputs)
         check_unchanged(source.files)
     report = plan.audited.report
     return report, Conversion(
@@ -129,7 +133,7 @@ def _with_records(
     source: ModelSource,
     plan: OnnxPlan,
     config: ConvertConfig,
-    written: _Written,
+    notes: Sequence[str],
     outputs: tuple[OutputRecord, ...],
 ) -> Manifest:
     """Write the decisions, the report and the manifest beside the file."""
@@ -144,7 +148,7 @@ def _with_records(
         source_sha256=source.sha256,
         seed=config.seed,
         clip=None,
-        notes=(*traced.notes, *_notes(plan, written)),
+        notes=(*traced.notes, *notes),
         outputs=outputs,
     )
     return write_manifest(stage, manifest)

@@ -22,7 +22,17 @@ from ampaudit.source.onnx.names import STANDARD
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["ARRAY_FILES", "GraphInput", "arrays_in", "check_batch", "described", "inputs_of", "made_batches"]
+__all__ = [
+    "ARRAY_FILES",
+    "GraphInput",
+    "arrays_in",
+    "batch_of",
+    "check_batch",
+    "described",
+    "inputs_of",
+    "made_batches",
+    "size_of",
+]
 
 ARRAY_FILES = (".safetensors", ".npz")
 _MAX_ELEMENTS = 1 << 25
@@ -118,10 +128,13 @@ def made_batches(
             raise unknown_axis(axis, list(known), "all sizes of this graph are fixed")
     chosen = {name: size for given in inputs for name, size in _open_sizes(given)} | dict(sizes)
     torch.manual_seed(seed + INPUT_SEED_OFFSET)
-    return tuple(_batch(inputs, {given.name: _made(given, chosen) for given in inputs}) for _ in range(count))
+    return tuple(
+        batch_of(inputs, {given.name: _made(given, chosen) for given in inputs}) for _ in range(count)
+    )
 
 
-def _batch(inputs: Sequence[GraphInput], tensors: Mapping[str, torch.Tensor]) -> Batch:
+def batch_of(inputs: Sequence[GraphInput], tensors: Mapping[str, torch.Tensor]) -> Batch:
+    """Return a batch of tensors by the names of a graph's inputs."""
     if "self" in tensors:  # which a module's call cannot take by name
         return Batch(tuple(tensors[given.name] for given in inputs))
     return Batch((), dict(tensors))
@@ -140,7 +153,7 @@ def _open_sizes(given: GraphInput) -> Iterator[tuple[str, int]]:
                 yield name, _LENGTH
 
 
-def _size(size: int | str, chosen: Mapping[str, int]) -> int:
+def size_of(size: int | str, chosen: Mapping[str, int]) -> int:
     """Return the size of an axis; exporters write sums of others, such as ``past + 1``."""
     if isinstance(size, int):
         return size
@@ -154,7 +167,7 @@ def _made(given: GraphInput, chosen: Mapping[str, int]) -> torch.Tensor:
     if given.dtype is None or given.sizes is None:
         what = "is no tensor" if given.dtype is None else "has no sizes"
         raise InputError(f"the input {describe(given.name)!r} {what}", hint=_OWN)
-    shape, elements = [_size(size, chosen) for size in given.sizes], 1
+    shape, elements = [size_of(size, chosen) for size in given.sizes], 1
     for size in shape:
         elements *= size
         if size < 0 or elements > _MAX_ELEMENTS:
@@ -185,7 +198,7 @@ def arrays_in(path: Path, inputs: Sequence[GraphInput]) -> Batch:
     if set(found) != {given.name for given in inputs}:
         what = f"{describe_path(path)} holds {describe(', '.join(sorted(found)) or 'nothing')}"
         raise InputError(what, hint=f"the graph takes {described(inputs)}")
-    return _batch(inputs, found)
+    return batch_of(inputs, found)
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
