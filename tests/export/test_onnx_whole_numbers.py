@@ -86,7 +86,7 @@ def boxes_by_class(length: int) -> Made:
     given = {
         "x": np.ones((1, 1, 16), np.float32),
         "boxes": np.concatenate([corners, corners + 20], -1),
-        "labels": np.arange(40)[None, :, None] * (length // 1000),  # all the same where it is short
+        "labels": np.arange(40)[None, :, None] // 8 * (length // 1000),  # all the same where it is short
     }
     stored = {
         "w": np.tile(np.linspace(-0.25, 0.25, 40, dtype=np.float32), (16, 1)),
@@ -139,6 +139,94 @@ def lengths(length: int) -> Made:
     return graph(nodes, given, [2], stored, {"x": [4, "n"]})
 
 
+def window(length: int) -> Made:
+    """Keep what is less than seven places away from the last one."""
+    nodes = [
+        *POSITIONS,
+        node("Cast", "n", "end", to=FLOAT),
+        node("Sub", "end positions", "away"),
+        node("Less", "away seven", "near"),
+        node("Where", "near x nothing", "kept"),
+        node("Mul", "kept w", "y"),
+    ]
+    stored = {**NUMBERS, "w": floats(1, 1), "seven": np.array(7, np.float32)}
+    stored["nothing"] = np.array(0, np.float32)
+    return graph(nodes, {"x": floats(4, length)}, [2], stored, {"x": [4, "n"]})
+
+
+def computed_frequencies(length: int) -> Made:
+    """Times t exp(-k Range), as in diffusion models, with a Gemm."""
+    nodes = [
+        node("Range", "zero four one", "steps"),
+        node("Cast", "steps", "orders", to=FLOAT),
+        node("Mul", "orders falling", "powers"),
+        node("Exp", "powers", "row"),
+        node("Unsqueeze", "row zero_axis", "frequencies"),
+        node("Cast", "times", "column", to=FLOAT),
+        node("Gemm", "column frequencies bias", "angles"),
+        node("Sin", "angles", "waves"),
+        node("MatMul", "waves w", "y"),
+    ]
+    stored = {
+        **NUMBERS,
+        "four": np.array(4),
+        "falling": np.array(-2.3, np.float32),
+        "zero_axis": np.array([0]),
+        "bias": np.zeros(4, np.float32),
+        "w": floats(4, 4),
+    }
+    times = np.linspace(0, min(length, 5000) / 100, 20).astype(np.int64)[:, None] * (1 + length // 1000)
+    return graph(nodes, {"times": times}, [2], stored, {"times": ["n", 1]})
+
+
+def table_of_positions(length: int) -> Made:
+    nodes = [
+        *POSITIONS[:2],
+        node("Unsqueeze", "n zero_axis", "end"),
+        node("Slice", "table zeros end", "positions"),
+        node("Mul", "positions slow", "angles"),
+        node("Sin", "angles", "waves"),
+        node("Mul", "x waves", "y"),
+    ]
+    stored = {
+        **NUMBERS,
+        "zero_axis": np.array([0]),
+        "zeros": np.array([0]),
+        "table": np.arange(16384, dtype=np.float32),
+        "slow": np.array(0.9, np.float32),
+    }
+    nodes[2] = node("Reshape", "n one_element", "end")
+    stored["one_element"] = np.array([1])
+    length = min(length, 16384)
+    return graph(nodes, {"x": floats(1, length)}, [2], stored, {"x": [1, "n"]})
+
+
+def fractions(length: int) -> Made:
+    """Interpolate between neighbors: a position minus its floor."""
+    nodes = [
+        *POSITIONS,
+        node("Mul", "positions step", "places"),
+        node("Floor", "places", "left"),
+        node("Sub", "places left", "share"),
+        node("Mul", "x share", "y"),
+    ]
+    stored = {**NUMBERS, "step": np.array(0.37, np.float32)}
+    return graph(nodes, {"x": floats(1, length)}, [2], stored, {"x": [1, "n"]})
+
+
+def mean_by_mask(length: int) -> Made:
+    nodes = [
+        node("Cast", "mask", "ones", to=FLOAT),
+        node("ReduceSum", "ones one_axis", "count", keepdims=1),
+        node("ReduceMax", "x", "most", axes=[1], keepdims=1),
+        node("Div", "most count", "share"),
+        node("Mul", "share large", "y"),
+    ]
+    given = {"x": floats(1, length), "mask": np.ones((1, length), np.int64)}
+    stored = {"one_axis": np.array([1]), "large": np.array(9000, np.float32)}
+    return graph(nodes, given, [2], stored, {"x": [1, "n"], "mask": [1, "n"]})
+
+
 GRAPHS: dict[str, Callable[[int], Made]] = {
     made.__name__: made
     for made in (
@@ -149,6 +237,11 @@ GRAPHS: dict[str, Callable[[int], Made]] = {
         phases,
         peaks_of_a_picture,
         lengths,
+        window,
+        computed_frequencies,
+        table_of_positions,
+        fractions,
+        mean_by_mask,
     )
 }
 
@@ -194,3 +287,18 @@ def test_a_mask_is_not_kept_in_float32(tmp_path: Path) -> None:
     assert {v.type.tensor_type.elem_type for v in written.value_info if v.name == "masked"} == {
         TensorProto.FLOAT16
     }
+
+
+def test_a_table_times_a_mask_is_not_kept_in_float32(tmp_path: Path) -> None:
+    nodes = [
+        node("Gather", "table ids", "rows"),
+        node("Cast", "mask", "ones", to=FLOAT),
+        node("Mul", "rows ones", "masked"),
+        node("MatMul", "masked w", "hidden"),
+        node("ArgMax", "hidden", "y", axis=-1),
+    ]
+    given: dict[str, Any] = {"ids": np.arange(8), "mask": np.ones((8, 1), np.int64)}
+    stored = {"table": floats(64, 4), "w": floats(4, 4)}
+    sizes: dict[str, list[int | str]] = {"ids": ["n"], "mask": ["n", 1]}
+    _, after = converted(*graph(nodes, given, [integers("y", "n", 1)], stored, sizes), tmp_path)
+    assert {tensor.data_type for tensor in onnx.load(after).graph.initializer} == {TensorProto.FLOAT16}

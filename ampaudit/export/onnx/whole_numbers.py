@@ -3,14 +3,14 @@
 Positions, counts, sizes and labels are integers that become floats. A 16-bit format holds all integers up
 to 2^11 (bfloat16: 2^8) and few of those beyond, so that what is right on short inputs is wrong on longer
 ones. Types, shapes and constants say how large an integer may be. What cannot be shown to fit stays in
-float32 from where it becomes a float to where it is used (as an index, in a comparison, as a divisor) or
-becomes a real number (a sine).
+float32 until it is used (as an index, in a comparison, as a divisor), is bounded (by a sine), or meets the
+numbers that the model computes from its floating-point inputs and weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["whole_number_nodes"]
 
-_MOST_ELEMENTS = 1 << 16  # of a constant that is read
+_MOST_ELEMENTS = 1 << 16  # of a constant that is read; larger ones are weights
 _ANGLE_ERROR = 0.1  # radians
-_JOINING = {"Concat", "Max", "Min", "Where"}
-_KEEPING = {"Abs", "Clip", "Mod", "Neg", "ReduceMax", "ReduceMin"}
+_JOINING = {"Concat", "Max", "Min", "ScatterElements", "ScatterND", "Where"}
+_KEEPING = {"Abs", "Cast", "CastLike", "Identity", "Neg", "ReduceMax", "ReduceMin", "Relu"}
 _ROUNDING = {"Ceil", "Floor", "Round"}
-_ORDERING = {"ArgMax", "ArgMin", "NonMaxSuppression", "TopK"}
-_ARITHMETIC = {"Add", "Div", "Mod", "Mul", "Sub"} | _KEEPING | _JOINING | _ROUNDING | MOVING
+_ARITHMETIC = {"Add", "Div", "Mod", "Mul", "Sub", "Clip"} | _KEEPING | _JOINING | _ROUNDING | MOVING
+_PRODUCTS = {"Einsum", "Gemm", "MatMul"}
+_BOUNDED = {"Cos", "Erf", "HardSigmoid", "LogSoftmax", "Sigmoid", "Sign", "Sin", "Softmax", "Tanh"}
 _COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+_SIZING = {"OneHot", "Range", "Resize", "Upsample"}  # read sizes or scales
+_CHOOSING = {"ArgMax", "ArgMin", "TopK"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +47,28 @@ class _Number:
         peak: a bound on their magnitudes.
         whole: whether they are integers.
         counted: whether they were computed from integers that are not constant, or added up, as phases are.
+        grows: whether they get larger where an input gets longer.
+        varies: whether they were computed from floating-point inputs or weights.
+        plain: whether they are integers as they were given, rounded once at most.
     """
 
     peak: float = math.inf
     whole: bool = False
     counted: bool = False
-
-    @property
-    def varies(self) -> bool:
-        """Whether it is a real number that the model computes."""
-        return not self.counted and self.peak == math.inf
+    grows: bool = False
+    varies: bool = False
+    plain: bool = False
 
     def fits(self, form: NumberFormat) -> bool:
-        """Return whether a format holds each of them as it is."""
-        return self.whole and self.peak <= 2.0 ** (form.fraction_bits + 1)
+        """Return whether a format holds each of them as it is, and none beyond is rounded to one of them."""
+        return self.whole and self.peak < 2.0 ** (form.fraction_bits + 1)
 
 
-_REAL = _Number()
+_REAL = _Number(varies=True)
+Read = Callable[["ir.TensorProtocol"], torch.Tensor]
 
 
-def whole_number_nodes(
-    model: ir.Model, form: NumberFormat, tensor_of: Callable[[ir.TensorProtocol], torch.Tensor]
-) -> set[ir.Node]:
+def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: Read) -> set[ir.Node]:
     """Return the nodes that compute with whole numbers that the format may round to others.
 
     Args:
@@ -73,75 +76,144 @@ def whole_number_nodes(
         form: the 16-bit format.
         tensor_of: reads a stored tensor.
     """
-    numbers: dict[ir.Value, _Number] = {}
-    found: set[ir.Node] = set()
-    pending: list[ir.Value] = []
-    for node in _in_order(model.graph):
-        seen = [_REAL if value is None else _number_of(value, numbers, tensor_of) for value in node.inputs]
-        needs = zip(node.inputs, _needs(node, seen, form), strict=True)
-        needed = [value for value, must in needs if must and value is not None]
-        found |= {node} if needed else set()
-        pending += needed
-        results = _results(node, seen) if plain_domain(node.domain) == "" else []
-        numbers |= zip(node.outputs, results, strict=False)
+    numbers = _Numbers(form, tensor_of)
+    numbers.visit(model.graph)
     for value in model.graph.outputs:
-        number = numbers.get(value, _REAL)
-        if number.counted and number.whole and not number.fits(form):
-            pending.append(value)
-    added: set[ir.Value] = set()  # up by a CumSum, their errors as well
-    while pending:
-        value = pending.pop()
-        made = value.producer()
-        arithmetic = value in added and made is not None and made.op_type in _ARITHMETIC
-        if made is None or not is_float32(value) or not (numbers.get(value, _REAL).counted or arithmetic):
-            continue
-        if made not in found:
+        number = numbers.of(value)
+        if number.counted and not number.varies and not number.fits(form):
+            numbers.needed.append(value)
+    return numbers.kept()
+
+
+class _Numbers:
+    """Follows numbers through a graph.
+
+    Attributes:
+        needed: values that must be exact.
+        nodes: those that need them.
+    """
+
+    def __init__(self, form: NumberFormat, tensor_of: Read) -> None:
+        self.needed: list[ir.Value] = []
+        self.nodes: set[ir.Node] = set()
+        self._form = form
+        self._tensor_of = tensor_of
+        self._known: dict[ir.Value, _Number] = {}
+        self._from: dict[ir.Value, list[ir.Value]] = {}  # what a body hands in or out
+
+    def visit(self, graph: ir.Graph) -> None:
+        """Learn the numbers of a graph in its order, and what needs them."""
+        for node in graph:
+            seen = [_REAL if value is None else self.of(value) for value in node.inputs]
+            bodies = list(bodies_of(node))
+            for body in bodies:
+                self._enter(node, body)
+                self.visit(body)
+            for value, must in zip(node.inputs, _needs(node, seen, self._form), strict=True):
+                if must and value is not None:
+                    self.needed.append(value)
+                    self.nodes.add(node)
+            standard = plain_domain(node.domain) == ""
+            results = self._returned(node, bodies) if bodies else _results(node, seen) if standard else []
+            for place, value in enumerate(node.outputs):
+                known = results[min(place, len(results) - 1)] if results else _REAL
+                self._known[value] = self._limited(value, known)
+
+    def of(self, value: ir.Value) -> _Number:
+        """Return what is known of a value: what was computed, a constant, or what its type says."""
+        import onnx_ir as ir
+
+        if value not in self._known:
+            stored = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+            if stored is None:
+                self._known[value] = self._limited(value, _REAL)
+            elif stored.size > _MOST_ELEMENTS or stored.dtype == ir.DataType.STRING:
+                self._known[value] = _REAL
+            else:
+                self._known[value] = _constant(self._tensor_of(stored), self._form)
+        return self._known[value]
+
+    def _limited(self, value: ir.Value, number: _Number) -> _Number:
+        """Bound integers by their type, and by the table in which they are indices."""
+        import onnx_ir as ir
+
+        kind = value.dtype
+        if kind is None or not (kind.is_integer() or kind == ir.DataType.BOOL):
+            return number
+        known = number if number.counted else _Number(whole=True, counted=True, plain=True)
+        most = min((_largest(kind), *(_rows_read(use.node, use.idx) for use in value.uses())))
+        return replace(known, peak=min(known.peak, most), whole=True, varies=False)
+
+    def _enter(self, node: ir.Node, body: ir.Graph) -> None:
+        """Hand a Loop's number of turns and its state to its body."""
+        if node.op_type != "Loop":
+            return
+        for place, value in enumerate(body.inputs):
+            given = node.inputs[place] if place < len(node.inputs) else None
+            if place == 0:
+                self._known[value] = _Number(whole=True, counted=True, grows=True, plain=True)
+            elif place > 1 and given is not None:
+                state = self.of(given)
+                counts = not state.varies  # turn by turn
+                self._known[value] = replace(state, peak=math.inf, counted=counts, grows=counts, plain=False)
+                self._from[value] = [given, body.outputs[place - 1]]
+
+    def _returned(self, node: ir.Node, bodies: Sequence[ir.Graph]) -> list[_Number]:
+        """Join what the bodies of an If or a Loop return."""
+        skipped = {"If": 0, "Loop": 1}.get(node.op_type)  # a Loop's condition is no output
+        if skipped is None:
+            return []
+        results = []
+        for place, value in enumerate(node.outputs):
+            self._from[value] = [body.outputs[place + skipped] for body in bodies]
+            results.append(_joined([self.of(made) for made in self._from[value]]))
+        return results
+
+    def kept(self) -> set[ir.Node]:
+        """Return the nodes that need exact numbers, and those that make them."""
+        found, pending = set(self.nodes), list(self.needed)
+        visited: set[ir.Value] = set()
+        added: set[ir.Value] = set()  # up by a CumSum, their errors as well
+        while pending:
+            value = pending.pop()
+            made = value.producer()
+            if value in visited:
+                continue
+            visited.add(value)
+            pending += self._from.get(value, ())
+            arithmetic = value in added and made is not None and made.op_type in _ARITHMETIC
+            if made is None or not is_float32(value) or not (self.of(value).counted or arithmetic):
+                continue
             inputs = [given for given in made.inputs if given is not None]
             pending += inputs
-            added |= set(inputs) if arithmetic or made.op_type == "CumSum" else set()
-        found.add(made)
-    return found
+            if arithmetic or made.op_type == "CumSum":
+                added |= set(inputs)
+                visited -= set(inputs)
+            found.add(made)
+        return found
 
 
-def _in_order(graph: ir.Graph) -> Iterator[ir.Node]:
-    for node in graph:
-        yield node
-        for body in bodies_of(node):
-            yield from _in_order(body)
+def _constant(tensor: torch.Tensor, form: NumberFormat) -> _Number:
+    """Return what is known of a constant.
 
-
-def _number_of(
-    value: ir.Value,
-    numbers: Mapping[ir.Value, _Number],
-    tensor_of: Callable[[ir.TensorProtocol], torch.Tensor],
-) -> _Number:
-    """Return what is known of a value: what its producer makes, a constant, or what its type says."""
-    import onnx_ir as ir
-
-    stored = ir.convenience.get_const_tensor(value)
-    if stored is not None and not value.is_graph_input():
-        return _constant(tensor_of(stored)) if stored.size <= _MOST_ELEMENTS else _REAL
-    if is_float32(value):
-        return numbers.get(value, _REAL)
-    found = numbers.get(value, _Number(whole=True, counted=True))
-    most = min((_largest(value), *(_rows_read(use.node, use.idx) for use in value.uses())))
-    return replace(found, peak=min(found.peak, most), whole=True)
-
-
-def _constant(tensor: torch.Tensor) -> _Number:
-    values = tensor.double() if tensor.dtype.is_floating_point else tensor.long()
+    A table of more whole numbers than the format holds is one of positions, of which an audit sees the start.
+    """
+    values = tensor.double()
     peak = float(values.abs().amax()) if values.numel() else 0.0
-    return _Number(peak, bool((values == values.floor()).all())) if math.isfinite(peak) else _REAL
+    if not math.isfinite(peak):
+        return _Number()
+    number = _Number(peak, bool((values == values.floor()).all()), plain=True)
+    table = number.whole and values.unique().numel() > 2 ** (form.fraction_bits + 1)
+    return replace(number, counted=True, grows=True) if table else number
 
 
-def _largest(value: ir.Value) -> float:
-    """Return the largest magnitude that the type of an integer holds, if that is small."""
+def _largest(kind: ir.DataType) -> float:
+    """Return the largest magnitude that a type of integers holds, if that is small."""
     import onnx_ir as ir
 
-    if value.dtype is None or value.dtype == ir.DataType.BOOL:
-        return math.inf if value.dtype is None else 1.0
-    small = value.dtype.is_integer() and value.dtype.bitwidth <= 16
-    return float(np.iinfo(value.dtype.numpy()).max) + 1 if small else math.inf
+    if kind == ir.DataType.BOOL:
+        return 1.0
+    return float(np.iinfo(kind.numpy()).max) + 1 if kind.bitwidth <= 16 else math.inf
 
 
 def _rows_read(node: ir.Node | None, place: int) -> float:
@@ -170,87 +242,109 @@ def _sizes(value: ir.Value | None) -> list[float]:
     return [math.inf] if shape is None else [_size(value, axis) for axis in range(len(shape))]
 
 
+def _product(factors: Sequence[float]) -> float:
+    return 0.0 if 0.0 in factors else math.prod(factors)
+
+
+def _count(most: float) -> _Number:
+    """Return a number of elements, or the place of one."""
+    return _Number(most, whole=True, counted=True, grows=most == math.inf, plain=True)
+
+
+def _joined(seen: Sequence[_Number], peak: float | None = None) -> _Number:
+    return _Number(
+        max((number.peak for number in seen), default=math.inf) if peak is None else peak,
+        whole=all(number.whole for number in seen),
+        counted=any(number.counted for number in seen),
+        grows=any(number.grows for number in seen),
+        varies=any(number.varies for number in seen),
+        plain=all(number.plain for number in seen),
+    )
+
+
 def _results(node: ir.Node, seen: Sequence[_Number]) -> list[_Number]:
     """Return what is known of a standard node's outputs."""
-    op, first = node.op_type, seen[0] if seen else _REAL
-    peaks = [number.peak for number in seen]
+    op, first = node.op_type, seen[0] if seen else _Number()
     data = node.inputs[0] if node.inputs else None
-    whole, counted = all(number.whole for number in seen), any(number.counted for number in seen)
+    joined = replace(_joined(seen), plain=False)
+    peaks = [number.peak for number in seen]
     match op:
         case "Shape":
-            shape = data.shape if data is not None else None
-            most = (
-                max((_size(data, axis) for axis in range(len(shape))), default=0.0)
-                if shape is not None
-                else math.inf
-            )
-            return [_Number(most, True, True)]
-        case "Size":
-            return [_Number(math.prod(_sizes(data)), True, True)]
+            return [_count(max(_sizes(data), default=0.0))]
+        case "Size" | "NonZero":
+            return [_count(_product(_sizes(data)))]
         case "ArgMax" | "ArgMin":
-            return [_Number(_size(data, _axis(node, 0)), True, True)]
+            return [_count(_size(data, _axis(node, 0)))]
         case "TopK":
-            return [first, _Number(_size(data, _axis(node, -1)), True, True)]
-        case "NonZero":
-            return [_Number(math.prod(_sizes(data)), True, True)]
+            return [first, _count(_size(data, _axis(node, -1)))]
         case "Range":
-            return [_Number(max(peaks[:2]), whole, True)]
-        case "Cast" | "Identity":
-            return [first]
-        case "Add" | "Sub":
-            return [_Number(sum(peaks), whole, counted)]
-        case "Mul" | "MatMul" | "Gemm" | "Einsum":
-            if any(number.varies for number in seen):
-                return [_REAL]
-            terms = {"Mul": 1.0, "MatMul": _size(data, -1), "Gemm": _size(data, -1)}.get(op, math.inf)
-            return [_Number(math.prod(peaks) * terms if all(peaks) else 0.0, whole, counted)]
-        case "Div":
-            integers = data is not None and not is_float32(data)
-            exact = (
-                _Number(first.peak, True, True) if integers else _Number(whole=False, counted=first.counted)
+            peak = max(peaks[:2], default=math.inf)
+            return [replace(joined, peak=peak, counted=True, grows=peak == math.inf, plain=True)]
+        case "ConstantOfShape":
+            stored = (
+                node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1)
             )
-            return [exact if not any(number.varies for number in seen) else _REAL]
+            return [
+                _Number(float(np.abs(stored.astype(float)).max()), bool((stored == stored.round()).all()))
+            ]
         case "CumSum":
-            return [_Number(first.peak * math.prod(_sizes(data)), first.whole, True)]
+            peak = _product([first.peak, *_sizes(data)])
+            return [
+                replace(first, peak=peak, counted=True, grows=peak == math.inf, varies=False, plain=False)
+            ]
         case "ReduceSum":
-            return [replace(first, peak=first.peak * math.prod(_sizes(data)))]
-    if op in _ROUNDING:
-        return [replace(first, peak=first.peak + 1, whole=True)]
+            grows = first.grows or (first.counted and not first.varies and math.inf in _sizes(data))
+            return [replace(first, peak=_product([first.peak, *_sizes(data)]), grows=grows, plain=False)]
+        case "Add" | "Sub" | "Sum":
+            return [replace(joined, peak=sum(peaks))]
+        case "Clip":
+            limits = [number.peak for number in seen[1:] if not number.varies and not number.counted]
+            return [replace(joined, peak=max(limits) if len(limits) == 2 else math.inf)]
+        case "Pad":
+            return [_joined([first, *seen[2:3]])]
+        case "Mod":
+            return [replace(joined, peak=peaks[-1])]
+        case "Div" if data is not None and data.dtype is not None and data.dtype.is_integer():
+            return [replace(first, plain=False)]
+    if op in _BOUNDED:
+        return [_Number(1.0, whole=op == "Sign")] if not joined.varies else [_REAL]
+    if op in _KEEPING or op in _ROUNDING:
+        return [replace(first, peak=first.peak + 1, whole=True) if op in _ROUNDING else first]
     if op in _JOINING:
-        joined = seen[1:] if op == "Where" else seen
-        return [
-            _Number(
-                max((number.peak for number in joined), default=math.inf),
-                all(number.whole for number in joined),
-                any(number.counted for number in joined),
-            )
-        ]
-    if op in MOVING and not bodies_of(node):
-        return [first] * len(node.outputs)
-    return [first] if op in _KEEPING else []
+        return [_joined(seen[1:] if op == "Where" else [seen[0], *seen[2:]] if "Scatter" in op else seen)]
+    if op in MOVING:
+        return [first]
+    if joined.varies or (op in _PRODUCTS and not joined.grows and _size(data, -1) != 1 and op != "Einsum"):
+        return [_REAL]
+    return [
+        replace(joined, peak=_product(peaks) if op == "Mul" else math.inf, whole=op == "Mul" and joined.whole)
+    ]
 
 
 def _needs(node: ir.Node, seen: Sequence[_Number], form: NumberFormat) -> Iterator[bool]:
     """Return for each input whether it must be exact, and is not in the format."""
-    import onnx_ir as ir
-
     op = node.op_type
-    kind = node.outputs[0].dtype if node.outputs else None
-    to_integer = op == "Cast" and kind is not None and kind.is_integer() and kind != ir.DataType.BOOL
+    made = node.outputs[0] if node.outputs else None
+    to_integer = op == "Cast" and made is not None and made.dtype is not None and not is_float32(made)
+    alone = not any(number.varies for number in seen)
     for place, number in enumerate(seen):
         others = [other for index, other in enumerate(seen) if index != place]
-        if not number.counted or node.inputs[place] is None or not is_float32(node.inputs[place]):
+        if not number.counted or not is_float32(node.inputs[place]) or number.fits(form):
             yield False
-        elif to_integer or op in _ORDERING:
-            yield not number.fits(form)
+        elif to_integer or op in _SIZING or op == "NonMaxSuppression":
+            yield True
         elif op in _ROUNDING:
             yield not number.whole
         elif op in _COMPARING:
-            # rounding keeps an order, so that comparing with a number that is held exactly is safe
-            yield not (number.whole and all(other.fits(form) for other in others))
+            # rounding once keeps an order, so that comparing with a number that is held exactly is safe
+            yield not (number.plain and number.whole and all(other.fits(form) for other in others))
         elif op in ("Sin", "Cos"):
             yield number.peak * form.eps / 2 > _ANGLE_ERROR
-        elif op == "Div" and place == 1:
-            yield number.peak > form.max and others[0].varies
+        elif op in _CHOOSING:
+            yield not number.varies
+        elif op == "Div" and place == 1 and not alone:
+            yield number.grows and number.peak > form.max
+        elif op in ("LogSoftmax", "Softmax"):
+            yield number.grows
         else:
-            yield False
+            yield number.grows and alone and op not in MOVING
