@@ -6,7 +6,9 @@ held tensor is read as float32. Adding one means implementing this protocol and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.step import Step, widened_tensor
 from ampaudit.run.views import flat_pair, rounded_components
+from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of, widened
 
@@ -175,6 +178,8 @@ class Native(Float32Backend):
     ) -> Any:
         """The op in its dtypes. Random ops run in float32, so that both runs draw the same numbers."""
         del measure
+        if step.in_place and step.site is not None and step.site.decision.reason == TOO_LARGE:
+            args, kwargs = pytree.tree_map(partial(_overflowed, dtype=args[0].dtype), (args, kwargs))
         if not step.random or not step.low_precision:
             return step.target(*args, **kwargs)
         wide, wide_kwargs = widened(args), widened(kwargs)
@@ -185,6 +190,12 @@ class Native(Float32Backend):
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op in its dtypes, whose backward is autograd's own."""
         return self.call(step, args, kwargs)
+
+
+def _overflowed(value: Any, dtype: torch.dtype) -> Any:
+    """Return infinity for a number beyond a dtype, with which torch refuses to fill a tensor."""
+    number = isinstance(value, int | float) and abs(value) > torch.finfo(dtype).max
+    return math.copysign(math.inf, value) if number else value
 
 
 def choose_backend(device: torch.device) -> Emulated | Native:

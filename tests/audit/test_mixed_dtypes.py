@@ -21,6 +21,7 @@ from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import audit_policies
 from ampaudit.core.formats import FLOAT16
+from ampaudit.run.backends import Native
 from ampaudit.trace.caster import MIXED_DTYPES
 from tests.support.native import Call, Calls, Function, emulated, native, sample_calls
 
@@ -239,13 +240,23 @@ def test_a_number_that_the_format_does_not_hold_is_found_where_torch_raises(
         assert report.verdict == "fail"
 
 
+@pytest.mark.parametrize("name", ["masked_fill", "masked_fill_", "fill_", "index_fill"])
+def test_the_native_run_goes_on_after_a_refused_number(name: str) -> None:
+    report = scan(Body16(FILLED[name]), torch.randn(8, 8), policy="half", backend=Native())
+    assert [f.code for f in report.findings if f.code == "AMP308"] == ["AMP308"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FILLED)
 def test_a_gpu_refuses_the_same_numbers(name: str, dtype: torch.dtype) -> None:
     on_cpu = refuses_the_number(name, dtype, "cpu")
     only_there = name in ON_CUDA_ALONE and dtype is torch.float16
-    assert refuses_the_number(name, dtype, "cuda") == (on_cpu or only_there)
+    raises = refuses_the_number(name, dtype, "cuda")
+    assert raises == (on_cpu or only_there)
+    model, x = Body16(FILLED[name]).cuda(), torch.randn(8, 8, device="cuda")
+    report = scan(model, x, policy="half", dtype=str(dtype).removeprefix("torch."), device="cuda")
+    assert [f.code for f in report.findings if f.code == "AMP308"] == ["AMP308"] * raises
 
 
 def test_what_a_policy_keeps_in_float32_may_be_filled_with_any_number() -> None:
