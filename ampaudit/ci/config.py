@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -22,10 +23,11 @@ from ampaudit.core.config import (
     Trust,
     silent,
 )
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import UsageError, first_line
 from ampaudit.core.formats import Dtype
 from ampaudit.core.pyproject import read_options
 from ampaudit.core.source_config import AudioDirectory, BatchCount, ImageDirectory, TextFile
+from ampaudit.core.untrusted import describe
 from ampaudit.report.finding import FailOnGaps
 
 __all__ = ["CheckConfig", "CheckOptions", "read_config"]
@@ -139,19 +141,23 @@ def _places(path: Path, target: str) -> list[str]:
     """Resolve a target relative to the file's directory, expanding globs; import paths stay as they are.
 
     Raises:
-        UsageError: a glob matches nothing.
+        UsageError: a glob matches nothing, or is none.
     """
     if not set("*?[") & set(target):
         return [_beside(path, target)]
     anchor = Path(target).anchor
     base, pattern = (Path(anchor), target[len(anchor) :]) if anchor else (path.parent, target)
-    matches = sorted(map(str, base.glob(pattern)))
+    try:
+        matches = sorted(map(str, base.glob(pattern)))
+    except (OSError, ValueError) as error:  # a name too long, or '**' beside other characters
+        what = f"{path}: targets: {describe(target)!r}: {describe(first_line(error))}"
+        raise UsageError(what, hint="correct the pattern") from error
     if not matches:
-        raise UsageError(f"{path}: targets: nothing matches {target!r}", hint="correct the pattern")
+        raise UsageError(f"{path}: targets: nothing matches {describe(target)!r}", hint="correct the pattern")
     return matches
 
 
 def _beside(path: Path, target: str) -> str:
     beside = path.parent / target
-    is_path = beside.exists() or (path.parent / target.rpartition(":")[0]).is_file()
+    is_path = os.path.exists(beside) or os.path.isfile(path.parent / target.rpartition(":")[0])
     return str(beside) if is_path else target

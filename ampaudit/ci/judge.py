@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.untrusted import describe
 from ampaudit.report.baseline import KnownFinding, KnownTarget
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.finding import threshold
@@ -49,7 +50,7 @@ def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:
     for code in codes:
         if code not in known:
             raise UsageError(
-                f"--allow {code}: no such check",
+                f"--allow {describe(code)}: no such check",
                 hint=f"{did_you_mean(code, known)}'ampaudit explain' lists all codes",
             )
     return codes

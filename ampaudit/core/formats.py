@@ -7,6 +7,7 @@ Floating Point Specification" 1.0 for the two 8-bit formats (E4M3 has no infinit
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -109,8 +110,14 @@ def format_named(name: str) -> NumberFormat:
     """
     full = _SHORT.get(name, name)
     if full not in FORMATS:
-        raise UsageError(f"unknown dtype {name!r}", hint=f"one of: {', '.join(FORMATS)}")
+        raise _unknown(name, FORMATS)
     return FORMATS[full]
+
+
+def _unknown(name: str, known: Iterable[str]) -> UsageError:
+    from ampaudit.core.untrusted import describe  # which loads pydantic
+
+    return UsageError(f"unknown dtype {describe(name)!r}", hint=f"one of: {', '.join(known)}")
 
 
 def name_of_dtype(dtype: Any) -> Any:
@@ -131,7 +138,7 @@ def low_precision_format(dtype: Dtype) -> NumberFormat:
     if not isinstance(name, str):
         raise UsageError(f"dtype is of type {type(dtype).__name__}", hint=hint)
     if _SHORT.get(name, name) not in FORMATS:
-        raise UsageError(f"unknown dtype {name!r}", hint=hint)
+        raise _unknown(name, LOW_PRECISION_NAMES)
     form = format_named(name)
     if form not in LOW_PRECISION_FORMATS:
         raise UsageError(f"--dtype {name}: not a 16-bit format", hint=hint)

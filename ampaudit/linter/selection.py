@@ -96,5 +96,5 @@ def _parse_codes(texts: Iterable[str]) -> Iterator[str]:
                 hint = (
                     did_you_mean(code, known) + "run 'ampaudit explain' for all codes; lint's begin with AMP8"
                 )
-                raise UsageError(f"{part!r} matches no lint rule", hint=hint)
+                raise UsageError(f"{describe(part)!r} matches no lint rule", hint=hint)
             yield code

@@ -19,7 +19,7 @@ import yaml
 
 from ampaudit import scan
 from ampaudit.audit.metric import metric_of
-from ampaudit.ci.config import read_config
+from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.ci.judge import check_codes, judge, known_target, measured_in
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.config import silent
@@ -27,6 +27,8 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.text import parse_size
 from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
+from ampaudit.linter.config import LintConfig
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.report.budgets import Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.model import Report
@@ -204,6 +206,8 @@ def test_configuration(tmp_path: Path) -> None:
         ("[tool.ampaudit]\ntimeout = -1", "timeout = -1", "above 0"),
         ("[tool]\nampaudit = 3", "is not a table", "write"),
         ('[tool.ampaudit]\ntargets = ["nothing*.py"]', "nothing matches 'nothing*.py'", "pattern"),
+        (f'[tool.ampaudit]\ntargets = ["{"m" * 300}/*.py"]', "File name too long", "pattern"),
+        ('[tool.ampaudit]\ntargets = ["a/**py"]', "Invalid pattern", "pattern"),
         ("[tool.ampaudit\n", "not valid TOML", "correct"),
     ],
 )
@@ -212,6 +216,18 @@ def test_mistakes_in_the_configuration(tmp_path: Path, text: str, message: str, 
         read_config(config(tmp_path, text))
     assert message in caught.value.args[0]
     assert hint in caught.value.hint
+
+
+def test_a_long_name_is_shortened_in_messages(tmp_path: Path) -> None:
+    for refused in (
+        lambda: CheckConfig(dtype="b" * 900),
+        lambda: check_codes(["A" * 900]),
+        lambda: RuleSelection.of(LintConfig(ignore=["AMP" + "8" * 900])),
+        lambda: read_config(config(tmp_path, f'[tool.ampaudit]\ntargets = ["{"m" * 900}*.py"]')),
+    ):
+        with pytest.raises(UsageError) as caught:
+            refused()
+        assert len(str(caught.value)) < 500 + len(str(tmp_path))
 
 
 def test_a_pattern_may_be_absolute(tmp_path: Path) -> None:
