@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch.utils import _pytree as pytree
-
 from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Kept
 from ampaudit.audit.advice.pytorch import half_method, with_code
@@ -17,6 +14,7 @@ from ampaudit.policy import load_policy
 from ampaudit.report.tuning import TuningReport
 from ampaudit.run.audit import run_audits
 from ampaudit.run.config import RunConfig
+from ampaudit.trace.entry import tensor_leaves
 from ampaudit.tuning.trials import Trials
 
 __all__ = ["pytorch_code"]
@@ -52,8 +50,8 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     attempts = Attempts(subject, source, plan, settings, refused_sites(context), ())
     members = [Kept(tuple(SiteId(kept.site) for kept in report.kept), "")] if report.kept else []
     members += [Kept((), "", weight.name) for weight in report.weights]
-    leaves = pytree.tree_leaves([(batch.args, batch.kwargs) for batch in source.batches])
-    floats = any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves)
+    tensors = (leaf for batch in source.batches for leaf in tensor_leaves(batch.args, batch.kwargs))
+    floats = any(tensor.is_floating_point() for tensor in tensors)
     then = f"\n# it takes floating-point inputs in {form.name}" if floats else ""
     if not members:
         return f"model.{half_method(form)}(){then}" if attempts.judged(context).cures else ""

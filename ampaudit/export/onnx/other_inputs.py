@@ -12,7 +12,7 @@ from ampaudit.core.errors import AuditError, RunFailed
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.outputs import least_accuracy, outputs_of
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.onnx.inputs import GraphInput, batch_of, inputs_of, size_of
+from ampaudit.source.onnx.inputs import GraphInput, batch_of, by_name, inputs_of, size_of
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
@@ -49,8 +49,7 @@ def faults_on_other_inputs(source: ModelSource, path: Path, config: ConvertConfi
 
 def _other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[tuple[str, Batch]]:
     """Yield batches made from a given one, each with words for what is different."""
-    names = [given.name for given in inputs]
-    values: dict[str, torch.Tensor] = {**dict(zip(names, batch.args, strict=False)), **batch.kwargs}
+    values = by_name(batch, [given.name for given in inputs])
     random = torch.Generator().manual_seed(seed)
     yield (
         "other values",

@@ -25,6 +25,7 @@ from ampaudit.run.observer import Observer
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
+from ampaudit.source.onnx.inputs import by_name
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
@@ -87,8 +88,7 @@ def _tensors(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
     """Cast the floats of a batch to what the written file takes, by position or name."""
     kinds = {str(value.name): value.dtype for value in model.inputs}
-    names = [*kinds][: len(batch.args)]
-    given = {**dict(zip(names, batch.args, strict=True)), **batch.kwargs}
+    given = by_name(batch, [*kinds])
     low = {
         n: torch_dtype_of(kind) for n, kind in kinds.items() if kind is not None and kind.name in ONNX_FLOATS
     }

@@ -78,10 +78,10 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True)
     model = OnnxModel(file)
     _with_seen_types(model, source.batches[0])
     prepared = replace(source, model=model.eval())
-    rules = config.rules if "policy" in config.model_fields_set else load_policy(_POLICY)
+    own = "policy" in config.model_fields_set
+    rules = config.rules if own else load_policy(_POLICY)
     if config.tune is not None:
         rules = tuned_rules(prepared, config.dtype, config.tune, config)
-    own = "policy" in config.model_fields_set
     if not own:
         whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
         kept = Match(layer=_escaped(map(model.names.of, whole)))

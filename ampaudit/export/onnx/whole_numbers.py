@@ -171,26 +171,25 @@ class _Numbers:
 
     def kept(self) -> set[ir.Node]:
         """Return the nodes that need exact numbers, and those that make them."""
-        found, pending = set(self.nodes), list(self.needed)
-        visited: set[ir.Value] = set()
-        added: set[ir.Value] = set()  # up by a CumSum, their errors as well
+        nodes = set(self.nodes)
+        # with each value: whether a CumSum adds it up, and its errors with it
+        pending = [(value, False) for value in self.needed]
+        visited: set[tuple[ir.Value, bool]] = set()
         while pending:
-            value = pending.pop()
-            made = value.producer()
-            if value in visited:
+            value, adds_up = pending.pop()
+            if (value, adds_up) in visited:
                 continue
-            visited.add(value)
-            pending += self._from.get(value, ())
-            arithmetic = value in added and made is not None and made.op_type in _ARITHMETIC
-            if made is None or not is_float32(value) or not (self.of(value).counted or arithmetic):
+            visited.add((value, adds_up))
+            pending += [(source, False) for source in self._from.get(value, ())]
+            producer = value.producer()
+            if producer is None or not is_float32(value):
                 continue
-            inputs = [given for given in made.inputs if given is not None]
-            pending += inputs
-            if arithmetic or made.op_type == "CumSum":
-                added |= set(inputs)
-                visited -= set(inputs)
-            found.add(made)
-        return found
+            adds_up = adds_up and producer.op_type in _ARITHMETIC
+            if self.of(value).counted or adds_up:
+                nodes.add(producer)
+                adds_up = adds_up or producer.op_type == "CumSum"
+                pending += [(source, adds_up) for source in producer.inputs if source is not None]
+        return nodes
 
 
 def _constant(tensor: torch.Tensor, form: NumberFormat) -> _Number:
@@ -251,9 +250,9 @@ def _count(most: float) -> _Number:
     return _Number(most, whole=True, counted=True, grows=most == math.inf, plain=True)
 
 
-def _joined(seen: Sequence[_Number], peak: float | None = None) -> _Number:
+def _joined(seen: Sequence[_Number]) -> _Number:
     return _Number(
-        max((number.peak for number in seen), default=math.inf) if peak is None else peak,
+        max((number.peak for number in seen), default=math.inf),
         whole=all(number.whole for number in seen),
         counted=any(number.counted for number in seen),
         grows=any(number.grows for number in seen),

@@ -27,6 +27,7 @@ __all__ = [
     "GraphInput",
     "arrays_in",
     "batch_of",
+    "by_name",
     "check_batch",
     "described",
     "inputs_of",
@@ -140,6 +141,11 @@ def batch_of(inputs: Sequence[GraphInput], tensors: Mapping[str, torch.Tensor]) 
     return Batch((), dict(tensors))
 
 
+def by_name(batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return a batch's tensors by name; ``names`` are those of the graph's inputs in order."""
+    return {**dict(zip(names, batch.args, strict=False)), **batch.kwargs}
+
+
 def _open_sizes(given: GraphInput) -> Iterator[tuple[str, int]]:
     sizes = given.sizes or ()
     picture = len(sizes) == 4 and given.dtype is not None and given.dtype.is_floating_point
@@ -228,7 +234,7 @@ def check_batch(batch: Batch, inputs: Sequence[GraphInput], title: str) -> None:
     """
     hint = f"the graph takes {described(inputs)}"
     names = [given.name for given in inputs]
-    values = {**dict(zip(names, batch.args, strict=False)), **batch.kwargs}
+    values = by_name(batch, names)
     if len(batch.args) + len(batch.kwargs) != len(names) or set(values) != set(names):
         got = describe(", ".join(map(str, batch.kwargs)) or f"{len(batch.args)} in order")
         raise InputError(f"{title} has other inputs: {got}", hint=hint)
