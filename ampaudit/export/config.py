@@ -78,7 +78,7 @@ class ConvertConfig(PolicyConfig):
             UsageError, OutputError: options that contradict each other; an output that may not be written.
         """
         self.check()
-        if self.tune is not None and "policy" in self.model_fields_set:
+        if self.tune is not None and self.names_policy:
             raise UsageError("--tune makes a policy", hint="leave out --policy or --tune")
         check_directory(output, force=self.force, ours=MANIFEST)
         if self.mode == "train" and not self.masters:
@@ -93,6 +93,11 @@ class ConvertConfig(PolicyConfig):
     def loaded(self) -> Self:
         """Return a copy with the policy as a rule set, so that its file is read once."""
         return self.changed(policy=self.rules)
+
+    @property
+    def names_policy(self) -> bool:
+        """Whether a policy was asked for."""
+        return "policy" in self.model_fields_set
 
     @property
     def rules(self) -> RuleSet:

@@ -99,13 +99,25 @@ def flat_outputs(output: Any) -> list[torch.Tensor]:
 
 
 def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
-    """Return the largest absolute error and the SQNR in dB; ``None`` if not finite or exact."""
+    """Return the largest absolute error and the SQNR in dB; ``None`` if not finite, or exact.
+
+    The SQNR of integers is 20 log10(1 / share that differs), as in a scan. Tensors of different shapes have
+    neither.
+    """
     ours, reference = ours.detach(), reference.detach()
+    if ours.shape != reference.shape:
+        return None, None
+    if not ours.numel():
+        return 0.0, None
     if not ours.is_floating_point():
-        return (0.0, None) if torch.equal(ours, reference) else (None, None)
-    error = ours.double() - reference.double()
-    largest = float(error.abs().amax()) if error.numel() else 0.0
-    noise, signal = float(error.square().sum()), float(reference.double().square().sum())
+        largest = float((ours.long() - reference.long()).abs().amax())
+        share = float((ours != reference).double().mean())
+        return largest, round(-20.0 * math.log10(share), 2) if share else None
+    ours, reference = ours.double(), reference.double()
+    same = (ours == reference) | (ours.isnan() & reference.isnan())  # also where both are infinite
+    error = torch.where(same, 0.0, ours - reference)
+    largest = float(error.abs().amax())
+    noise, signal = float(error.square().sum()), float(reference[reference.isfinite()].square().sum())
     if not math.isfinite(largest):
         return None, None
     db = signal_to_noise_db(signal, noise)

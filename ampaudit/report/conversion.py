@@ -21,8 +21,10 @@ class OutputRecord:
         name: its path in the model's output.
         dtype: torch's name.
         sha256: of its bytes.
-        max_error: largest absolute difference from the FP32 model's; null where that is not finite.
-        sqnr_db: signal to quantization-noise ratio against the FP32 model's; null for an exact one.
+        max_error: largest absolute difference from the FP32 model's; null where that is not finite, or of
+            another shape.
+        sqnr_db: signal to quantization-noise ratio against the FP32 model's; of integers, 20 log10(1 / share
+            that differs); null for an exact one.
     """
 
     name: str

@@ -110,4 +110,5 @@ def test_the_written_loop_gives_what_the_original_gives(
         return
     (kept,) = [each for each in written.graph.node if each.op_type == "Loop"]
     state = kept.attribute[0].g.input[2].type.tensor_type.elem_type
-    assert state == (F if 2 * factor**turns > 65504 else TensorProto.FLOAT16)
+    most = 8 * turns if ends == "input" else turns  # a given number of turns may be larger
+    assert state == (F if 2 * factor**most > 65504 else TensorProto.FLOAT16)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
-from ampaudit.core.errors import RunFailed, UsageError
+from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.text import format_number, plural
 from ampaudit.core.unchanged import check_unchanged
-from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.metadata import annotate_graph
-from ampaudit.export.onnx.other_inputs import faults_on_other_inputs
-from ampaudit.export.onnx.outputs import least_accuracy, outputs_of
-from ampaudit.export.onnx.plan import OnnxPlan, decisions_of, plan_onnx
+from ampaudit.export.onnx.other_inputs import OtherBatch, other_batches
+from ampaudit.export.onnx.outputs import (
+    Original,
+    WrittenFile,
+    describe_changed,
+    describe_inaccurate,
+    refuse_broken,
+    worst_records,
+)
+from ampaudit.export.onnx.plan import OnnxPlan, PlanWishes, decisions_of, plan_onnx
 from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
 from ampaudit.export.onnx.types import is_float32, strangers_in
@@ -31,11 +38,16 @@ from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, OutputRecord
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
+from ampaudit.source.onnx.inputs import inputs_of
+from ampaudit.source.onnx.model import OnnxModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 __all__ = ["convert_onnx"]
+
+_FLIPPED = "AMP209"
+_STEPS = (8, 64)  # nodes before a choice that stay in float32 where too many choices change
 
 
 class _Written(NamedTuple):
@@ -68,14 +80,13 @@ def convert_onnx(
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
     _refuse(config)
-    plan = plan_onnx(source, config)
+    plan, wishes = _passing_plan(source, config, PlanWishes())
     report = plan.audited.report
     if report.exit_code:
         return report, None
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
-        plan, written, outputs = _accurate(plan, source, stage / ONNX, config)
-        config.on_progress("running the file on other inputs", 0, 0)
-        notes = [*_notes(plan, written), *faults_on_other_inputs(source, stage / ONNX, config)]
+        plan, written, outputs, faults = _accurate(plan, wishes, source, stage / ONNX, config)
+        notes = [*_notes(plan, written), *faults]
         manifest = _with_records(stage, source, plan, config, notes, outputs)
         check_unchanged(source.files)
     report = plan.audited.report
@@ -104,28 +115,87 @@ def convert_onnx(
     )
 
 
+def _passing_plan(
+    source: ModelSource, config: ConvertConfig, wishes: PlanWishes
+) -> tuple[OnnxPlan, PlanWishes]:
+    """Plan until no choice fails the audit that float32 before it could cure."""
+    while True:
+        plan = plan_onnx(source, config, wishes)
+        flips = any(finding.code == _FLIPPED for finding in plan.audited.report.findings)
+        more = _more_before_choices(wishes)
+        if not plan.audited.report.exit_code or not flips or more is None or config.names_policy:
+            return plan, wishes
+        wishes = more
+
+
+def _more_before_choices(wishes: PlanWishes) -> PlanWishes | None:
+    steps = next((steps for steps in _STEPS if steps > wishes.before_choices), None)
+    return None if steps is None else replace(wishes, before_choices=steps)
+
+
 def _accurate(
-    plan: OnnxPlan, source: ModelSource, path: Path, config: ConvertConfig
-) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...]]:
-    """Write the file and run it; if that is not accurate enough, once more with masks as they are.
+    plan: OnnxPlan, wishes: PlanWishes, source: ModelSource, path: Path, config: ConvertConfig
+) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...], list[str]]:
+    """Write the file and run it, and again with more in float32 as long as that may cure what is wrong.
+
+    Returns:
+        The plan, what was written, the outputs on the given inputs, and what is wrong on others.
 
     Raises:
         RunFailed: an output is less accurate than was asked for.
     """
-    written, outputs = _written(plan, source, path, config)
-    if plan.clamped and least_accuracy(outputs) < config.min_sqnr:
-        # a row that is masked as a whole may need the mask as it is
-        plan = plan_onnx(source, config, clamp=False)
-        if plan.audited.report.exit_code:
-            raise RunFailed("its masks do not fit the format", hint="pass --fail-on never")
-        written, outputs = _written(plan, source, path, config)
-    if least_accuracy(outputs) < config.min_sqnr and config.fail_on != "never":
-        low = [record.name for record in outputs if least_accuracy([record]) < config.min_sqnr]
-        accuracy = f"{least_accuracy(outputs):.0f} dB against FP32"
-        what = f"the written file computes {describe(', '.join(low))} with {accuracy}"
+    assert isinstance(source.model, OnnxModel)
+    model = source.model
+    given = [Original(model, batch, config.seed) for batch in source.batches]
+    others = [
+        (other, Original(model, other.batch, config.seed))
+        for other in other_batches(inputs_of(model.inputs), source.batches[0], config.seed)
+    ]
+    while True:
+        written, outputs, faults = _written(plan, path, given, others, config)
+        more = _more_wishes(wishes, plan, outputs, faults, config)
+        if more is None:
+            break
+        next_plan, wishes = _passing_plan(source, config, more)
+        if next_plan.audited.report.exit_code:
+            break  # what is written stays, and what is wrong with it is told
+        plan = next_plan
+    if (low := describe_inaccurate(outputs, config.min_sqnr)) and config.fail_on != "never":
         hint = f"{config.min_sqnr:g} dB are required: --min-sqnr, or a policy that keeps more in float32"
-        raise RunFailed(what, hint=hint)
-    return plan, written, outputs
+        raise RunFailed(f"the written file computes {low}", hint=hint)
+    return plan, written, outputs, [fault.text for fault in faults]
+
+
+class _Fault(NamedTuple):
+    """What a file computes wrongly on inputs that nobody gave."""
+
+    other: OtherBatch
+    records: tuple[OutputRecord, ...]
+    text: str
+
+
+def _more_wishes(
+    wishes: PlanWishes,
+    plan: OnnxPlan,
+    outputs: tuple[OutputRecord, ...],
+    faults: Sequence[_Fault],
+    config: ConvertConfig,
+) -> PlanWishes | None:
+    """Return what to ask of the next plan; ``None`` if the file is right, or nothing is left to try."""
+    low = describe_inaccurate(outputs, config.min_sqnr)
+    padded = any(fault.other.padded for fault in faults)
+    if plan.clamped and (low or padded):  # a row that is masked as a whole may need the mask as it is
+        return replace(wishes, clamp=False)
+    if config.names_policy:
+        return None
+    changed = describe_changed([*outputs, *(record for fault in faults for record in fault.records)])
+    if changed and (more := _more_before_choices(wishes)) is not None:
+        return more
+    if low and wishes.accuracy is None and config.tune is None:
+        return replace(wishes, accuracy=config.min_sqnr)
+    if faults and not wishes.also:
+        return replace(wishes, also=tuple(fault.other.batch for fault in faults))
+    return None
 
 
 def _with_records(
@@ -155,15 +225,49 @@ def _with_records(
 
 
 def _written(
-    plan: OnnxPlan, source: ModelSource, path: Path, config: ConvertConfig
-) -> tuple[_Written, tuple[OutputRecord, ...]]:
-    """Write the file of a plan, and run it."""
+    plan: OnnxPlan,
+    path: Path,
+    given: Sequence[Original],
+    others: Sequence[tuple[OtherBatch, Original]],
+    config: ConvertConfig,
+) -> tuple[_Written, tuple[OutputRecord, ...], list[_Fault]]:
+    """Write the file of a plan, and run it.
+
+    Raises:
+        RunFailed: it computes inf or NaN from given inputs.
+    """
     config.on_progress("writing the graph", 0, 0)
     written = _write(plan, path, config)
     config.on_progress("running the file", 0, 0)
     strangers = strangers_in(plan.file.model)
     with checking(path, runtime=config.dtype == "float16", strangers=strangers):
-        return written, outputs_of(source, path, config)
+        file, records = WrittenFile(path, config), []
+        for number, original in enumerate(given):
+            records.append(file.records(original, number))
+            refuse_broken(records[-1], original.exact, config)
+        faults = [fault for other, original in others for fault in _faults(file, other, original, config)]
+        return written, worst_records(records), faults
+
+
+def _faults(
+    file: WrittenFile, other: OtherBatch, original: Original, config: ConvertConfig
+) -> Iterator[_Fault]:
+    """Find what a file computes wrongly where the original computes finite outputs."""
+    try:
+        finite = all(tensor.isfinite().all() for tensor in original.exact.values())
+    except Exception:  # whatever torch says of sizes that do not fit together
+        return
+    if not finite:
+        return
+    try:
+        records = tuple(file.records(original))
+    except RunFailed as failed:
+        yield _Fault(other, (), f"with {other.what}, {failed.args[0]}")
+    except AuditError:  # of a size that cannot be run here
+        return
+    else:
+        if low := describe_inaccurate(records, config.min_sqnr) or describe_changed(records):
+            yield _Fault(other, records, f"with {other.what}, the file computes {low}")
 
 
 def _refuse(config: ConvertConfig) -> None:

@@ -1,72 +1,96 @@
-"""Runs a converted ONNX file on inputs that nobody gave: other values, and larger sizes of open axes."""
+"""Makes inputs that nobody gave: other values, larger sizes of open axes, padding, large integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from ampaudit.core.errors import AuditError, RunFailed
-from ampaudit.export.config import ConvertConfig
-from ampaudit.export.onnx.outputs import least_accuracy, outputs_of
-from ampaudit.source import Batch, ModelSource
-from ampaudit.source.onnx.inputs import GraphInput, batch_of, by_name, inputs_of, size_of
-from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.trace.entry import tensor_leaves
-from ampaudit.trace.isolation import call_unchanged
+from ampaudit.source import Batch
+from ampaudit.source.onnx.inputs import GraphInput, batch_of, by_name, size_of
 
-__all__ = ["faults_on_other_inputs"]
+__all__ = ["OtherBatch", "other_batches"]
 
 _MOST_ELEMENTS = 1 << 22  # of an input
+_LARGER, _LONGER = 3, 8  # times as large, and of integers of which no table says how large they may be
 
 
-def faults_on_other_inputs(source: ModelSource, path: Path, config: ConvertConfig) -> Iterator[str]:
-    """Describe what a written file computes wrongly on inputs beside those of the audit.
+class OtherBatch(NamedTuple):
+    """A batch made from a given one.
 
-    Inputs that the original refuses, or on which its outputs are not finite, are left out.
+    Attributes:
+        what: is different, in words.
+        batch: the inputs.
+        padded: whether it differs by its masks.
     """
-    assert isinstance(source.model, OnnxModel)
-    inputs = inputs_of(source.model.inputs)
-    for what, batch in _other_batches(inputs, source.batches[0], config.seed):
-        try:
-            exact = call_unchanged(source.model, batch.args, batch.kwargs, seed=config.seed)
-        except Exception:  # whatever torch says of sizes that do not fit together
-            continue
-        if not all(tensor.isfinite().all() for tensor in tensor_leaves((), dict(exact))):
-            continue
-        try:
-            accuracy = least_accuracy(outputs_of(replace(source, batches=(batch,)), path, config))
-        except RunFailed as failed:
-            yield f"with {what}, {failed.args[0]}"
-        except AuditError:
-            continue
-        else:
-            if accuracy < config.min_sqnr:
-                yield f"with {what}, an output has {accuracy:.0f} dB against FP32"
+
+    what: str
+    batch: Batch
+    padded: bool = False
 
 
-def _other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[tuple[str, Batch]]:
-    """Yield batches made from a given one, each with words for what is different."""
+def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[OtherBatch]:
+    """Yield batches made from a given one.
+
+    Args:
+        inputs: of the graph.
+        batch: a given one.
+        seed: of the random order of values.
+    """
     values = by_name(batch, [given.name for given in inputs])
     random = torch.Generator().manual_seed(seed)
-    yield (
-        "other values",
-        batch_of(inputs, {given.name: _shuffled(given, values[given.name], random) for given in inputs}),
-    )
+    shuffled = {given.name: _shuffled(given, values[given.name], random) for given in inputs}
     sizes = {
-        name: size
+        name: _LARGER * size + 1
         for given in inputs
         for name, size in zip(given.sizes or (), values[given.name].shape, strict=True)
-        if isinstance(name, str)
+        if isinstance(name, str) and "+" not in name
     }
-    if sizes:
-        larger = {name: 3 * size + 1 for name, size in sizes.items() if "+" not in name}
-        tiled = {given.name: _tiled(given, values[given.name], larger) for given in inputs}
-        if all(tensor.numel() <= _MOST_ELEMENTS for tensor in tiled.values()):
-            what = ", ".join(f"{name} = {size}" for name, size in larger.items())
-            yield f"larger sizes ({what})", batch_of(inputs, tiled)
+    tiled = {given.name: _tiled(given, shuffled[given.name], sizes) for given in inputs}
+    if sizes and all(tensor.numel() <= _MOST_ELEMENTS for tensor in tiled.values()):
+        axes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        yield OtherBatch(f"larger sizes ({axes})", batch_of(inputs, tiled))
+    else:
+        yield OtherBatch("other values", batch_of(inputs, shuffled))
+    padded = {given.name: _padded(given, values[given.name]) for given in inputs}
+    if masks := _changed(padded, values):
+        what = f"padding at the start ({', '.join(masks)} = 0)"
+        yield OtherBatch(what, batch_of(inputs, padded), padded=True)
+    extreme = {given.name: _extreme(given, values[given.name]) for given in inputs}
+    if changed := _changed(extreme, values):
+        largest = ", ".join(f"{name} up to {int(extreme[name].amax())}" for name in changed)
+        yield OtherBatch(f"larger integers ({largest})", batch_of(inputs, extreme))
+
+
+def _changed(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not torch.equal(tensor, values[name])]
+
+
+def _extreme(given: GraphInput, value: torch.Tensor) -> torch.Tensor:
+    """Return the largest integers that an input may hold; masks and floats as they are."""
+    if value.dtype == torch.bool or value.is_floating_point() or not value.numel():
+        return value
+    if given.rows or value.dtype.itemsize == 1:
+        most = min(
+            given.rows - 1 if given.rows else torch.iinfo(value.dtype).max, torch.iinfo(value.dtype).max
+        )
+        return torch.full_like(value, most)
+    return value if int(value.abs().amax()) <= 1 else value * _LONGER
+
+
+def _padded(given: GraphInput, value: torch.Tensor) -> torch.Tensor:
+    """Return a mask that leaves out the first half of a sequence; other inputs as they are."""
+    if not _is_mask(given, value) or value.ndim < 2:
+        return value
+    padded = value.clone()
+    padded[..., : value.shape[-1] // 2] = 0
+    return padded
+
+
+def _is_mask(given: GraphInput, value: torch.Tensor) -> bool:
+    """Return whether an input holds but 0 and 1 and is no index, as attention masks do."""
+    return not given.rows and bool(((value == 0) | (value == 1)).all())
 
 
 def _shuffled(given: GraphInput, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:

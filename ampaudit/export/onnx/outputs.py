@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
+from ampaudit.export.onnx.decisions import comparable_outputs
 from ampaudit.export.onnx.write import ONNX_FLOATS
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.policy.load import load_policy
@@ -23,7 +26,7 @@ from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer
 from ampaudit.run.record import RunRecord
-from ampaudit.source import Batch, ModelSource
+from ampaudit.source import Batch
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.inputs import by_name
 from ampaudit.source.onnx.model import OnnxModel
@@ -31,47 +34,69 @@ from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["least_accuracy", "outputs_of"]
+__all__ = [
+    "Original",
+    "WrittenFile",
+    "describe_changed",
+    "describe_inaccurate",
+    "refuse_broken",
+    "worst_records",
+]
+
+_CHOICES_DB = 40.0  # one in a hundred differs
+Tensors = Mapping[str, torch.Tensor]
 
 
-def outputs_of(source: ModelSource, path: Path, config: ConvertConfig) -> tuple[OutputRecord, ...]:
-    """Run the written file in lock-step, and compare its 16-bit outputs with the original's.
+class Original:
+    """A batch, and what the original computes from it."""
 
-    Raises:
-        RunFailed: they are not finite where the original's are, or less accurate than was asked for.
-    """
-    written = OnnxModel(read_onnx(path)).eval()
-    where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
-    settings = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
-    executors = ExecutorCache(written, settings, RunRecord(where.type, "emulated"))
-    records: dict[str, OutputRecord] = {}
-    for number, batch in enumerate(source.batches):
-        expected = _tensors(call_unchanged(source.model, batch.args, batch.kwargs, seed=config.seed))
-        taken = _as_taken(batch, written)
-        executor = executors.get(taken, number)
+    def __init__(self, model: OnnxModel, batch: Batch, seed: int) -> None:
+        self.batch = batch
+        self._model = model
+        self._seed = seed
+
+    @cached_property
+    def exact(self) -> Tensors:
+        """The original's outputs by name."""
+        return _tensors(call_unchanged(self._model, self.batch.args, self.batch.kwargs, seed=self._seed))
+
+
+class WrittenFile:
+    """Runs one written file in lock-step, and compares its 16-bit outputs with the original's."""
+
+    def __init__(self, path: Path, config: ConvertConfig) -> None:
+        self._model = OnnxModel(read_onnx(path)).eval()
+        self._seed = config.seed
+        where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
+        settings = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
+        self._executors = ExecutorCache(self._model, settings, RunRecord(where.type, "emulated"))
+
+    def records(self, original: Original, number: int = 0) -> list[OutputRecord]:
+        """Return how far each output is from the original's."""
+        ours = self._outputs(_as_taken(original.batch, self._model), original.exact, number)
+        pairs = comparable_outputs(ours, original.exact)
+        return [
+            OutputRecord(name, dtype_name(ours[name].dtype), digest_of_tensors([ours[name]]), *found)
+            for name, pair in pairs.items()
+            for found in [compare_output(*pair)]
+        ]
+
+    def _outputs(self, batch: Batch, expected: Tensors, number: int) -> Tensors:
+        """Return the outputs of the run in 16 bits by name."""
+        executor = self._executors.get(batch, number)
         alone = LockStep(
             executor.program, executor.placed, executor.backend, executor.device, converted_only=True
         )
-        pairs = alone.run(tensor_leaves(taken.args, taken.kwargs), Observer())
-        found = {
-            name.removeprefix("output."): ours
-            for name, (_, ours) in zip(executor.program.traced.outputs, pairs, strict=True)
+        pairs = alone.run(tensor_leaves(batch.args, batch.kwargs), Observer())
+        ours = {
+            name.removeprefix("output."): low
+            for name, (_, low) in zip(executor.program.traced.outputs, pairs, strict=True)
         }
-        if len(found) < len(expected):  # a tensor that is several outputs is listed once
-            again = _tensors(call_unchanged(written, taken.args, taken.kwargs, seed=config.seed))
-            listed = {id(again[name]): ours for name, ours in found.items()}
-            found = {name: listed[id(tensor)] for name, tensor in again.items()}
-        for name, exact in expected.items():
-            ours = found[name]
-            record = _record(name, ours, exact)
-            if name not in records or _worse(record, records[name]):
-                records[name] = record
-            if record.max_error is None and ours.is_floating_point() and exact.isfinite().all():
-                hint = "scan the model with --advise, and pass a policy that keeps more in float32"
-                if config.io != "float32" and exact.to(getattr(torch, config.dtype)).isinf().any():
-                    hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
-                raise RunFailed(f"the written file computes {name} as inf or NaN", hint=hint)
-    return tuple(records.values())
+        if len(ours) < len(expected):  # a tensor that is several outputs is listed once
+            again = _tensors(call_unchanged(self._model, batch.args, batch.kwargs, seed=self._seed))
+            listed = {id(again[name]): low for name, low in ours.items()}
+            ours = {name: listed[id(tensor)] for name, tensor in again.items()}
+        return ours
 
 
 def _tensors(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -95,19 +120,57 @@ def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
     return Batch((), {name: t.to(low[name]) if name in low else t for name, t in given.items()})
 
 
-def _record(name: str, ours: torch.Tensor, exact: torch.Tensor) -> OutputRecord:
-    digest = digest_of_tensors([ours])
-    return OutputRecord(name, dtype_name(ours.dtype), digest, *compare_output(ours, exact))
+def refuse_broken(records: Iterable[OutputRecord], exact: Tensors, config: ConvertConfig) -> None:
+    """Refuse a file that computes inf or NaN, or another shape, where the original's outputs are finite.
+
+    Raises:
+        RunFailed: with what can be done.
+    """
+    for record in records:
+        values = exact[record.name]
+        if record.max_error is None and values.isfinite().all():
+            hint = "scan the model with --advise, and pass a policy that keeps more in float32"
+            if config.io != "float32" and values.to(getattr(torch, config.dtype)).isinf().any():
+                hint = f"its values reach {float(values.abs().amax()):.4g}: --io float32"
+            raise RunFailed(f"the written file computes {_fault(record)}", hint=hint)
 
 
-def _worse(one: OutputRecord, other: OutputRecord) -> bool:
-    if one.max_error is None or other.max_error is None:
-        return one.max_error is None
-    return one.max_error > other.max_error
+def describe_inaccurate(records: Iterable[OutputRecord], min_sqnr: float) -> str:
+    """Describe the outputs that are less accurate than that; empty if there are none."""
+    return ", ".join(_fault(record) for record in records if _decibels(record) < min_sqnr)
 
 
-def least_accuracy(outputs: Iterable[OutputRecord]) -> float:
-    """Return the accuracy of the worst output in dB; NaN and inf are worse than all."""
-    floats = [record for record in outputs if "float" in record.dtype]
-    worst = (-math.inf if record.max_error is None else record.sqnr_db for record in floats)
-    return min((found for found in worst if found is not None), default=math.inf)
+def describe_changed(records: Iterable[OutputRecord]) -> str:
+    """Describe the integers of which more than one in a hundred changed; empty if there are none."""
+    return describe_inaccurate((record for record in records if "float" not in record.dtype), _CHOICES_DB)
+
+
+def _fault(record: OutputRecord) -> str:
+    name = describe(record.name)
+    if record.max_error is None:
+        return f"{name} as inf or NaN" if "float" in record.dtype else f"{name} in another shape"
+    accuracy = _decibels(record)
+    if "float" in record.dtype:
+        return f"{name} with {accuracy:.0f} dB against FP32"
+    return f"{name} with {100 * 10 ** (-accuracy / 20):.2g} % of its integers changed"
+
+
+def _decibels(record: OutputRecord) -> float:
+    """Return the accuracy of an output in dB: infinite if it is exact, -infinite if it is not finite."""
+    if record.max_error is None:
+        return -math.inf
+    return math.inf if record.sqnr_db is None else record.sqnr_db
+
+
+def worst_records(batches: Iterable[Iterable[OutputRecord]]) -> tuple[OutputRecord, ...]:
+    """Return the least accurate record of each output over all batches."""
+    worst: dict[str, OutputRecord] = {}
+    for record in (each for records in batches for each in records):
+        known = worst.setdefault(record.name, record)
+        if _badness(record) > _badness(known):
+            worst[record.name] = record
+    return tuple(worst.values())
+
+
+def _badness(record: OutputRecord) -> tuple[float, float]:
+    return -_decibels(record), record.max_error or 0.0

@@ -15,6 +15,7 @@ from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.export.config import ConvertConfig
+from ampaudit.export.onnx.decisions import nodes_before_choices
 from ampaudit.export.onnx.masks import ClampedMask, clamp_masks
 from ampaudit.export.onnx.opset import raise_opset
 from ampaudit.export.onnx.types import MOVING
@@ -34,12 +35,14 @@ from ampaudit.tuning.tune import tuned_rules
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["OnnxPlan", "decisions_of", "plan_onnx"]
+__all__ = ["OnnxPlan", "PlanWishes", "decisions_of", "plan_onnx"]
 
 _POLICY = "strongly-typed"
 _ROUNDS = 6
 _MARGIN = 1.4  # as the policy leaves below the format's limit
 _WHOLE = "it computes with integers that 16 bits may round to others."
+_OTHERS = "the run in 16 bits broke here on other inputs."
+_CHOICES = "in 16 bits, the model chooses differently."
 _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"}
 
 
@@ -62,40 +65,77 @@ class OnnxPlan:
     opset: int | None = None
 
 
-def plan_onnx(source: ModelSource, config: ConvertConfig, *, clamp: bool = True) -> OnnxPlan:
-    """Audit a model until nothing breaks, and keep in float32 what broke.
+@dataclass(frozen=True, slots=True)
+class PlanWishes:
+    """What a plan has to do beyond finding out what breaks on the given inputs.
 
-    With ``clamp``, masks that the format cannot hold are clamped; else what reads them stays in float32.
+    Attributes:
+        clamp: masks that the format cannot hold are clamped; else what reads them stays in float32.
+        accuracy: of every output in dB, for which as few ops as possible stay in float32.
+        before_choices: nodes before a choice that stay in float32.
+        also: other inputs on which nothing may break.
+    """
+
+    clamp: bool = True
+    accuracy: float | None = None
+    before_choices: int = 0
+    also: tuple[Batch, ...] = ()
+
+
+def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes | None = None) -> OnnxPlan:
+    """Audit a model until nothing breaks, and keep in float32 what broke.
 
     Raises:
         AuditError: see ``audit_policies``.
     """
     assert isinstance(source.model, OnnxModel)
+    wishes = wishes or PlanWishes()
     file = source.model.file.reopened()
     _with_types(file.model)
     raised = raise_opset(file.model, config.dtype) if config.dtype == "bfloat16" else None
-    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if clamp else []
+    clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if wishes.clamp else []
     model = OnnxModel(file)
     _with_seen_types(model, source.batches[0])
     prepared = replace(source, model=model.eval())
-    own = "policy" in config.model_fields_set
+    own = config.names_policy
     rules = config.rules if own else load_policy(_POLICY)
-    if config.tune is not None:
-        rules = tuned_rules(prepared, config.dtype, config.tune, config)
+    accuracy = wishes.accuracy if config.tune is None else config.tune
+    if accuracy is not None and not own:
+        rules = tuned_rules(prepared, config.dtype, accuracy, config)
     if not own:
         whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
-        kept = Match(layer=_escaped(map(model.names.of, whole)))
-        rules = _keeping(rules, "whole", kept, _WHOLE) if whole else rules
+        before = nodes_before_choices(file.model, wishes.before_choices) if wishes.before_choices else ()
+        for name, nodes, why in (("whole", whole, _WHOLE), ("choices", before, _CHOICES)):
+            if nodes:
+                rules = _keeping(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
     settings = ScanConfig.of(config)
+    for batch in wishes.also:
+        other, rules = _unbroken(replace(prepared, batches=(batch,)), rules, settings, own=own)
+        wide = [site.id for site in _computing(other) if _is_wide(site)]  # also by what was measured there
+        rules = _keeping(rules, "others", Match(site=_escaped(wide)), _OTHERS) if wide else rules
+    audited, _ = _unbroken(prepared, rules, settings, own=own)
+    return OnnxPlan(file, audited, clamped, model.names, raised)
+
+
+def _unbroken(
+    source: ModelSource, rules: RuleSet, settings: ScanConfig, *, own: bool
+) -> tuple[Audited, RuleSet]:
+    """Audit until nothing breaks, and return the policy that keeps in float32 what broke."""
     promoted: tuple[SiteId, ...] = ()
     for _ in range(_ROUNDS):
-        (audited,) = audit_policies(prepared, [rules], settings)
+        (audited,) = audit_policies(source, [rules], settings)
         more = () if own else _broken(audited, promoted)
         if not more:
             break
         promoted = (*promoted, *more)
         rules = _keeping(rules, "broken", Match(site=_escaped(more)), "the run in 16 bits broke here.")
-    return OnnxPlan(file, audited, clamped, model.names, raised)
+    return audited, rules
+
+
+def _computing(audited: Audited) -> list[Site]:
+    """Return the sites that compute numbers, without inserted casts."""
+    sites = audited.audit.converted.traced.sites
+    return [site for site in sites if site.facts is not None and not site.role.inserted]
 
 
 def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
@@ -207,9 +247,8 @@ def decisions_of(plan: OnnxPlan) -> dict[ir.Node, bool]:
     it values that the format cannot hold.
     """
     wide: dict[str, bool] = {}
-    for site in plan.audited.audit.converted.traced.sites:
-        if site.facts is not None and not site.role.inserted:
-            wide[site.layer] = wide.get(site.layer, False) or _is_wide(site)
+    for site in _computing(plan.audited):
+        wide[site.layer] = wide.get(site.layer, False) or _is_wide(site)
     names = {node: plan.names.of(node) for node in plan.file.nodes()}
     decisions = {node: wide[name] for node, name in names.items() if name in wide and not bodies_of(node)}
     large = _with_large_values(names, plan.audited.report)

@@ -46,6 +46,9 @@ def check_model(proto: onnx.ModelProto) -> None:
 
     if not proto.graph.output:
         raise BadGraph("has no graph with outputs")
+    for role, values in (("input", proto.graph.input), ("output", proto.graph.output)):
+        for value in values:
+            _check_type(value, f"its {role} {describe(value.name)}")
     if proto.ir_version > onnx.IR_VERSION:
         raise BadGraph(
             f"has version {proto.ir_version} of the format; onnx reads up to {onnx.IR_VERSION}", _UPGRADE
@@ -60,6 +63,21 @@ def check_model(proto: onnx.ModelProto) -> None:
         initial = (*function.input,)
         _check_nodes(function.node, _versions(function), frozenset(), initial, function.output)
     _check_calls(proto.graph.node, functions)
+
+
+def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
+    """Refuse an input or output of a type that torch lacks."""
+    import onnx
+
+    kind = value.type
+    while kind.HasField("sequence_type"):
+        kind = kind.sequence_type.elem_type
+    if kind.HasField("map_type"):
+        hint = "export it without ZipMap: to_onnx(..., options={'zipmap': False})"
+        raise BadGraph(f"{title} is a map, which torch has no type for", hint)
+    if kind.tensor_type.elem_type == onnx.TensorProto.STRING:
+        hint = "encode text before the model, and name its labels after it"
+        raise BadGraph(f"{title} is text, which torch has no type for", hint)
 
 
 def first_in_cycle(nodes: Sequence[Any]) -> Any:

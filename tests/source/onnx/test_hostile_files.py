@@ -43,6 +43,13 @@ def _sparse() -> Any:
     return model
 
 
+def _of_types(kind: Any) -> Any:
+    """A graph whose input has a type that no tensor of torch has."""
+    model = model_of(PRODUCT)
+    model.graph.input[0].type.CopyFrom(kind)
+    return model
+
+
 def _function(name: str, *nodes: Any) -> Any:
     sets = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
     return helper.make_function("own", name, ["x"], ["y"], list(nodes), sets)
@@ -188,6 +195,20 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
     "an archive": (b"PK\x03\x04" + b"\0" * 100, "is not an ONNX model, or damaged"),
     "Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
     "empty": (b"", "is empty"),
+    "text": (
+        _of_types(helper.make_tensor_type_proto(TensorProto.STRING, [1])),
+        "input x is text, which torch",
+    ),
+    "a map": (
+        _of_types(
+            helper.make_sequence_type_proto(
+                helper.make_map_type_proto(
+                    TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+                )
+            )
+        ),
+        "input x is a map, which torch",
+    ),
 }
 
 

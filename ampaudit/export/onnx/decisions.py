@@ -1,0 +1,101 @@
+"""Choices in an ONNX model: the nodes that choose, and outputs compared where the same was chosen.
+
+A box, a label or a token is either the same as before or another one. How far another one's coordinates or
+score are from the former's says nothing about the accuracy of a conversion.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampaudit.export.onnx.types import is_float32
+from ampaudit.source.onnx.names import plain_domain
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["comparable_outputs", "nodes_before_choices"]
+
+_CHOOSING = {"ArgMax", "ArgMin", "NonMaxSuppression", "TopK"}
+_COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+Outputs = Mapping[str, torch.Tensor]
+
+
+def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
+    """Return the nodes whose values reach a choice in at most ``steps`` nodes, the choosing one included."""
+    near: dict[ir.Node, int] = {
+        node: 0
+        for node in model.graph.all_nodes()
+        if node.op_type in _CHOOSING | _COMPARING and plain_domain(node.domain) == ""
+        if any(map(is_float32, node.inputs))
+    }
+    pending = deque(near)
+    while pending:
+        node = pending.popleft()
+        if near[node] == steps:
+            continue
+        for value in node.inputs:
+            producer = None if value is None or not is_float32(value) else value.producer()
+            if producer is not None and producer not in near:
+                near[producer] = near[node] + 1
+                pending.append(producer)
+    return set(near)
+
+
+def comparable_outputs(ours: Outputs, exact: Outputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Pair outputs: integers as they are, and floats as far as they belong to integers that agree.
+
+    Where the number of rows differs, as of boxes that were chosen, equal rows of integers are paired, and the
+    same rows of the other outputs. A row of integers without a partner counts as one that differs.
+    """
+    pairs = {name: (ours[name], exact[name]) for name in exact}
+    choices = [pair for pair in pairs.values() if pair[1].ndim and not pair[1].is_floating_point()]
+    for mine, theirs in choices:
+        if mine.shape != theirs.shape and mine.shape[1:] == theirs.shape[1:]:
+            rows = _equal_rows(mine, theirs)
+            for name, pair in pairs.items():
+                if pair[0].ndim and [*map(len, pair)] == [len(mine), len(theirs)]:
+                    pairs[name] = _at_rows(pair, rows)
+    equal = [mine == theirs for mine, theirs in choices if mine.shape == theirs.shape]
+    return {
+        name: _where(equal, *pair) if pair[1].is_floating_point() else pair for name, pair in pairs.items()
+    }
+
+
+def _where(
+    equal: Sequence[torch.Tensor], ours: torch.Tensor, exact: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the elements that belong to equal choices; all of them if there are none."""
+    kept = torch.ones_like(exact, dtype=torch.bool)
+    for each in equal:
+        if each.shape != exact.shape[: each.ndim]:
+            each = each.flatten(1).all(1) if each.ndim > 1 else each  # a box beside its indices
+        if ours.shape == exact.shape and each.shape == exact.shape[: each.ndim]:
+            kept &= each.reshape(*each.shape, *[1] * (exact.ndim - each.ndim))
+    return (ours, exact) if kept.all() or not kept.any() else (ours[kept], exact[kept])
+
+
+def _equal_rows(ours: torch.Tensor, exact: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the positions of equal rows in both, each row once."""
+    places = defaultdict[str, deque[int]](deque)
+    for place, row in enumerate(exact.tolist()):
+        places[str(row)].append(place)
+    paired = [
+        (place, places[str(row)].popleft()) for place, row in enumerate(ours.tolist()) if places[str(row)]
+    ]
+    return [mine for mine, _ in paired], [theirs for _, theirs in paired]
+
+
+def _at_rows(
+    pair: tuple[torch.Tensor, torch.Tensor], rows: tuple[list[int], list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return paired rows; of integers also one that differs for each that has no partner."""
+    ours, exact = (tensor[places] for tensor, places in zip(pair, rows, strict=True))
+    if exact.is_floating_point():
+        return ours, exact
+    alone = (max(map(len, pair)) - len(exact), *exact.shape[1:])
+    return torch.cat([ours, ours.new_zeros(alone)]), torch.cat([exact, exact.new_ones(alone)])

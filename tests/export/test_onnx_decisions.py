@@ -1,0 +1,122 @@
+"""Choices that a converted file returns: counted where they change, and computed in float32 before that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+import ampaudit
+from ampaudit.export.onnx.decisions import comparable_outputs
+from ampaudit.export.reference import compare_output
+from tests.support.onnx_strict import run_strict
+from tests.support.onnx_typed import Arrays, floats, graph, node, ran
+
+
+def near_ties() -> tuple[onnx.ModelProto, Arrays]:
+    """Label 64 rows by scores of which many pairs are closer than float16 tells apart."""
+    w = floats(32, 200)
+    w[:, 1::2] = w[:, ::2] * np.float32(1 + 2e-4)
+    nodes = [node("MatMul", "x w", "scores"), node("ArgMax", "scores", "label", axis=-1, keepdims=0)]
+    label = helper.make_tensor_value_info("label", TensorProto.INT64, ["n"])
+    return graph(nodes, {"x": floats(64, 32)}, [label], {"w": w}, {"x": ["n", 32]})
+
+
+def test_choices_between_near_ties_are_made_in_float32(tmp_path: Path) -> None:
+    model, inputs = near_ties()
+    onnx.save(model, tmp_path / "before.onnx")
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    source = ampaudit.SourceConfig(inputs=tmp_path / "inputs.npz")
+    _, made = ampaudit.convert(str(tmp_path / "before.onnx"), None, tmp_path / "out", source=source)
+    assert made is not None
+    assert any("MatMul" in note or "scores" in note for note in made.notes)  # it stays in float32
+    x = floats(300, 32)
+    changed = (
+        run_strict(tmp_path / "out" / "model.onnx", {"x": x})["label"]
+        != ran(tmp_path / "before.onnx", {"x": x})[0]
+    )
+    assert changed.mean() <= 0.01
+
+
+def test_a_policy_of_the_users_own_is_kept_and_the_change_is_told(tmp_path: Path) -> None:
+    model, inputs = near_ties()
+    onnx.save(model, tmp_path / "before.onnx")
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    source = ampaudit.SourceConfig(inputs=tmp_path / "inputs.npz")
+    _, made = ampaudit.convert(
+        str(tmp_path / "before.onnx"),
+        None,
+        tmp_path / "out",
+        source=source,
+        policy="half",
+        fail_on="never",
+    )
+    assert made is not None
+    (label,) = made.outputs
+    assert label.sqnr_db is not None
+    assert label.sqnr_db < 40  # more than one in a hundred
+    assert "differ from FP32" in str(made)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=8), st.data())
+def test_rows_of_equal_integers_are_compared_in_any_number(
+    exact: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Oracle: values are a function of the row, so that paired rows have equal values."""
+    kept = data.draw(st.lists(st.sampled_from(exact), unique=True, max_size=5)) if exact else []
+    more = data.draw(st.lists(st.tuples(st.integers(5, 9), st.integers(0, 9)), max_size=3))
+    ours = data.draw(st.permutations([*kept, *more]))
+
+    def outputs(rows: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        chosen = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
+        return {"rows": chosen, "values": chosen.float() @ torch.tensor([[1.0, 10.0], [3.0, 0.5]])}
+
+    pairs = comparable_outputs(outputs(list(ours)), outputs(exact))
+    if len(ours) != len(exact):
+        mine, theirs = pairs["values"]
+        assert torch.equal(mine, theirs)
+        mine, theirs = pairs["rows"]
+        assert len(mine) == len(theirs) == max(len(ours), len(exact))
+        agree = (mine == theirs).all(1).sum()
+        assert agree == len(kept) if len(kept) <= len(set(exact)) else True
+
+
+def test_values_of_other_labels_are_left_out_and_those_of_equal_ones_are_not() -> None:
+    exact = {
+        "label": torch.tensor([1, 2, 3]),
+        "score": torch.tensor([0.5, 0.25, 0.125]),
+        "box": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+        "mean": torch.tensor([7.0]),
+    }
+    ours = {
+        "label": torch.tensor([1, 0, 3]),
+        "score": torch.tensor([0.5, 9.0, 0.125]),
+        "box": torch.tensor([[1.0, 2.0], [9.0, 9.0], [5.0, 6.5]]),
+        "mean": torch.tensor([7.5]),
+    }
+    found = {name: compare_output(*pair)[0] for name, pair in comparable_outputs(ours, exact).items()}
+    assert found == {"label": 2.0, "score": 0.0, "box": 0.5, "mean": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("ours", "exact", "found"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], (0.0, None)),
+        ([1, 2, 3, 9], [1, 2, 3, 4], (5.0, 12.04)),
+        ([True, False], [True, True], (1.0, 6.02)),
+        ([1.0, float("inf")], [1.0, float("inf")], (0.0, None)),
+        ([float("nan"), 2.0], [float("nan"), 2.0], (0.0, None)),
+        ([1.0, float("inf")], [1.0, 2.0], (None, None)),
+        ([1.0, 2.0], [1.0, float("inf")], (None, None)),
+        ([1.0], [1.0, 2.0], (None, None)),
+        ([], [], (0.0, None)),
+    ],
+)
+def test_outputs_are_compared(ours: list[float], exact: list[float], found: tuple[float, float]) -> None:
+    assert compare_output(torch.tensor(ours), torch.tensor(exact)) == found
