@@ -195,11 +195,11 @@ BAD_GRAPHS: dict[str, tuple[Any, str]] = {
     "an archive": (b"PK\x03\x04" + b"\0" * 100, "is not an ONNX model, or damaged"),
     "Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
     "empty": (b"", "is empty"),
-    "text": (
+    "text for a graph": (
         _of_types(helper.make_tensor_type_proto(TensorProto.STRING, [1])),
         "input x is text, which torch",
     ),
-    "a map": (
+    "a map for a graph": (
         _of_types(
             helper.make_sequence_type_proto(
                 helper.make_map_type_proto(
