@@ -29,6 +29,7 @@ __all__ = [
     "FORMATS",
     "LOW_PRECISION_FORMATS",
     "LOW_PRECISION_NAMES",
+    "ROUNDING_DB",
     "WHAT_IF_FORMATS",
     "Dtype",
     "NumberFormat",
@@ -98,6 +99,8 @@ FLOAT8_E5M2 = NumberFormat("float8_e5m2", 2, -14, 57344.0)
 FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)}
 LOW_PRECISION_FORMATS = (FLOAT16, BFLOAT16)
 LOW_PRECISION_NAMES = tuple(f.name for f in LOW_PRECISION_FORMATS)
+# what rounding leaves of an output: less is more than rounding
+ROUNDING_DB = {"float16": 40.0, "bfloat16": 25.0}
 WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 

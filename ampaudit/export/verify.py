@@ -12,6 +12,7 @@ from ampaudit.checkpoint.layout import ONNX, PROGRAM, REFERENCE
 from ampaudit.core.arguments import given_path
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import CouldNotAudit
+from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.untrusted import validate
 from ampaudit.export.config import VerifyConfig, VerifyOptions
@@ -22,8 +23,6 @@ from ampaudit.report.verification import Verification
 
 __all__ = ["verify"]
 
-# kernels that add up in another order agree to about 60 dB in float16 and 42 dB in bfloat16
-_TOLERANCE_DB = {"float16": 40.0, "bfloat16": 25.0}
 _TIMEOUT = 3600.0
 _ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
 
@@ -53,7 +52,8 @@ def verify(
     recorded = PROGRAM in manifest.files and bool(manifest.outputs)
     if chosen.run and recorded and not (unfit := _unfit(manifest, damaged)):
         asked = chosen.tolerance_db
-        asked = _TOLERANCE_DB.get(manifest.dtype, 40.0) if asked is None else asked
+        # kernels that add up in another order agree to about 60 dB in float16 and 42 dB in bfloat16
+        asked = ROUNDING_DB.get(manifest.dtype, 40.0) if asked is None else asked
         chosen.on_progress("running the program", 0, 0)
         more, lines = _in_sandbox(directory, asked)
         problems += more

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, finding_source
+from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.text import plural
 from ampaudit.report.against import AgainstReport, Correspondence, ReferenceDifference
 from ampaudit.report.finding import Finding, Severity
@@ -14,8 +15,6 @@ from ampaudit.run.against.comparison import ModelDifference
 
 __all__ = ["CHECK", "against_report", "differences_with"]
 
-# what rounding to the format leaves; an output below it computes something else
-_ROUNDING_DB = {"float16": 40.0, "bfloat16": 25.0}
 _ADVICE = "compare the node with its counterpart, and convert or export it again"
 
 
@@ -64,7 +63,7 @@ def _accuracy(context: CheckContext, output: str) -> float | None:
 
 def _harmless(context: CheckContext, difference: ModelDifference) -> bool:
     found = (_accuracy(context, output) for output in difference.outputs)
-    least = max(context.min_sqnr, _ROUNDING_DB.get(context.number_format.name, 0.0))
+    least = max(context.min_sqnr, ROUNDING_DB.get(context.number_format.name, 0.0))
     return all(accuracy is None or accuracy >= least for accuracy in found)
 
 

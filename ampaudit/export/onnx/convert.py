@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.files import staged_directory
+from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.text import format_number, plural
 from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
+from ampaudit.export.onnx.decisions import orders_values
 from ampaudit.export.onnx.metadata import annotate_graph
 from ampaudit.export.onnx.other_inputs import OtherBatch, other_batches
 from ampaudit.export.onnx.outputs import (
@@ -188,7 +190,8 @@ def _more_wishes(
         return replace(wishes, clamp=False)
     if config.names_policy:
         return None
-    changed = describe_changed([*outputs, *(record for fault in faults for record in fault.records)])
+    every = [*outputs, *(record for fault in faults for record in fault.records)]
+    changed = describe_changed(every, _least_db(plan, config))
     if changed and (more := _more_before_choices(wishes)) is not None:
         return more
     if low and wishes.accuracy is None and config.tune is None:
@@ -245,13 +248,18 @@ def _written(
         for number, original in enumerate(given):
             records.append(file.records(original, number))
             refuse_broken(records[-1], original.exact, config)
-        faults = [fault for other, original in others for fault in _faults(file, other, original, config)]
+        least = _least_db(plan, config)
+        faults = [fault for other, original in others for fault in _faults(file, other, original, least)]
         return written, worst_records(records), faults
 
 
-def _faults(
-    file: WrittenFile, other: OtherBatch, original: Original, config: ConvertConfig
-) -> Iterator[_Fault]:
+def _least_db(plan: OnnxPlan, config: ConvertConfig) -> float:
+    """Return how accurate outputs have to be: values that come out in another order have few dB."""
+    ordered = ROUNDING_DB[config.dtype] if orders_values(plan.file.model) else config.min_sqnr
+    return max(config.min_sqnr, ordered)
+
+
+def _faults(file: WrittenFile, other: OtherBatch, original: Original, least: float) -> Iterator[_Fault]:
     """Find what a file computes wrongly where the original computes finite outputs."""
     try:
         finite = all(tensor.isfinite().all() for tensor in original.exact.values())
@@ -266,7 +274,7 @@ def _faults(
     except AuditError:  # of a size that cannot be run here
         return
     else:
-        if low := describe_inaccurate(records, config.min_sqnr) or describe_changed(records):
+        if low := describe_changed(records, least):
             yield _Fault(other, records, f"with {other.what}, the file computes {low}")
 
 

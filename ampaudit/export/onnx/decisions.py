@@ -18,10 +18,11 @@ from ampaudit.source.onnx.names import plain_domain
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["comparable_outputs", "nodes_before_choices"]
+__all__ = ["comparable_outputs", "nodes_before_choices", "orders_values"]
 
 _CHOOSING = {"ArgMax", "ArgMin", "NonMaxSuppression", "TopK"}
 _COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+_ORDERING = {"NonMaxSuppression", "TopK"}
 Outputs = Mapping[str, torch.Tensor]
 
 
@@ -44,6 +45,11 @@ def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
                 near[producer] = near[node] + 1
                 pending.append(producer)
     return set(near)
+
+
+def orders_values(model: ir.Model) -> bool:
+    """Return whether values come out in an order that their scores decide."""
+    return any(node.op_type in _ORDERING for node in model.graph.all_nodes())
 
 
 def comparable_outputs(ours: Outputs, exact: Outputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

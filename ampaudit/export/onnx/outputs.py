@@ -140,9 +140,13 @@ def describe_inaccurate(records: Iterable[OutputRecord], min_sqnr: float) -> str
     return ", ".join(_fault(record) for record in records if _decibels(record) < min_sqnr)
 
 
-def describe_changed(records: Iterable[OutputRecord]) -> str:
-    """Describe the integers of which more than one in a hundred changed; empty if there are none."""
-    return describe_inaccurate((record for record in records if "float" not in record.dtype), _CHOICES_DB)
+def describe_changed(records: Iterable[OutputRecord], floats_db: float) -> str:
+    """Describe integers of which more than one in a hundred changed, and floats that are less accurate."""
+    return ", ".join(
+        _fault(record)
+        for record in records
+        if _decibels(record) < (floats_db if "float" in record.dtype else _CHOICES_DB)
+    )
 
 
 def _fault(record: OutputRecord) -> str:
