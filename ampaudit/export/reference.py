@@ -113,15 +113,23 @@ def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float |
         largest = float((ours.long() - reference.long()).abs().amax())
         share = float((ours != reference).double().mean())
         return largest, round(-20.0 * math.log10(share), 2) if share else None
-    ours, reference = ours.double(), reference.double()
-    same = (ours == reference) | (ours.isnan() & reference.isnan())  # also where both are infinite
-    error = torch.where(same, 0.0, ours - reference)
-    largest = float(error.abs().amax())
-    noise, signal = float(error.square().sum()), float(reference[reference.isfinite()].square().sum())
+    wide = torch.float64 if torch.float64 in (ours.dtype, reference.dtype) else torch.float32
+    error = ours.to(wide) - reference.to(wide)
+    if not error.isfinite().all():  # where both are infinite, or NaN, they agree
+        same = (ours == reference) | (ours.isnan() & reference.isnan())
+        error, reference = error.masked_fill(same, 0.0), reference[reference.isfinite()]
+    largest = float(torch.linalg.vector_norm(error, math.inf))
     if not math.isfinite(largest):
         return None, None
-    db = signal_to_noise_db(signal, noise)
+    noise, signal = (
+        float(torch.linalg.vector_norm(t.to(wide), dtype=torch.float64)) for t in (error, reference)
+    )
+    db = signal_to_noise_db(signal**2, noise**2)
     return largest, None if db is None else round(db, 2)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> str:

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.files import staged_directory
-from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.text import format_number, plural
 from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
-from ampaudit.export.onnx.decisions import orders_values
 from ampaudit.export.onnx.metadata import annotate_graph
 from ampaudit.export.onnx.other_inputs import OtherBatch, other_batches
 from ampaudit.export.onnx.outputs import (
     Original,
     WrittenFile,
-    describe_changed,
     describe_inaccurate,
     refuse_broken,
     worst_records,
@@ -190,8 +187,8 @@ def _more_wishes(
         return replace(wishes, clamp=False)
     if config.names_policy:
         return None
-    every = [*outputs, *(record for fault in faults for record in fault.records)]
-    changed = describe_changed(every, _least_db(plan, config))
+    every = (*outputs, *(record for fault in faults for record in fault.records))
+    changed = describe_inaccurate(every, config.min_sqnr) and plan.chooses
     if changed and (more := _more_before_choices(wishes)) is not None:
         return more
     if low and wishes.accuracy is None and config.tune is None:
@@ -248,18 +245,13 @@ def _written(
         for number, original in enumerate(given):
             records.append(file.records(original, number))
             refuse_broken(records[-1], original.exact, config)
-        least = _least_db(plan, config)
-        faults = [fault for other, original in others for fault in _faults(file, other, original, least)]
+        faults = [
+            fault for other, original in others for fault in _faults(file, other, original, config.min_sqnr)
+        ]
         return written, worst_records(records), faults
 
 
-def _least_db(plan: OnnxPlan, config: ConvertConfig) -> float:
-    """Return how accurate outputs have to be: values that come out in another order have few dB."""
-    ordered = ROUNDING_DB[config.dtype] if orders_values(plan.file.model) else config.min_sqnr
-    return max(config.min_sqnr, ordered)
-
-
-def _faults(file: WrittenFile, other: OtherBatch, original: Original, least: float) -> Iterator[_Fault]:
+def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: float) -> Iterator[_Fault]:
     """Find what a file computes wrongly where the original computes finite outputs."""
     try:
         finite = all(tensor.isfinite().all() for tensor in original.exact.values())
@@ -274,7 +266,7 @@ def _faults(file: WrittenFile, other: OtherBatch, original: Original, least: flo
     except AuditError:  # of a size that cannot be run here
         return
     else:
-        if low := describe_changed(records, least):
+        if low := describe_inaccurate(records, min_sqnr):
             yield _Fault(other, records, f"with {other.what}, the file computes {low}")
 
 

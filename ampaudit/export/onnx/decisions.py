@@ -13,33 +13,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampaudit.export.onnx.types import is_float32
-from ampaudit.source.onnx.names import plain_domain
+from ampaudit.source.onnx.names import bodies_of, plain_domain
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["comparable_outputs", "nodes_before_choices", "orders_values"]
+__all__ = ["comparable_outputs", "nodes_before_choices"]
 
 _CHOOSING = {"ArgMax", "ArgMin", "NonMaxSuppression", "TopK"}
 _COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
-_ORDERING = {"NonMaxSuppression", "TopK"}
 Outputs = Mapping[str, torch.Tensor]
 
 
 def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
     """Return the nodes whose values reach a choice in at most ``steps`` nodes, the choosing one included."""
-    near: dict[ir.Node, int] = {
-        node: 0
-        for node in model.graph.all_nodes()
-        if node.op_type in _CHOOSING | _COMPARING and plain_domain(node.domain) == ""
-        if any(map(is_float32, node.inputs))
-    }
+    near = dict.fromkeys(filter(_chooses, model.graph.all_nodes()), 0)
     pending = deque(near)
     while pending:
         node = pending.popleft()
         if near[node] == steps:
             continue
-        for value in node.inputs:
+        returned = (value for body in bodies_of(node) for value in body.outputs)
+        for value in (*node.inputs, *returned):
             producer = None if value is None or not is_float32(value) else value.producer()
             if producer is not None and producer not in near:
                 near[producer] = near[node] + 1
@@ -47,9 +42,9 @@ def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
     return set(near)
 
 
-def orders_values(model: ir.Model) -> bool:
-    """Return whether values come out in an order that their scores decide."""
-    return any(node.op_type in _ORDERING for node in model.graph.all_nodes())
+def _chooses(node: ir.Node) -> bool:
+    names = _CHOOSING | _COMPARING
+    return node.op_type in names and plain_domain(node.domain) == "" and any(map(is_float32, node.inputs))
 
 
 def comparable_outputs(ours: Outputs, exact: Outputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -76,6 +71,8 @@ def _where(
     equal: Sequence[torch.Tensor], ours: torch.Tensor, exact: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the elements that belong to equal choices; all of them if there are none."""
+    if not equal:
+        return ours, exact
     kept = torch.ones_like(exact, dtype=torch.bool)
     for each in equal:
         if each.shape != exact.shape[: each.ndim]:

@@ -13,7 +13,8 @@ from ampaudit.source.onnx.inputs import GraphInput, batch_of, by_name, size_of
 __all__ = ["OtherBatch", "other_batches"]
 
 _MOST_ELEMENTS = 1 << 22  # of an input
-_LARGER, _LONGER = 3, 8  # times as large, and of integers of which no table says how large they may be
+_LARGER = 3  # times, for each open axis but that of the batch
+_LONGER = 8  # times, for integers of which no table says how large they may be
 
 
 class OtherBatch(NamedTuple):
@@ -41,8 +42,9 @@ def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iter
     values = by_name(batch, [given.name for given in inputs])
     random = torch.Generator().manual_seed(seed)
     shuffled = {given.name: _shuffled(given, values[given.name], random) for given in inputs}
+    batches = {given.sizes[0] if len(given.sizes) > 1 else None for given in inputs if given.sizes}
     sizes = {
-        name: _LARGER * size + 1
+        name: size + 1 if batches == {name} else _LARGER * size + 1
         for given in inputs
         for name, size in zip(given.sizes or (), values[given.name].shape, strict=True)
         if isinstance(name, str) and "+" not in name

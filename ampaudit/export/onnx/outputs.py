@@ -37,13 +37,11 @@ from ampaudit.trace.values import dtype_name
 __all__ = [
     "Original",
     "WrittenFile",
-    "describe_changed",
     "describe_inaccurate",
     "refuse_broken",
     "worst_records",
 ]
 
-_CHOICES_DB = 40.0  # one in a hundred differs
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -138,15 +136,6 @@ def refuse_broken(records: Iterable[OutputRecord], exact: Tensors, config: Conve
 def describe_inaccurate(records: Iterable[OutputRecord], min_sqnr: float) -> str:
     """Describe the outputs that are less accurate than that; empty if there are none."""
     return ", ".join(_fault(record) for record in records if _decibels(record) < min_sqnr)
-
-
-def describe_changed(records: Iterable[OutputRecord], floats_db: float) -> str:
-    """Describe integers of which more than one in a hundred changed, and floats that are less accurate."""
-    return ", ".join(
-        _fault(record)
-        for record in records
-        if _decibels(record) < (floats_db if "float" in record.dtype else _CHOICES_DB)
-    )
 
 
 def _fault(record: OutputRecord) -> str:

@@ -55,6 +55,7 @@ class OnnxPlan:
         audited: the audit that decided.
         clamped: the masks that were clamped.
         names: of its nodes, as the audit has them.
+        chooses: whether nodes choose by numbers in float32.
         opset: the version that the standard operators were raised to.
     """
 
@@ -62,6 +63,7 @@ class OnnxPlan:
     audited: Audited
     clamped: list[ClampedMask]
     names: NodeNames
+    chooses: bool
     opset: int | None = None
 
 
@@ -104,7 +106,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes | N
         rules = tuned_rules(prepared, config.dtype, accuracy, config)
     if not own:
         whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
-        before = nodes_before_choices(file.model, wishes.before_choices) if wishes.before_choices else ()
+        before = nodes_before_choices(file.model, wishes.before_choices) if wishes.before_choices else set()
         for name, nodes, why in (("whole", whole, _WHOLE), ("choices", before, _CHOICES)):
             if nodes:
                 rules = _keeping(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
@@ -114,7 +116,8 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes | N
         wide = [site.id for site in _computing(other) if _is_wide(site)]  # also by what was measured there
         rules = _keeping(rules, "others", Match(site=_escaped(wide)), _OTHERS) if wide else rules
     audited, _ = _unbroken(prepared, rules, settings, own=own)
-    return OnnxPlan(file, audited, clamped, model.names, raised)
+    chooses = bool(nodes_before_choices(file.model, 0))
+    return OnnxPlan(file, audited, clamped, model.names, chooses, raised)
 
 
 def _unbroken(
