@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["convert_onnx"]
 
 _FLIPPED = "AMP209"
+_CHOICES_DB = 40.0  # of integers, one in a hundred differs
 _STEPS = (8, 64)  # nodes before a choice that stay in float32 where too many choices change
 
 
@@ -188,7 +189,7 @@ def _more_wishes(
     if config.names_policy:
         return None
     every = (*outputs, *(record for fault in faults for record in fault.records))
-    changed = describe_inaccurate(every, config.min_sqnr) and plan.chooses
+    changed = describe_inaccurate(every, config.min_sqnr, _CHOICES_DB) and plan.chooses
     if changed and (more := _more_before_choices(wishes)) is not None:
         return more
     if low and wishes.accuracy is None and config.tune is None:
@@ -266,7 +267,7 @@ def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: 
     except AuditError:  # of a size that cannot be run here
         return
     else:
-        if low := describe_inaccurate(records, min_sqnr):
+        if low := describe_inaccurate(records, min_sqnr, _CHOICES_DB):
             yield _Fault(other, records, f"with {other.what}, the file computes {low}")
 
 

@@ -18,10 +18,12 @@ from ampaudit.source.onnx.names import bodies_of, plain_domain
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["comparable_outputs", "nodes_before_choices"]
+__all__ = ["comparable_outputs", "nodes_before_choices", "orderings"]
 
 _CHOOSING = {"ArgMax", "ArgMin", "NonMaxSuppression", "TopK"}
 _COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+_ORDERING = {"NonMaxSuppression", "TopK"}
+_PASSING = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 Outputs = Mapping[str, torch.Tensor]
 
 
@@ -47,24 +49,61 @@ def _chooses(node: ir.Node) -> bool:
     return node.op_type in names and plain_domain(node.domain) == "" and any(map(is_float32, node.inputs))
 
 
-def comparable_outputs(ours: Outputs, exact: Outputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def orderings(model: ir.Model) -> dict[str, str]:
+    """Return the operator of each output that holds what TopK or NonMaxSuppression chose, in its order."""
+    found = {}
+    for value in model.graph.outputs:
+        producer = value.producer()
+        while producer is not None and producer.op_type in _PASSING and producer.inputs[0] is not None:
+            producer = producer.inputs[0].producer()
+        if producer is not None and producer.op_type in _ORDERING and not is_float32(value):
+            found[str(value.name)] = producer.op_type
+    return found
+
+
+def comparable_outputs(
+    ours: Outputs, exact: Outputs, ordered: Mapping[str, str] | None = None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Pair outputs: integers as they are, and floats as far as they belong to integers that agree.
 
-    Where the number of rows differs, as of boxes that were chosen, equal rows of integers are paired, and the
-    same rows of the other outputs. A row of integers without a partner counts as one that differs.
+    What was chosen in another order, or in another number, is paired by what it is, and so are the floats
+    beside it. A choice without a partner counts as one that differs.
+
+    Args:
+        ours: outputs by name.
+        exact: those of the original.
+        ordered: see ``orderings``.
     """
     pairs = {name: (ours[name], exact[name]) for name in exact}
-    choices = [pair for pair in pairs.values() if pair[1].ndim and not pair[1].is_floating_point()]
-    for mine, theirs in choices:
-        if mine.shape != theirs.shape and mine.shape[1:] == theirs.shape[1:]:
+    equal = []
+    for name in [name for name, (_, theirs) in pairs.items() if _is_choice(theirs)]:
+        (mine, theirs), operator = pairs[name], (ordered or {}).get(name)
+        if mine.shape == theirs.shape and operator == "TopK":
+            depth, rows = theirs.ndim, _equal_rows(_in_groups(mine), _in_groups(theirs))
+            for other, pair in pairs.items():
+                if all(tensor.shape[:depth] == theirs.shape for tensor in pair):
+                    flat = pair[0].flatten(0, depth - 1), pair[1].flatten(0, depth - 1)
+                    pairs[other] = _at_rows(flat, rows)
+        elif mine.shape[1:] == theirs.shape[1:] and (mine.shape != theirs.shape or operator):
             rows = _equal_rows(mine, theirs)
-            for name, pair in pairs.items():
+            for other, pair in pairs.items():
                 if pair[0].ndim and [*map(len, pair)] == [len(mine), len(theirs)]:
-                    pairs[name] = _at_rows(pair, rows)
-    equal = [mine == theirs for mine, theirs in choices if mine.shape == theirs.shape]
+                    pairs[other] = _at_rows(pair, rows)
+        elif mine.shape == theirs.shape:
+            equal.append(mine == theirs)
     return {
         name: _where(equal, *pair) if pair[1].is_floating_point() else pair for name, pair in pairs.items()
     }
+
+
+def _is_choice(tensor: torch.Tensor) -> bool:
+    return tensor.ndim > 0 and not tensor.is_floating_point()
+
+
+def _in_groups(chosen: torch.Tensor) -> torch.Tensor:
+    """Return the choices along the last axis, each with the number of the group that it was chosen from."""
+    groups = torch.arange(chosen[..., 0].numel()).repeat_interleave(chosen.shape[-1])
+    return torch.stack([groups, chosen.flatten()], 1)
 
 
 def _where(

@@ -14,7 +14,7 @@ from ampaudit.core.errors import RunFailed
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.onnx.decisions import comparable_outputs
+from ampaudit.export.onnx.decisions import comparable_outputs, orderings
 from ampaudit.export.onnx.write import ONNX_FLOATS
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.policy.load import load_policy
@@ -72,7 +72,7 @@ class WrittenFile:
     def records(self, original: Original, number: int = 0) -> list[OutputRecord]:
         """Return how far each output is from the original's."""
         ours = self._outputs(_as_taken(original.batch, self._model), original.exact, number)
-        pairs = comparable_outputs(ours, original.exact)
+        pairs = comparable_outputs(ours, original.exact, orderings(self._model.file.model))
         return [
             OutputRecord(name, dtype_name(ours[name].dtype), digest_of_tensors([ours[name]]), *found)
             for name, pair in pairs.items()
@@ -133,9 +133,12 @@ def refuse_broken(records: Iterable[OutputRecord], exact: Tensors, config: Conve
             raise RunFailed(f"the written file computes {_fault(record)}", hint=hint)
 
 
-def describe_inaccurate(records: Iterable[OutputRecord], min_sqnr: float) -> str:
+def describe_inaccurate(
+    records: Iterable[OutputRecord], min_sqnr: float, of_integers: float | None = None
+) -> str:
     """Describe the outputs that are less accurate than that; empty if there are none."""
-    return ", ".join(_fault(record) for record in records if _decibels(record) < min_sqnr)
+    least = {True: min_sqnr, False: min_sqnr if of_integers is None else max(min_sqnr, of_integers)}
+    return ", ".join(_fault(r) for r in records if _decibels(r) < least["float" in r.dtype])
 
 
 def _fault(record: OutputRecord) -> str:
