@@ -36,7 +36,7 @@ BATCHES = "\ndef batches():\n    for _ in range({batches}): yield torch.randn(64
 def scan_and_count(counts: Path, words: list[str]) -> None:
     """Scan in this process, and write how often each weight was moved."""
     from ampaudit.cli.program import main
-    from ampaudit.run.masters import MasterWeights
+    from ampaudit.run.lockstep import MasterWeights
 
     moved: Counter[str] = Counter()
     hold = MasterWeights.hold

@@ -40,7 +40,7 @@ PATCHING = {
     "ampaudit.trace.interpose",  # the method of the tracer that records ops
     "ampaudit.trace.path.hidden",  # what tells code that it is being traced
     "ampaudit.trace.path.recorder",  # reads of fake tensors by Python
-    "ampaudit.trace.precision_reads",  # torch's functions about autocast
+    "ampaudit.trace.capture",  # torch's functions about autocast
 }
 # private modules of torch that the whole package may name: types of ops, nested containers, dispatch modes
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode")
@@ -50,7 +50,7 @@ PRIVATE = {
     "ampaudit.benchmarking.memory",
     "ampaudit.benchmarking.predict",
     "ampaudit.run.low_precision",
-    "ampaudit.source.pt2.operators",
+    "ampaudit.source.pt2.graph",
 }
 # the inside of the linter: one object calls the others, and they call it back
 KNOWN_CIRCLES = {"ampaudit.linter.flow"}

@@ -9,18 +9,18 @@ from importlib.metadata import version
 from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
-from ampaudit.audit.checks.interface import CheckContext, finding_source
+from ampaudit.audit.checks.interface import CheckContext, finding_source, source_of
 from ampaudit.audit.checks.output_error import accuracy_text
 from ampaudit.audit.checks.uncovered import gaps_of
-from ampaudit.audit.gradient_report import backward_report, gradient_of
-from ampaudit.audit.path_report import path_report
-from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
+from ampaudit.core.formats import BFLOAT16, WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOnGaps
 from ampaudit.report.gap import Gap, GapKind, gate_on, verdict_on
+from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient
+from ampaudit.report.input_path import InputPath, ReadLine
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -32,14 +32,18 @@ from ampaudit.report.model import (
     WeightMemory,
 )
 from ampaudit.report.site import Forward, SiteReport, WhatIf
+from ampaudit.run.backward.record import GradientStats
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.observation import Observation
+from ampaudit.run.path_record import ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import ConvertedModel
+from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import dtype_name
 
 __all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
 
+_ANSWERS = 2  # values of one line
 THIS_TOOL = ToolInfo("ampaudit", __version__)
 
 CONTRACT = (
@@ -281,3 +285,91 @@ def _bits(form: NumberFormat, peak: float) -> float | None:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
+
+
+def gradient_of(context: CheckContext, site: Site) -> Gradient | None:
+    """Return the gradient of a site's output, if it was measured."""
+    record = context.record.gradients
+    stats = record.sites.get(site.id) if record is not None else None
+    return None if stats is None else _gradient(context, stats)
+
+
+def backward_report(context: CheckContext) -> BackwardReport | None:
+    """Return everything about the backward pass that is not specific to one site."""
+    record = context.record.gradients
+    if record is None:
+        return None
+    advice = context.scale_advice
+    # the range of bfloat16 is that of float32: where the gradients fit as they are, no scale is needed
+    unscaled = context.number_format is BFLOAT16 and advice is not None and advice.low <= 0 <= advice.high
+    return BackwardReport(
+        loss_scale=record.scale,
+        dynamic=record.dynamic,
+        scale_from=record.scale_from,
+        losses=tuple(_loss(*values) for values in record.losses),
+        advice=advice,
+        suggested=advice.suggested if advice is not None and not unscaled else None,
+        parameters=tuple(
+            ParameterGradient(name, _gradient(context, stats)) for name, stats in record.parameters.items()
+        ),
+        frozen=record.frozen,
+        unused=record.unused,
+        notes=tuple(record.notes),
+    )
+
+
+def _gradient(context: CheckContext, stats: GradientStats) -> Gradient:
+    values, form = stats.values, context.number_format
+    peak = values.finite_peak
+    sqnr = values.sqnr_db
+    return Gradient(
+        precision="16 bits" if stats.low_precision else "float32",
+        peak=peak,
+        headroom_bits=round(form.headroom_bits(peak), 4) if peak > 0 else None,
+        inf=int(values.pos_inf + values.neg_inf),
+        nan=int(values.nan),
+        elements=values.elements,
+        flushed=round(stats.flushed_share, 6),
+        sqnr_db=None if sqnr is None else round(sqnr, 3),
+        exponents=dict(sorted(stats.exponents.items())),
+        cancelled=stats.cancelled,
+    )
+
+
+def _loss(float32: float, lower: float, repaired: float) -> LossValues:
+    same = lower == repaired or (math.isnan(lower) and math.isnan(repaired))
+    return LossValues(_finite(float32), _finite(lower), None if same else _finite(repaired))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def path_report(context: CheckContext) -> InputPath | None:
+    """Return the lines that decided the path; ``None`` if the graph is for all inputs."""
+    record = context.record.path
+    if not record.paths:
+        return None
+    lines = [
+        ReadLine(
+            name=stats.name,
+            kind=stats.kind.value,
+            layer=stats.layer,
+            source=source_of(stats.source, stats.caller),
+            reads=stats.reads,
+            differing=stats.differing,
+            batch=stats.batch,
+            fp32=_answers(stats),
+            low=stats.low,
+        )
+        for stats in record.reads.values()
+    ]
+    return InputPath(len(record.paths), tuple(lines))
+
+
+def _answers(stats: ReadStats) -> str:
+    """Return what was read in FP32: the read that differs, or each value with its number of times."""
+    if stats.differing or len(stats.answers) == 1 or stats.kind is not ReadKind.CHOICE:
+        return stats.fp32
+    listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_ANSWERS))
+    return f"{listed}, ..." if len(stats.answers) > _ANSWERS else listed

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypedDict
 
 from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
 from ampaudit.audit.config import Rules, check_device
-from ampaudit.benchmarking.names import DEFAULT_MODES, parse_modes
 from ampaudit.core.config import (
     Config,
     DeviceName,
@@ -22,11 +21,30 @@ from ampaudit.core.config import (
     silent,
     split_commas,
 )
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.formats import Dtype
 from ampaudit.devices.catalogue import Device, device_named
 
-__all__ = ["BenchConfig", "BenchOptions"]
+__all__ = ["BenchConfig", "BenchOptions", "parse_modes"]
+
+MODES = ("fp32", "tf32", "autocast", "half", "bf16", "converted", "converted+compile")
+DEFAULT_MODES = MODES[:-1]
+
+
+def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Parse names such as ``fp32,autocast``; duplicates are dropped.
+
+    Raises:
+        UsageError: one is no mode.
+    """
+    names = tuple(dict.fromkeys(split_commas(given)))
+    for name in names:
+        if name not in MODES:
+            hint = f"{did_you_mean(name, MODES)}one of: {', '.join(MODES)}"
+            raise UsageError(f"--modes {name}: no such mode", hint=hint)
+    if not names:
+        raise UsageError("--modes names none", hint=f"some of: {', '.join(MODES)}")
+    return names
 
 
 def _read_sizes(given: Any) -> Any:

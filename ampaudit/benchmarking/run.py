@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -11,11 +11,11 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.benchmarking.batches import batch_size_of
 from ampaudit.benchmarking.config import BenchConfig, BenchOptions
-from ampaudit.benchmarking.largest import largest
-from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, start_run, time_step
-from ampaudit.benchmarking.modes import BenchSetup, with_batch_size
+from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, release_memory, start_run, time_step
+from ampaudit.benchmarking.modes import BenchSetup, ModeRunner, NotSupported, build_mode, with_batch_size
+from ampaudit.benchmarking.predict import holds_graph, predict_step
 from ampaudit.core import interrupts
-from ampaudit.core.config import with_options
+from ampaudit.core.config import Progress, with_options
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.devices.host import this_machine
@@ -24,7 +24,8 @@ from ampaudit.report.model import ModelInfo
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 
-__all__ = ["bench"]
+__all__ = ["bench", "search"]
+
 
 CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
@@ -132,3 +133,66 @@ def _of_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[Be
         runs = [run for run in runs if run.seconds or run.row.status != "ok"]
     exact = next((run.output for run in runs if run.row.mode == "fp32" and run.output), ())
     return [finish_run(run, exact) for run in runs], interrupted
+
+
+def largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iterator[Largest]:
+    """Search each mode, by measuring on a GPU or by predicting for the memory of ``--for``."""
+    for index, mode in enumerate(modes):
+        progress("largest batch", index, len(modes))
+        fits, how = _fits(mode, setup)
+        if fits is not None:
+            yield Largest(mode, search(fits), how)
+
+
+def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, str]:
+    """Return a test for one batch size, if possible, and how it is made."""
+    target = setup.target
+    if target is not None:
+        if not target.memory_gb:
+            return None, ""
+        limit = target.memory_gb * 1e9
+        runner = _any_size_runner(mode, setup)
+        if runner is None:
+            return None, ""
+        return (
+            lambda size: predict_step(runner, setup, size=size)[0].peak <= limit,
+            f"predicted, for {target.memory_gb:g} GB",
+        )
+    if setup.device.type != "cuda":
+        return None, ""
+
+    def measured_fits(size: int) -> bool:
+        run = start_run(mode, with_batch_size(setup, size), size)
+        fits = run.row.status == "ok"
+        run.runner = run.batch = None
+        release_memory(setup.device)
+        return fits
+
+    return measured_fits, "measured"
+
+
+def _any_size_runner(mode: str, setup: BenchSetup) -> ModeRunner | None:
+    """Build a mode that takes any batch size; a graph is for the size of its trace."""
+    try:
+        runner = build_mode(mode, setup)
+    except NotSupported:
+        return None
+    return None if holds_graph(runner.model) else runner
+
+
+def search(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
+    """Return the largest size up to ``limit`` that fits, by doubling and then bisecting; 0 if none does.
+
+    Above 64 it is found to 3 %, not exactly: each try takes seconds.
+    """
+    size = 1
+    if not fits(size):
+        return 0
+    while size < limit and fits(size * 2):
+        size *= 2
+    step = size // 2
+    while step >= max(1, size // 64):
+        if size + step <= limit and fits(size + step):
+            size += step
+        step //= 2
+    return size

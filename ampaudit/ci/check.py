@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
+
+from pydantic import TypeAdapter
 
 from ampaudit.audit.config import ScanConfig
-from ampaudit.ci.baseline import BaselineFile
 from ampaudit.ci.config import CheckConfig, CheckOptions
 from ampaudit.ci.judge import check_codes
-from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.arguments import given_paths
-from ampaudit.core.config import with_options
+from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
+from ampaudit.core.config import Progress, with_options
 from ampaudit.core.errors import UsageError
+from ampaudit.core.files import temporary_directory, write_text
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import parse_size
+from ampaudit.core.text import model_file, parse_size
+from ampaudit.core.untrusted import describe_path
+from ampaudit.render.json import to_json
+from ampaudit.report.baseline import Baseline, KnownTarget
 from ampaudit.report.budgets import Budgets
-from ampaudit.report.check import CheckResults, Request
+from ampaudit.report.check import CheckResults, Request, TargetResult
+from ampaudit.report.saved import read_record
 
-__all__ = ["check"]
+__all__ = ["BaselineFile", "Limits", "check", "check_all"]
 
+_HOW = "write one with: ampaudit check TARGETS --baseline FILE --update-baseline"
+_POLL_SECONDS = 0.05
+_HINTS = {
+    "seconds": "raise --timeout, or find out why the model hangs",
+    "memory": "raise --max-memory, or use a smaller batch",
+}
 _OPTIONS = CheckConfig.model_fields.keys() & (
     ScanConfig.model_fields.keys() | SourceConfig.model_fields.keys()
 )
@@ -74,3 +88,130 @@ def check(
 def _plain(config: CheckConfig, names: Iterable[str]) -> dict[str, object]:
     """Return the fields that are set as values that JSON can carry."""
     return config.model_dump(mode="json", include=set(names), exclude_none=True)
+
+
+class BaselineFile:
+    """What a file accepts of each target; targets are named by their paths from its directory."""
+
+    def __init__(self, path: Path, *, update: bool) -> None:
+        """Read the file.
+
+        Args:
+            path: of the file.
+            update: whether it will be written, and need not exist yet.
+
+        Raises:
+            InputError: it cannot be read, or is no baseline.
+        """
+        self._path = path
+        self._baseline = Baseline()
+        if path.exists() or not update:
+            name = f"--baseline {describe_path(path)}"
+            self._baseline = read_record(Baseline, "baseline", path, name, _HOW)
+
+    def entries(self, target: str) -> tuple[KnownTarget, ...]:
+        """Return what is accepted of a target, under any policy."""
+        key = self._key(target)
+        return tuple(known for known in self._baseline.targets if known.target == key)
+
+    def update(self, results: Iterable[TargetResult]) -> None:
+        """Accept what was found, and keep what the file has of other targets, policies and formats.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        found = [replace(r.accepted, target=self._key(r.target)) for r in results if r.accepted is not None]
+        if found:
+            write_text(self._path, to_json(self._baseline.updated(found)), force=True)
+
+    def _key(self, target: str) -> str:
+        """Return a target's path from the directory of the file; an import path stays as it is."""
+        file = target if Path(target).exists() else model_file(target)
+        if not Path(file).exists():
+            return target
+        beside = os.path.relpath(Path(file).resolve(), self._path.resolve().parent)
+        return f"{beside.replace(os.sep, '/')}{target[len(file) :]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Number of parallel processes, and the limits of each; ``None`` means unlimited."""
+
+    jobs: int = 1
+    timeout: float | None = None
+    memory: int | None = None
+
+
+def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress) -> list[TargetResult]:
+    """Return the results in the order of the requests, even if processes die.
+
+    A process that is stopped, or dies, is a result like any other: its target could not be audited.
+    """
+    waiting = list(enumerate(requests))[::-1]
+    running: dict[int, _Worker] = {}
+    results: dict[int, TargetResult] = {}
+    with temporary_directory("ampaudit-check-") as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < limits.jobs:
+                    number, request = waiting.pop()
+                    running[number] = _Worker(request, folder / str(number), limits)
+                time.sleep(_POLL_SECONDS)
+                for number, worker in list(running.items()):
+                    result = worker.poll()
+                    if result is not None:
+                        results[number] = result
+                        del running[number]
+                        on_progress("checking", len(results), len(requests))
+        finally:
+            for worker in running.values():
+                worker.stop()
+    return [results[number] for number in range(len(requests))]
+
+
+class _Worker:
+    """One process with its limits."""
+
+    def __init__(self, request: Request, folder: Path, limits: Limits) -> None:
+        folder.mkdir()
+        self._request, self._limits = request, ChildLimits(limits.timeout, limits.memory)
+        self._result = folder / "result.json"
+        question = folder / "request.json"
+        question.write_bytes(TypeAdapter(Request).dump_json(request))
+        self._process = ChildProcess(
+            "ampaudit.ci.worker:main",
+            str(question),
+            str(self._result),
+            log=folder / "stderr",
+            environment={**child_environment(), **_threads(limits.jobs)},
+        )
+
+    def poll(self) -> TargetResult | None:
+        """Return the result once there is one."""
+        running = self._process.running()
+        exceeded = self._process.exceeded(self._limits) if running else None
+        if running and exceeded is None:
+            return None
+        self.stop()  # with children that the model's code left behind
+        if exceeded is not None:
+            which, what = exceeded
+            return self._failed(f"{what}\n  next: {_HINTS[which]}")
+        if not self._result.is_file():
+            return self._failed(f"{self._process.death()}\n  next: run 'ampaudit scan' on it")
+        found = TypeAdapter(TargetResult).validate_json(self._result.read_bytes())
+        return replace(found, **self._spent())
+
+    def stop(self) -> None:
+        """Kill the process and all its children."""
+        self._process.stop()
+
+    def _failed(self, error: str) -> TargetResult:
+        return TargetResult(self._request.target, "error", 3, error=error, **self._spent())
+
+    def _spent(self) -> dict[str, Any]:
+        return {"seconds": round(self._process.seconds, 2), "peak_bytes": self._process.peak_bytes}
+
+
+def _threads(jobs: int) -> dict[str, str]:
+    """Divide the cores among parallel processes; a single process keeps its default."""
+    return {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}

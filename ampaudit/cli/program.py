@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from typing import Any, TypeAlias
 
 import click
+from click.shell_completion import CompletionItem
+from click.types import StringParamType
 
-from ampaudit.cli.completion import add_completion
 from ampaudit.cli.terminal import bound_size, make_printable
 from ampaudit.core.errors import AuditError, did_you_mean, first_line
+from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.interrupts import INTERRUPTED
 from ampaudit.core.text import escape_control
 from ampaudit.core.version import __version__
 
 __all__ = ["COMMANDS", "main", "run_command"]
 
+Names: TypeAlias = Callable[[], Iterator[tuple[str, str]]]
 # where each command is, and its line in the list of all
 COMMANDS = {
     "init": ("init_command:init_command", "Write a model file for a project."),
@@ -116,3 +121,81 @@ def _explained(error: Exception) -> tuple[str, int]:
         return f"{where}{reason}\n  next: check that file, or run again with --debug", 2
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     return f"internal error: {text}\n  next: please report it with the output of --debug", 3
+
+
+class Completed(StringParamType):
+    """Text that is one of known names or, where ``files`` is set, a path; several are split by commas."""
+
+    def __init__(self, names: Names | None = None, *, files: bool = False) -> None:
+        self.names, self.files = names, files
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names that begin with the last part of what is typed; else let the shell list files."""
+        del ctx, param
+        before, comma, last = incomplete.rpartition(",")
+        named = self.names() if self.names is not None else ()
+        found = [
+            CompletionItem(f"{before}{comma}{name}", help=text or None)
+            for name, text in named
+            if name.lower().startswith(last.lower())
+        ]
+        if self.files and (not found or os.sep in incomplete):
+            return [CompletionItem(incomplete, type="file")]
+        return found
+
+
+def add_completion(command: click.Command) -> click.Command:
+    """Let the options and arguments of a command complete by their names, and return it."""
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            add_completion(inner)
+    for parameter in command.params:
+        made = _BY_NAME.get(f"{command.name} {parameter.name}") or _BY_NAME.get(parameter.name or "")
+        if made is not None and isinstance(parameter.type, StringParamType):
+            parameter.type = made
+    return command
+
+
+def _policies() -> Iterator[tuple[str, str]]:
+    from ampaudit.policy.paths import policy_names
+
+    return ((name, "") for name in policy_names())
+
+
+def _codes(prefix: str = "") -> Names:
+    def names() -> Iterator[tuple[str, str]]:
+        from ampaudit.report.pages.page import code_titles
+
+        return ((code, title) for code, title in code_titles() if code.startswith(prefix))
+
+    return names
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    from ampaudit.devices.catalogue import all_devices
+
+    return ((name, device.name) for name, device in all_devices().items())
+
+
+def _dtypes() -> Iterator[tuple[str, str]]:
+    return ((name, "") for name in LOW_PRECISION_NAMES)
+
+
+def _accelerators() -> Iterator[tuple[str, str]]:
+    return ((name, "") for name in ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu"))
+
+
+_POLICY, _FILES, _ALL_CODES = Completed(_policies, files=True), Completed(files=True), Completed(_codes())
+_LINT_CODES, _DEVICE = Completed(_codes("AMP8")), Completed(_devices)
+# by the name of a parameter, or of a command and its parameter
+_BY_NAME: dict[str, Any] = {
+    **dict.fromkeys(("policy", "policies", "diff first", "diff second"), _POLICY),
+    **dict.fromkeys(("model", "targets", "paths", "validate file"), _FILES),
+    **dict.fromkeys(("code", "allow", "ignore"), _ALL_CODES),
+    **dict.fromkeys(("lint select", "lint ignore"), _LINT_CODES),
+    **dict.fromkeys(("target", "devices name"), _DEVICE),
+    "dtype": Completed(_dtypes),
+    "device": Completed(_accelerators),
+}

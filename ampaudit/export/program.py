@@ -21,7 +21,14 @@ from ampaudit.trace.dynamic import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
 
-__all__ = ["GraphModel", "as_structure", "export_program", "same_nodes", "save_program", "tensors_only"]
+__all__ = [
+    "GraphModel",
+    "as_structure",
+    "export_program",
+    "same_nodes",
+    "save_program",
+    "tensors_only",
+]
 
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 from ampaudit.core.arguments import given_paths
 from ampaudit.core.config import with_options
+from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import describe_path
 from ampaudit.core.version import __version__
-from ampaudit.linter.baseline import without_baseline
 from ampaudit.linter.config import LintConfig, LintOptions
 from ampaudit.linter.linting import LintedFile, lint_files
 from ampaudit.linter.selection import UNUSED_SUPPRESSION
-from ampaudit.report.finding import gate_at
+from ampaudit.report.finding import KNOWN, gate_at
 from ampaudit.report.lint import LintFinding, LintReport
+from ampaudit.report.saved import read_document
 
 __all__ = ["lint", "lint_report"]
 
@@ -91,3 +96,34 @@ def _with_imported(own: list[LintFinding], more: list[LintFinding]) -> list[Lint
     hidden = {line for item in more if item.suppressed for line in (item.line, item.end_line)}
     kept = (item for item in found.values() if item.code != UNUSED_SUPPRESSION or item.line not in hidden)
     return sorted(kept, key=lambda item: (item.line, item.column, item.code))
+
+
+def without_baseline(findings: Iterable[LintFinding], path: Path) -> Iterator[LintFinding]:
+    """Suppress as many findings of each kind as an earlier report has.
+
+    A finding is found again by its file, function, code and line of source, wherever the line is now.
+
+    Args:
+        findings: of all files.
+        path: of a report as JSON.
+
+    Raises:
+        InputError: it is no report of lint.
+    """
+    earlier = read_document(path)
+    if not isinstance(earlier, LintReport):
+        hint = "write one with: ampaudit lint PATHS -o baseline.json"
+        raise InputError(f"--baseline {describe_path(path)} is not a report of lint", hint=hint)
+    known = Counter(_key(finding) for finding in earlier.active)
+    for finding in findings:
+        key = _key(finding)
+        if finding.suppressed is None and known[key]:
+            known[key] -= 1
+            yield replace(finding, suppressed=KNOWN)
+        else:
+            yield finding
+
+
+def _key(finding: LintFinding) -> tuple[str | int | None, ...]:
+    file = os.path.relpath(finding.file).replace(os.sep, "/")
+    return file, finding.cell, finding.function, finding.code, " ".join(finding.source.split())

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from difflib import unified_diff
 from typing import Final
 
-__all__ = ["MAX_SOURCE_BYTES", "Unreadable", "character_column", "decode", "diff_lines", "split_lines"]
+__all__ = [
+    "MAX_SOURCE_BYTES",
+    "Unreadable",
+    "character_column",
+    "decode",
+    "diff_lines",
+    "split_lines",
+]
 
 MAX_SOURCE_BYTES: Final = 10_000_000  # what is larger was not written by hand
 _NO_NEWLINE: Final = "\\ No newline at end of file"

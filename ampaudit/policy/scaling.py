@@ -14,7 +14,14 @@ from ampaudit.policy.paths import rules_directory
 from ampaudit.policy.schema import LossScale
 from ampaudit.policy.yamlfile import read_yaml
 
-__all__ = ["LossScaleProfile", "StartingScale", "loss_scale_for", "profile", "profiles", "starting_scale"]
+__all__ = [
+    "LossScaleProfile",
+    "StartingScale",
+    "loss_scale_for",
+    "profile",
+    "profiles",
+    "starting_scale",
+]
 
 
 class LossScaleProfile(BaseModel):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
+import math
 import shutil
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -15,10 +18,11 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from ampaudit.checkpoint.header import laid_out
+from ampaudit.checkpoint.header import TORCH_NAMES, TensorEntry, laid_out
 from ampaudit.checkpoint.layout import CALL_FILES, RECORDING, call_file
 from ampaudit.core.errors import OutputError, first_line
 from ampaudit.core.files import check_directory, write_text
@@ -26,16 +30,118 @@ from ampaudit.core.text import escape_control, format_bytes, plural
 from ampaudit.core.untrusted import describe
 from ampaudit.core.version import __version__
 from ampaudit.recording.config import RecordConfig
-from ampaudit.recording.encode import Unstorable, class_name, encode_call
-from ampaudit.recording.pack import pack_tensors
 from ampaudit.source.calls import structure_of
 from ampaudit.source.unwrapping import unwrapped
 
 __all__ = ["Recording"]
 
+_MAX_DEPTH = 24  # of nested containers; a reader allows 100 levels of JSON, of which each takes up to four
+_CACHES = "transformers.cache_utils"  # caches of Transformers are objects with plain attributes
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
+_TORCH_VALUES = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
+_TORCH_VALUES |= {torch.memory_format: "memory_format"}
+_FILE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items() if name != "F4"}
+_ALIGNMENT = 16  # bytes of the largest dtype
+_Described = tuple[torch.Tensor, dict[str, Any]]
 _MIN_FREE = 200_000_000  # bytes of the disk that are left to others
 _MAX_JSON = 5_000_000  # bytes: more values than that may hold, no reader accepts
 _LIBRARIES = ("torch", "transformers", "diffusers")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """An entry of the file, and its bytes on the CPU, which belong to the tensors of the call."""
+
+    entry: TensorEntry
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The bytes of a storage that a tensor lies in."""
+
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    description: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for views of the same elements."""
+        return self.start, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
+
+
+def pack_tensors(tensors: Iterable[_Described]) -> list[PackedTensor]:
+    """Lay out tensors; fill the description of each with its place: entry, dtype, shape, strides, offset.
+
+    Tensors that overlap in memory are stored as the range that they cover, with their strides, so that they
+    share memory again when they are read. A range with large gaps is stored as contiguous copies instead.
+    """
+    storages: dict[tuple[str, int], list[_Span]] = {}
+    for number, (tensor, description) in enumerate(tensors):
+        address = tensor.untyped_storage().data_ptr() or -number - 1  # without elements: alone
+        storages.setdefault((str(tensor.device), address), []).append(_span(tensor, description))
+    packed: list[PackedTensor] = []
+    for spans in storages.values():
+        for cluster in _clusters(spans):
+            _pack(cluster, packed)
+    # entries follow each other without gaps: the widest dtypes first are all aligned
+    return sorted(packed, key=lambda item: -(item.entry.size % _ALIGNMENT == 0))
+
+
+def _span(tensor: torch.Tensor, description: dict[str, Any]) -> _Span:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    width = tensor.dtype.itemsize
+    start = int(tensor.storage_offset()) * width
+    return _Span(start, start + int(last + 1) * width if tensor.numel() else start, tensor, description)
+
+
+def _clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
+    """Yield groups of spans that overlap."""
+    group: list[_Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.stop)):
+        if group and span.start >= max(other.stop for other in group) and span.key != group[-1].key:
+            yield group
+            group = []
+        group.append(span)
+    yield group
+
+
+def _pack(cluster: Sequence[_Span], packed: list[PackedTensor]) -> None:
+    views = {span.key: span.tensor for span in cluster}
+    start, stop = cluster[0].start, max(span.stop for span in cluster)
+    if stop - start > 2 * sum(view.numel() * view.dtype.itemsize for view in views.values()):
+        for key, view in views.items():
+            copied = view.contiguous()
+            alike = [_span(copied, span.description) for span in cluster if span.key == key]
+            _store(alike, alike[0].start, alike[0].stop, packed)
+    else:
+        several = len({view.dtype for view in views.values()}) > 1
+        _store(cluster, start - start % _ALIGNMENT if several else start, stop, packed)
+
+
+def _store(cluster: Sequence[_Span], start: int, stop: int, packed: list[PackedTensor]) -> None:
+    name, tensor = str(len(packed)), cluster[0].tensor
+    dtypes = {span.tensor.dtype for span in cluster}
+    kind = _FILE_NAMES.get(_name_of(tensor.dtype), "U8") if len(dtypes) == 1 else "U8"
+    width = 1 if kind == "U8" else tensor.dtype.itemsize
+    alone = len({span.key for span in cluster}) == 1 and tensor.is_contiguous() and kind != "U8"
+    shape = tuple(tensor.shape) if alone else ((stop - start) // width,)
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    data.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    packed.append(PackedTensor(TensorEntry(name, kind, shape), data.cpu()))
+    for span in cluster:
+        span.description.update(
+            tensor=name,
+            dtype=_name_of(span.tensor.dtype),
+            shape=list(span.tensor.shape),
+            stride=list(span.tensor.stride()),
+            offset=(span.start - start) // span.tensor.dtype.itemsize,
+        )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(slots=True)
@@ -209,3 +315,148 @@ def _placed(path: Path) -> Iterator[BufferedWriter]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+class Unstorable(Exception):
+    """Raised for an argument that a recording cannot hold; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedCall:
+    """The arguments of a call as JSON; ``tensors`` are those that the JSON describes, with its descriptions.
+
+    The tensors are the caller's: they have to be written before the call goes on.
+    """
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    tensors: list[tuple[torch.Tensor, dict[str, Any]]]
+
+
+def encode_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> EncodedCall:
+    """Encode the arguments of a call.
+
+    Raises:
+        Unstorable: one of them is an object, a function, a file or the like.
+    """
+    encoder = _Encoder()
+    positional = [encoder.encode(value, f"input[{index}]") for index, value in enumerate(args)]
+    named = {name: encoder.encode(value, name) for name, value in kwargs.items()}
+    return EncodedCall(positional, named, encoder.tensors)
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class with that of its module, such as ``torch.nn:Linear``."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+@dataclass(slots=True)
+class _Encoder:
+    tensors: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+
+    def encode(self, value: Any, place: str, depth: int = 0) -> Any:
+        """Return JSON for a value; what JSON lacks is an object with the kind of value as its key."""
+        if depth > _MAX_DEPTH:
+            raise Unstorable(f"{describe(place)} is nested more than {_MAX_DEPTH} deep")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, place)
+        if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):
+            return self._array(value, place)
+        if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+            return {"enum": [class_name(type(value)), value.name]}
+        if isinstance(value, str | bytes | int | float | complex):
+            return _scalar(value, place)
+        for kind, name in _TORCH_VALUES.items():
+            if isinstance(value, kind):
+                return {name: str(value).removeprefix("torch.")}
+        if isinstance(value, torch.Generator):
+            return {"generator": value.initial_seed() % 2**63}
+        if isinstance(value, type) and value.__module__ == _CACHES:
+            return {"class": class_name(value)}
+        return self._container(value, place, depth + 1)
+
+    def _container(self, value: Any, place: str, depth: int) -> Any:
+        def items(found: Any) -> list[Any]:
+            return [self.encode(item, f"{place}[{index}]", depth) for index, item in enumerate(found)]
+
+        def attributes(names: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: self.encode(item, f"{place}.{name}", depth) for name, item in names}
+
+        kind = type(value)
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return {"namedtuple": [class_name(kind), items(value)]}
+        if isinstance(value, torch.Size):
+            return {"size": items(value)}
+        if isinstance(value, list):
+            return items(value)
+        if isinstance(value, tuple):  # torch's own structures as well
+            return {"tuple": items(value)}
+        if dataclasses.is_dataclass(value):
+            fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+            return {"dataclass": [class_name(kind), attributes(fields)]}
+        if isinstance(value, Mapping):
+            pairs = [
+                [self.encode(key, place, depth), self.encode(item, f"{place}[{key!r}]", depth)]
+                for key, item in value.items()
+            ]
+            return {"dict": pairs}
+        if isinstance(value, set | frozenset):
+            return {"frozenset" if isinstance(value, frozenset) else "set": items(value)}
+        if isinstance(value, slice | range):
+            return {kind.__name__: items((value.start, value.stop, value.step))}
+        if any(base.__module__ == _CACHES for base in kind.__mro__):
+            return {"object": [class_name(kind), attributes(iter(vars(value).items()))]}
+        what = "a function" if callable(value) and hasattr(value, "__code__") else f"of type {kind.__name__}"
+        raise Unstorable(f"{describe(place)} is {describe(what)}")
+
+    def _tensor(self, value: torch.Tensor, place: str) -> dict[str, Any]:
+        what = ""
+        if type(value) not in _PLAIN_TENSORS:
+            what = f"a {type(value).__name__}"
+        elif value.is_quantized or not _has_storage(value):
+            what = "a tensor without a storage of its own"
+        elif value.device.type == "meta":
+            what = "a tensor without values"
+        if what:
+            raise Unstorable(f"{describe(place)} is {what}")
+        if value.is_conj() or value.is_neg():
+            value = value.resolve_conj().resolve_neg()
+        description: dict[str, Any] = {}  # filled when the tensor is written
+        self.tensors.append((value.detach(), description))
+        return description
+
+    def _array(self, value: Any, place: str) -> dict[str, Any]:
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        try:
+            return {kind: self._tensor(torch.from_numpy(np.array(value, order="C")), place)}
+        except TypeError:
+            raise Unstorable(f"{describe(place)} is a NumPy array of {value.dtype}") from None
+
+
+def _has_storage(value: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory: sparse and nested ones, and those inside vmap, do not."""
+    try:
+        value.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return value.layout is torch.strided
+
+
+def _scalar(value: str | bytes | complex, place: str) -> Any:
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise Unstorable(f"{describe(place)} is a text with half of a surrogate pair") from None
+        return str(value)
+    if isinstance(value, int):
+        if abs(value) >= 2**63:
+            raise Unstorable(f"{describe(place)} is an integer of more than 64 bits")
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    return {"complex": str(complex(value))}

@@ -11,7 +11,14 @@ from ampaudit.render.documents.plan import stacked
 from ampaudit.render.sensitivity import format_accuracy, line_of, noise_section, untrusted
 from ampaudit.report.tuning import FrontierPoint, KeptOp, TriedSet, TuningReport
 
-__all__ = ["code_title", "point_words", "tuning_policy", "tuning_summary", "tuning_tables", "tuning_verdict"]
+__all__ = [
+    "code_title",
+    "point_words",
+    "tuning_policy",
+    "tuning_summary",
+    "tuning_tables",
+    "tuning_verdict",
+]
 
 _SHOWN, _POINTS = 25, 10
 _WHY = {"range": "out of range", "accuracy": "accuracy needs it", "decision": "flips a decision"}

@@ -17,25 +17,33 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId
-from ampaudit.run.decisions import DecisionDetail
+from ampaudit.run.backends import Emulated, Float32Backend
+from ampaudit.run.decisions import DecisionDetail, differing_choices, with_fp32_choices
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.observer import Observer, Pair, StepCall
 from ampaudit.run.outputs import OutputComparison, compare_outputs
-from ampaudit.run.partial import PartialLockStep
-from ampaudit.run.probe import Probe
-from ampaudit.run.units import RoundingUnit, rounding_units
+from ampaudit.run.program import Program
+from ampaudit.run.step import Step
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.graph import Placeholder, Role, Site, Slot
+from ampaudit.trace.opnames import base_name, named_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Attribution", "Culprit", "find_culprits"]
 
+_SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
 MAX_OUTPUTS = 3  # of a batch, whose errors are traced back; the culprit of one is mostly that of the others
 MAX_RUNS = 96
 STANDS_OUT = 0.25  # share of an output's error from which an op is called its culprit
@@ -273,3 +281,218 @@ def find_culprits(
         batches.setdefault(outputs[name].batch, []).append(name)
     found = (worst[names[0]].culprits(names[:MAX_OUTPUTS], least) for names in batches.values())
     return [culprit for culprits in found for culprit in culprits]
+
+
+class _PartialBackend(Emulated):
+    """A backend that emulates 16 bits at some nodes, and computes FP32 at all others."""
+
+    def __init__(self, inner: Emulated, rounding: Collection[fx.Node]) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._exact = Float32Backend()
+        self._rounding = rounding
+
+    def rounds(self, step: Step) -> bool:
+        if step.target is torch.ops.aten.view.dtype:  # the bits of a carrier are not those of the format
+            return True
+        return step.rounds and step.node in self._rounding
+
+    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return self._inner.represent(tensor, dtype)
+
+    def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self._inner if self.rounds(step) else self._exact).arguments(step)
+
+    def call(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
+    ) -> Any:
+        if self.rounds(step):
+            return self._inner.call(step, args, kwargs, measure)
+        return self._exact.call(step, args, kwargs)
+
+
+class PartialLockStep(LockStep):
+    """A lock-step of the same program that rounds only at some places.
+
+    Args:
+        whole: the executor of the whole program.
+        rounding: steps and placeholders that are rounded to 16 bits.
+    """
+
+    def __init__(self, whole: LockStep, rounding: Collection[fx.Node]) -> None:
+        inner = whole.backend if isinstance(whole.backend, Emulated) else Emulated()
+        self._partial = _PartialBackend(inner, rounding)
+        self._rounding = rounding
+        super().__init__(whole.program, whole.placed, self._partial, whole.device)
+
+    def _rounds(self, step: Step) -> bool:
+        return self._partial.rounds(step)
+
+    def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
+        return self._unless_rounded(node, super()._input(node, tensor, place))
+
+    def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
+        return self._unless_rounded(node, super()._weight(node, place))
+
+    def _unless_rounded(self, node: fx.Node, pair: Pair) -> Pair:
+        if node in self._rounding or pair[0] is pair[1]:
+            return pair
+        return pair[0], pair[0].clone() if node in self.program.written else pair[0]
+
+
+@dataclass(slots=True)
+class Probe(Observer):
+    """Measures only what is requested.
+
+    Attributes:
+        pins: nodes of decisions that follow FP32's choices.
+        detail: a decision to look at closely.
+        additions: nodes to look at for additions that change nothing.
+    """
+
+    pins: frozenset[str] = frozenset()
+    detail: DecisionDetail | None = None
+    additions: frozenset[str] = frozenset()
+    _flips: dict[str, torch.Tensor] = field(default_factory=dict)
+    _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    _moved: int = 0
+    _stalled: int = 0
+
+    @property
+    def stalled(self) -> float:
+        """Return the share of additions that change the sum in FP32 but not in 16 bits."""
+        return self._stalled / self._moved if self._moved else 0.0
+
+    def flips(self) -> dict[str, int]:
+        """Return the number of differing choices by node."""
+        counts = torch.stack(list(self._flips.values())).tolist() if self._flips else []
+        return dict(zip(self._flips, map(int, counts), strict=True))
+
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Count, pin or inspect decisions and sums."""
+        name = step.node.name
+        if step.decides and not call.shared:
+            counted = differing_choices(reference, value)
+            if counted is not None:
+                self._flips[name] = counted[0]
+            if self.detail is not None and name == self.detail.node:
+                self.detail.inspect(step, reference, value, call)
+            if name in self.pins:
+                return with_fp32_choices(step, reference, value, call)
+        if self.additions:
+            self._inspect_sum(step, value, call)
+        return value
+
+    def _inspect_sum(self, step: Step, value: Any, call: StepCall) -> None:
+        """Compare an in-place sum with its initial value, which was kept since it is overwritten."""
+        if not isinstance(value, torch.Tensor):
+            return
+        if any(user.name in self.additions for user in step.node.users):
+            self._before[step.node.name] = value.clone()
+        if step.node.name not in self.additions or not step.node.all_input_nodes:
+            return
+        target = overload_of(step.target)
+        if target is None:
+            return
+        name = base_name(target)
+        if name == "cumsum":
+            axis = named_arguments(target, call.args, call.kwargs)["dim"]
+            added = call.ref_args[0].narrow(axis, 1, max(value.shape[axis] - 1, 0))
+            self._count(added != 0, value.diff(dim=axis) == 0)
+        elif name in _SUMS:
+            first, second = call.ref_args[0], call.ref_args[1]
+            before = self._before.get(step.node.all_input_nodes[0].name, call.args[0])
+            if isinstance(first, torch.Tensor) and isinstance(before, torch.Tensor):
+                moved = torch.as_tensor(second, device=value.device) != 0
+                if before.shape == value.shape:
+                    self._count(moved.expand(value.shape), value == before)
+
+    def _count(self, moved: torch.Tensor, same: torch.Tensor) -> None:
+        self._moved += int(moved.sum())
+        self._stalled += int((moved & same).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingUnit:
+    """Nodes that a rule would keep in float32 together.
+
+    Attributes:
+        site: the op that it is reported as.
+        nodes: nodes whose values are rounded.
+        given: names of the inputs and weights among them, by node.
+    """
+
+    site: Site
+    nodes: frozenset[fx.Node]
+    given: tuple[tuple[fx.Node, str], ...] = ()
+
+
+def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
+    """Return the rounding units of a program in graph order.
+
+    A weight belongs to the first op that reads it, and a cast of the policy's to its only reader. An input,
+    and a cast that several ops read, stand for themselves, under the first of their readers.
+    """
+    program = executor.program
+    steps = {step.node: step for step in program.steps}
+    weights = _given(executor)
+    inputs = {place.node for place in program.traced.placeholders if place.slot is Slot.INPUT}
+    nodes: dict[fx.Node, list[fx.Node]] = {}
+    for node in _rounding_nodes(program, executor):
+        step = steps.get(node)
+        role = step.site.role if step is not None and step.site is not None else None
+        if step is not None and role in (Role.COMPUTE, Role.CAST):
+            nodes.setdefault(node, []).append(node)
+            continue
+        readers = list(_readers(node, steps))
+        shared = role is not Role.WEIGHT_CAST and (node.name not in weights or node.name in inputs)
+        owner = node if not readers or (shared and len(readers) > 1) else readers[0].node
+        nodes.setdefault(owner, []).append(node)
+    order = {node: index for index, node in enumerate(program.traced.graph.nodes)}
+    units = []
+    for owner, members in nodes.items():
+        site = _site(owner, steps)
+        if site is not None:
+            given = tuple((n, weights[n.name]) for n in members if n.name in weights)
+            units.append((order[owner], RoundingUnit(site, frozenset(members), given)))
+    return tuple(unit for _, unit in sorted(units, key=lambda pair: pair[0]))
+
+
+def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
+    copies = executor.converted.copies
+    places = {place.node: place for place in program.traced.placeholders}
+    for node in program.inputs:
+        place = places[node.name]
+        if place.dtype in LOW_PRECISION_DTYPES and (place.slot is Slot.INPUT or place.node in copies):
+            yield node
+    for step in program.steps:
+        if step.rounds and step.makes_values:
+            yield step.node
+
+
+def _given(executor: LockStep) -> dict[str, str]:
+    """Map each node that rounds an input or weight to its name."""
+    traced = executor.program.traced
+    names = {place.node: place.name for place in traced.placeholders}
+    casts = {site.node: site.weight for site in traced.sites if site.weight is not None}
+    return names | casts
+
+
+def _readers(node: fx.Node, steps: dict[fx.Node, Step]) -> Iterator[Step]:
+    """Return the ops that read a value, behind views, selections and the policy's casts."""
+    for user in node.users:
+        step = steps.get(user)
+        if step is None:
+            continue
+        if step.site is None or step.site.role not in (Role.COMPUTE, Role.CAST):
+            yield from _readers(user, steps)
+        else:
+            yield step
+
+
+def _site(node: fx.Node, steps: dict[fx.Node, Step]) -> Site | None:
+    step = steps.get(node)
+    if step is not None and step.site is not None and step.site.role is not Role.INSERTED_CAST:
+        return step.site
+    reader = next(_readers(node, steps), None)
+    return reader.site if reader is not None else (step.site if step is not None else None)

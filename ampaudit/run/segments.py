@@ -20,7 +20,15 @@ from ampaudit.run.program import Program
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import Slot
 
-__all__ = ["Group", "Segment", "aligned_ends", "best_ends", "cut_evenly", "cut_program", "weights_by_group"]
+__all__ = [
+    "Group",
+    "Segment",
+    "aligned_ends",
+    "best_ends",
+    "cut_evenly",
+    "cut_program",
+    "weights_by_group",
+]
 
 _WIDE = 4  # bytes of a float in either run: 16-bit values are emulated in float32
 _COPIES = 1.5  # a weight's 16-bit copy, and the float32 tensor that carries it, per byte of the master

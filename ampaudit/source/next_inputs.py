@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,16 +13,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.source.decoding import decoding, generates
-from ampaudit.source.diffusion import DiffusionSteps, is_scheduler
 from ampaudit.source.interface import Batch
 from ampaudit.source.user_code import calling_user_code
-from ampaudit.trace.entry import with_objects_open
+from ampaudit.trace.entry import flatten_outputs, named_inputs, with_objects_open
 from ampaudit.trace.holders import restored
 from ampaudit.trace.values import inexact
 
 __all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "refuse_misfit", "stepping"]
 
+_NEXT_INPUTS = "define next_inputs(outputs, inputs) in the model file, or pass next_inputs="
+_DECODER_ONLY = ("labels", "use_cache", "past_key_values", "position_ids", "token_type_ids", "logits_to_keep")
+
+_KEPT = ("attention_mask", "use_cache")
+_TIMES = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
 NEXT_INPUTS = "next_inputs(outputs, inputs)"
 _HINT = "return the inputs of the next step as example_inputs() does: a tensor, a tuple or a dict"
 NextInputs = Callable[[Any, Any], Any]
@@ -142,3 +147,224 @@ def _alike(output: Any, given: Any) -> bool:
         and inexact(other)
         for one, other in zip(leaves, others, strict=True)
     )
+
+
+def generates(model: nn.Module) -> bool:
+    """Return whether a model is one of Transformers that has ``generate()``."""
+    can = getattr(model, "can_generate", None)
+    return callable(can) and hasattr(model, "generation_config") and bool(can())
+
+
+def decoding(
+    model: Any, batches: Sequence[Batch], steps: int
+) -> tuple[tuple[Batch, ...], Callable[[Any, Any], Any]]:
+    """Return the first calls of greedy decoding, and the function that makes the later ones.
+
+    The first step takes the whole prompt, and every later one a token. The cache has room for all of them
+    from the start, so that no shape changes after the first step.
+
+    Raises:
+        UsageError: the model has another kind of cache.
+        InputError: a batch is no prompt.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise UsageError(f"--steps: {type(model).__name__} has a cache of its own kind", hint=_NEXT_INPUTS)
+    first, function = (
+        (_first_of_decoder, _next_of_decoder)
+        if model.config.is_encoder_decoder
+        else (_first_of_causal, _next_of_causal)
+    )
+    return tuple(first(model, _named(model, batch), steps) for batch in batches), function
+
+
+def _named(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return a batch's inputs by name."""
+    try:
+        bound = inspect.signature(model.forward).bind(*batch.args, **batch.kwargs).arguments
+    except TypeError as error:
+        raise InputError(f"--steps: the inputs do not fit the model: {error}") from error
+    extra = bound.pop("kwargs", {})
+    given = {**bound, **extra}
+    return {name: value for name, value in given.items() if value is not None and name not in _DECODER_ONLY}
+
+
+@cache
+def _layer_class() -> Any:
+    """Return the class of a cache's layers, whose tensors are of one size from the first step on."""
+    from transformers.cache_utils import StaticLayer
+
+    class FixedLayer(StaticLayer):
+        """Holds keys and values in their own dtypes each, as a cache that grows does."""
+
+        def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+            super().lazy_initialization(key_states, value_states)
+            if self.values is not None:
+                self.values = self.values.to(value_states.dtype)
+
+    return FixedLayer
+
+
+def _static_cache(model: Any, length: int) -> Any:
+    """Return an empty cache with room for all tokens; its tensors are made by the first step."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    made = StaticCache(config=model.config, max_cache_len=length)
+    for index, layer in enumerate(made.layers):
+        if type(layer) in (StaticLayer, StaticSlidingWindowLayer):  # the latter counts tokens in Python
+            made.layers[index] = _layer_class()(max_cache_len=length)
+    return made
+
+
+def _first_of_causal(model: Any, given: dict[str, Any], steps: int) -> Batch:
+    ids = given.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        raise InputError("--steps: decoding starts from input_ids of two dimensions", hint=_NEXT_INPUTS)
+    length, mask = ids.shape[1] + steps, given.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
+        order = mask.bool().int().argsort(dim=1, stable=True)  # padding to the left, as generate() wants it
+        given = {**given, "input_ids": (ids := ids.gather(1, order)), "attention_mask": mask.gather(1, order)}
+        mask = given["attention_mask"]
+    made = {**given, "past_key_values": _static_cache(model, length), "use_cache": True}
+    known = inspect.signature(model.forward).parameters
+    if "position_ids" in known and not any("pixel" in name or "image" in name for name in given):
+        positions = (torch.ones_like(ids) if mask is None else mask.long()).cumsum(-1) - 1
+        made["position_ids"] = positions.clamp(min=0)
+    if mask is not None and mask.ndim == 2:  # what is not there yet is masked by its position
+        made["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], steps)], dim=1)
+    return Batch((), made)
+
+
+def _next_of_causal(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in inputs.items() if name in _KEPT}
+    if "position_ids" in inputs:
+        kept["position_ids"] = inputs["position_ids"][:, -1:] + 1
+    return {
+        **dict.fromkeys(inputs),
+        **kept,
+        "input_ids": outputs.logits[:, -1:].argmax(-1),
+        "past_key_values": outputs.past_key_values,
+    }
+
+
+def _first_of_decoder(model: Any, given: dict[str, Any], steps: int) -> Batch:
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    ids = given.get("decoder_input_ids")
+    if ids is None:
+        start = model.generation_config.decoder_start_token_id
+        start = model.config.decoder_start_token_id if start is None else start
+        if start is None:
+            raise InputError(
+                "--steps: the model's configuration has no decoder_start_token_id",
+                hint="give decoder_input_ids with the other inputs",
+            )
+        rows = next(value.shape[0] for value in given.values() if isinstance(value, torch.Tensor))
+        ids = torch.full((rows, 1), start)
+    room = EncoderDecoderCache(_static_cache(model, ids.shape[1] + steps), DynamicCache())
+    return Batch((), {**given, "decoder_input_ids": ids, "past_key_values": room, "use_cache": True})
+
+
+def _next_of_decoder(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    kept = {name: value for name, value in inputs.items() if name in _KEPT}
+    return {
+        **dict.fromkeys(inputs),
+        **kept,
+        "encoder_outputs": BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state),
+        "decoder_input_ids": outputs.logits[:, -1:].argmax(-1),
+        "past_key_values": outputs.past_key_values,
+    }
+
+
+def is_scheduler(value: Any) -> bool:
+    """Return whether this is a scheduler as in Diffusers, with ``step`` and ``timesteps``."""
+    return callable(getattr(value, "step", None)) and hasattr(value, "timesteps")
+
+
+class DiffusionSteps:
+    """Makes the next sample with ``scheduler.step(output, timestep, sample)``.
+
+    The sample is the first floating-point input with two dimensions or more; the timestep the input of that
+    name, or the first other input that is a number or a vector.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = copy.deepcopy(scheduler)  # it counts its steps
+        self._done = 0
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None  # the last sample, scaled and unscaled
+
+    def first(self, batch: Batch, steps: int) -> Batch:
+        """Return a batch with the first timestep in it.
+
+        Raises:
+            InputError: no input is a sample, or none a timestep.
+            UsageError: the scheduler has fewer timesteps than steps.
+        """
+        known = len(self._scheduler.timesteps)
+        if known < steps:
+            raise UsageError(
+                f"--steps {steps}: the scheduler has {known} timesteps",
+                hint=f"call its set_timesteps({steps}), or ask for fewer steps",
+            )
+        leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+        sample, time = _places(batch)
+        self._fill(leaves, sample, time, leaves[sample])
+        return Batch(*pytree.tree_unflatten(leaves, spec))
+
+    def __call__(self, outputs: Any, inputs: Any) -> Any:
+        """Return the inputs with the next sample and timestep in them."""
+        leaves, spec = pytree.tree_flatten(inputs)
+        whole = inputs if isinstance(inputs, tuple) else (inputs,)
+        batch = Batch((), inputs) if isinstance(inputs, dict) else Batch(whole)
+        sample, time = _places(batch)
+        output = next(tensor for _, tensor in flatten_outputs(outputs))
+        stepped = self._scheduler.step(output, self._timestep, self._unscaled(leaves[sample]))
+        found = stepped if isinstance(stepped, torch.Tensor) else getattr(stepped, "prev_sample", None)
+        found = stepped[0] if found is None else found
+        self._done += 1
+        self._fill(leaves, sample, time, found)
+        return pytree.tree_unflatten(leaves, spec)
+
+    @property
+    def _timestep(self) -> torch.Tensor:
+        times = self._scheduler.timesteps
+        return torch.as_tensor(times[min(self._done, len(times) - 1)])
+
+    def _fill(self, leaves: list[Any], sample: int, time: int, made: torch.Tensor) -> None:
+        scale = getattr(self._scheduler, "scale_model_input", None)
+        scaled = made if scale is None else scale(made, self._timestep)
+        self._made = scaled, made
+        leaves[sample] = scaled
+        shape = leaves[time].shape if isinstance(leaves[time], torch.Tensor) else ()
+        leaves[time] = self._timestep.to(made.device).expand(shape).clone()
+
+    def _unscaled(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the sample that an input was scaled from; of one that was repaired, by division."""
+        if self._made is not None and torch.equal(self._made[0], given):
+            return self._made[1]
+        scale = getattr(self._scheduler, "scale_model_input", None)
+        return given if scale is None else given / scale(torch.ones_like(given), self._timestep)
+
+
+def _places(batch: Batch) -> tuple[int, int]:
+    """Return the numbers of the leaves that are sample and timestep."""
+    named = named_inputs(batch.args, batch.kwargs)
+    samples = [i for i, (_, leaf) in enumerate(named) if _is_sample(leaf)]
+    if not samples:
+        raise InputError("no input of the model is a sample", hint="give it floating-point latents")
+    times = [i for i, (name, leaf) in enumerate(named) if name in _TIMES and i != samples[0]]
+    times += [i for i, (_, leaf) in enumerate(named) if i != samples[0] and _is_number(leaf)]
+    if not times:
+        raise InputError("no input of the model is a timestep", hint="give it one, such as torch.tensor(0)")
+    return samples[0], times[0]
+
+
+def _is_sample(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim >= 2
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.ndim <= 1 and leaf.dtype is not torch.bool
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)

@@ -24,7 +24,14 @@ from ampaudit.trace.entry import named_inputs
 from ampaudit.trace.loss import WithLoss
 from ampaudit.trace.stack import is_library, is_tool_file, library_path
 
-__all__ = ["failing_line", "failing_lines", "lines_of", "model_failure", "plain_reason", "trace_failure"]
+__all__ = [
+    "failing_line",
+    "failing_lines",
+    "lines_of",
+    "model_failure",
+    "plain_reason",
+    "trace_failure",
+]
 
 _ONE_DEVICE = "keep every tensor on the input's device: pass device=x.device where tensors are made"
 _MAX_LISTED = 6  # inputs or parameters

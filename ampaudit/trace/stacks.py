@@ -17,7 +17,14 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import base_name, converts, named_arguments
 
-__all__ = ["ParameterUse", "StackChoice", "UnusedSlices", "parameter_use", "slices_taken", "stack_choices"]
+__all__ = [
+    "ParameterUse",
+    "StackChoice",
+    "UnusedSlices",
+    "parameter_use",
+    "slices_taken",
+    "stack_choices",
+]
 
 
 class UnusedSlices(NamedTuple):

@@ -1,25 +1,39 @@
-"""Records the steps of one optimizer through its hooks, and its scaler's."""
+"""Records the steps of one optimizer through its hooks, and its scaler's.
+
+Peaks of gradients are taken over all elements; zeros, updates and states of the optimizer over a sample of
+each parameter, which is copied before the step.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+import statistics
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ampaudit.core.errors import UsageError
 from ampaudit.core.text import plural
-from ampaudit.report.training import Health, StepRecord
+from ampaudit.report.training import Health, ParameterHealth, StepRecord
 from ampaudit.trace.values import dtype_name, torch_dtype
-from ampaudit.training.health import StepMeter, summarize
+from ampaudit.training.agreement import own_part
 from ampaudit.training.loop_format import LoopFormat
-from ampaudit.training.losses import LossBook
 from ampaudit.training.written_state import WrittenState
 
 __all__ = ["OptimizerMonitor"]
+
+SAMPLE = 1024  # elements of a parameter whose update is measured
+_FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
+_own = threading.local()  # how many nodes the books of a thread have made, as ``nodes``
 
 
 class OptimizerMonitor:
@@ -280,3 +294,342 @@ def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
             scaler.step = wrapper.earlier
 
     return undo
+
+
+class StepMeter:
+    """Measures watched steps of one optimizer.
+
+    Args:
+        names: of the parameters, in order.
+        parameters: those of the optimizer.
+        low: the 16-bit format that they are judged by.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], low: LoopFormat) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._low = low
+        self._before: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._active: dict[int, torch.Tensor] = {}
+        self.steps: list[list[tuple[str, torch.Tensor]]] = []  # names, and their ``_FIELDS`` on the device
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy a sample of the weights that a step begins with."""
+        self._gradients.clear()
+        self._before = {
+            index: _sample(own_part(parameter)).float().clone()
+            for index, parameter in enumerate(self._parameters)
+            if own_part(parameter).numel()
+        }
+
+    @torch.no_grad()
+    def measure_gradients(self, scale: float | torch.Tensor, remaining: torch.Tensor | None = None) -> None:
+        """Measure the gradients of the step.
+
+        Args:
+            scale: the loss scale of the step.
+            remaining: the scale that the gradients still have; fused optimizers divide by it themselves.
+        """
+        for index in self._before:
+            gradient = self._parameters[index].grad
+            if gradient is None:
+                continue
+            gradient = gradient.to_dense() if gradient.is_sparse else own_part(gradient)
+            self._active[index] = _sample(gradient) != 0
+            self._gradients[index] = self._gradient(
+                gradient if remaining is None else gradient / remaining, scale
+            )
+
+    def _gradient(self, gradient: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        """Measure peak and finiteness of all elements, and zeros and flushed values of a sample."""
+        low, high = gradient.aminmax()
+        peak = torch.maximum(low.abs(), high.abs()).float()
+        sampled = _sample(gradient).float().abs()
+        nonzero = sampled != 0
+        flushed = nonzero & (sampled * scale <= self._low.form.flush_below)
+        count = nonzero.sum()
+        zero, lost = 1.0 - count / sampled.numel(), flushed.sum() / count.clamp(min=1)
+        return torch.stack([peak, zero, lost, (~peak.isfinite()).float()])
+
+    @torch.no_grad()
+    def measure_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure the step's effect on the weights, and the optimizer's second moments."""
+        rows: list[tuple[str, torch.Tensor]] = []
+        dtype = torch_dtype(self._low.form)
+        for index, gradient in self._gradients.items():
+            parameter, old = self._parameters[index], self._before[index]
+            update = _sample(own_part(parameter)).float() - old
+            rounded = old.to(dtype)
+            intended = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
+            lost = intended & ((rounded.float() + update).to(dtype) == rounded)
+            second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
+            share = lost.sum() / intended.sum().clamp(min=1)
+            measured = torch.stack([update.norm(), old.norm(), share, self._state(second, old)])
+            rows.append((self._names[index], torch.cat([gradient, measured])))
+        self.steps.append(rows)
+        self._before.clear()
+        self._gradients.clear()
+
+    def _state(self, second: Any, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(second, torch.Tensor):
+            return like.new_full((), math.nan)
+        values = _sample(own_part(second)).float()
+        positive = values > 0
+        return (positive & (values <= self._low.form.flush_below)).sum() / positive.sum().clamp(min=1)
+
+    def latest(self) -> dict[str, torch.Tensor]:
+        """Return the numbers of the last watched step over all parameters, on the device."""
+        rows = [row for _, row in self.steps[-1]] if self.steps else []
+        if not rows:
+            return {}
+        peak, zero, flushed, _, update, weight, lost, _ = torch.stack(rows).unbind(1)
+        return {
+            "gradient_peak": peak.amax(),
+            "gradient_zero": zero.mean(),
+            "gradient_flushed": flushed.mean(),
+            "update_ratio": (update / weight.clamp(min=torch.finfo(weight.dtype).tiny)).median(),
+            "update_lost": lost.mean(),
+        }
+
+    def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
+        """Fetch all measurements by step."""
+        values = [row for step in self.steps for _, row in step]
+        numbers = iter(torch.stack(values).tolist() if values else [])
+        return [
+            [(name, dict(zip(_FIELDS, next(numbers), strict=True))) for name, _ in step]
+            for step in self.steps
+        ]
+
+
+def summarize(
+    steps: Iterable[Sequence[tuple[str, dict[str, float]]]], elements: dict[str, int]
+) -> tuple[ParameterHealth, ...]:
+    """Summarize each parameter over the watched steps."""
+    by_name: dict[str, list[dict[str, float]]] = {}
+    for step in steps:
+        for name, fields in step:
+            by_name.setdefault(name, []).append(fields)
+    return tuple(_parameter(name, rows, elements[name]) for name, rows in by_name.items())
+
+
+def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> ParameterHealth:
+    ratios = [
+        row["update"] / row["weight"] for row in rows if row["weight"] > 0 and math.isfinite(row["update"])
+    ]
+    states = [row["state"] for row in rows if math.isfinite(row["state"])]
+    moved = [row["lost"] for row in rows if row["zero"] < 1 or row["update"] > 0]
+    return ParameterHealth(
+        name=name,
+        elements=elements,
+        gradient_peaks=tuple(row["peak"] if math.isfinite(row["peak"]) else None for row in rows),
+        zero=_mean(row["zero"] for row in rows) or 0.0,
+        flushed=_mean(row["flushed"] for row in rows) or 0.0,
+        broken=int(sum(row["broken"] for row in rows)),
+        update_ratio=statistics.median(ratios) if ratios else None,
+        lost=_mean(moved),
+        state_flushed=_mean(states),
+    )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced elements, as a view if possible."""
+    flat = tensor.detach().reshape(-1)
+    step = max(flat.numel() // SAMPLE, 1)
+    return flat[::step][:SAMPLE]
+
+
+@dataclass(slots=True)
+class _Loss:
+    """A loss of the current step, and what is known of its backward pass."""
+
+    value: torch.Tensor | float
+    reached: bool = False  # a backward pass went through its graph
+    added: bool = False  # the gradients hold its batch's
+    passed_over: bool = False  # another batch's was recorded without a backward pass in between
+
+
+class LossBook:
+    """Holds the losses of a loop by step.
+
+    A loop may record a loss before or after its backward pass, its step, or its scaler's update. A loss
+    belongs to the step that ends next after its forward pass, and autograd numbers its nodes in the order in
+    which it creates them: the numbers at the ends of steps tell where a forward pass lies. A number without a
+    graph belongs to the step that has just ended, if autograd has recorded nothing since; or if that step has
+    no loss, and the loop left its first step without one until the step had ended.
+
+    A loss is left out if its batch is in no step: no backward pass went through its graph, or, for a number,
+    came before the next batch's loss; or its gradients were dropped before the step.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, list[_Loss]] = {}
+        self._ends: list[int] = []  # autograd's count at the end of each step
+        self._last, self._others = _count()
+        self._idle = True
+        self._inside = -1  # step whose loss a closure has recorded
+        self._late: bool | None = None  # whether the loop records the numbers of steps that have ended
+        self._pending: list[_Loss] = []  # of the current step, without a backward pass yet
+        self._gradients: dict[int, ref[torch.Tensor]] = {}  # of the current step, by parameter
+        self.backwards = 0  # how often a gradient was added to
+        self._after_backward = True  # whether the loop records the losses of this step after each
+        self._backwards_before = [0, 0]  # that at the beginning of the step, and at the last loss
+        self.dropped = 0  # losses of batches that the loop took no step on
+
+    @property
+    def step(self) -> int:
+        """The number of the current step, from 0."""
+        return len(self._ends)
+
+    def end_step(self) -> None:
+        """Begin the next step."""
+        self._advance()
+        if self.backwards > self._backwards_before[0]:  # else the gradients come from elsewhere
+            self._drop(lambda loss: loss.passed_over and not loss.reached)
+        self._pending.clear()
+        self._gradients.clear()
+        self._backwards_before = [self.backwards] * 2
+        self._after_backward = True
+        self._ends.append(self._last)
+        self._idle = True
+
+    def add_gradient(self, parameter: torch.Tensor, *, in_closure: bool) -> None:
+        """Note that a backward pass has added to the gradient of a parameter."""
+        self.backwards += 1
+        gradient = parameter.grad
+        if gradient is None or in_closure:
+            return
+        known = self._gradients.get(id(parameter))
+        # with create_graph, autograd makes another tensor of a sum
+        if known is not None and known() is not gradient and not gradient.requires_grad:
+            self._drop(lambda loss: loss.added)
+            self._gradients.clear()
+        self._gradients[id(parameter)] = ref(gradient)
+        for loss in self._pending:
+            loss.added |= loss.reached or not loss.passed_over
+        if self._pending:
+            self._pending = [loss for loss in self._pending if not loss.added]
+
+    def _drop(self, unused: Callable[[_Loss], bool]) -> None:
+        """Leave out losses of the current step."""
+        found = self._values.get(self.step, [])
+        kept = [loss for loss in found if not unused(loss)]
+        self.dropped += len(found) - len(kept)
+        self._values[self.step] = kept
+
+    @property
+    def idle(self) -> bool:
+        """Whether autograd has recorded nothing since the last step."""
+        self._advance()
+        return self._idle
+
+    def _advance(self) -> bool:
+        """Return whether autograd has recorded anything since the last call, besides the nodes of books."""
+        before = self._others
+        self._last, self._others = _count()
+        moved = self._others != before
+        self._idle &= not moved
+        return moved
+
+    def record(self, value: Any, step: int | None, *, in_closure: bool) -> None:
+        """Record a loss.
+
+        Args:
+            value: a number, or a tensor with one element.
+            step: of the loss; ``None`` to find it.
+            in_closure: whether the optimizer is calling it: the first loss is that of the step's weights.
+
+        Raises:
+            UsageError: the loss is not one number, or the step's number is negative.
+        """
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise UsageError(f"the loss has the shape {tuple(value.shape)}", hint="record loss.mean()")
+        if step is not None and step < 0:
+            raise UsageError(f"step={step}", hint="steps are numbered from 0")
+        new_batch = self._advance()
+        node = value.grad_fn if isinstance(value, torch.Tensor) else None
+        found = self._step_of(node) if step is None else step
+        if in_closure:
+            if self._inside == found:
+                return
+            self._inside = found
+        loss = _Loss(value.detach().clone() if isinstance(value, torch.Tensor) else float(value))
+        if step is None and found == self.step and not in_closure:
+            self._follow(loss, node, new_batch=new_batch)
+        self._values.setdefault(found, []).append(loss)
+
+    def _follow(self, loss: _Loss, node: Any, *, new_batch: bool) -> None:
+        """Follow a loss of the current step to its backward pass."""
+        # it came before the loss, unless it was that of a loss which was recorded before its own
+        loss.added = self._after_backward and self.backwards > self._backwards_before[1]
+        self._after_backward = loss.added
+        self._backwards_before[1] = self.backwards
+        if loss.added:
+            return
+        for earlier in self._pending if new_batch else ():
+            earlier.passed_over = True
+        self._pending.append(loss)
+        if node is not None:
+            _nearest_to_leaf(node).register_prehook(lambda _: setattr(loss, "reached", True))
+
+    def _step_of(self, node: Any) -> int:
+        if node is None:
+            before = self.step - 1
+            if self._late is None:
+                self._late = before == 0
+            ended = self._idle or (self._late and not self._values.get(before))
+            return max(before, 0) if ended else self.step
+        step = bisect_left(self._ends, node._sequence_nr())
+        # what was computed from a loss after its step is newer than its forward pass
+        while step > 0 and not _uses_leaf(node, self._ends[step - 1]):
+            step -= 1
+        return step
+
+    def losses(self) -> Iterator[tuple[bool, float | None]]:
+        """Yield for each step whether a loss was recorded, and the mean; ``None`` if it is not finite."""
+        for step in range(self.step):
+            values = [float(loss.value) for loss in self._values.get(step, ())]
+            mean = sum(values) / len(values) if values else math.nan
+            yield bool(values), mean if math.isfinite(mean) else None
+
+
+def _count() -> tuple[int, int]:
+    """Return the number of a new node, as autograd counts those of a thread, and that without any book's."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+    _own.nodes = getattr(_own, "nodes", 0) + 1
+    number = int(node._sequence_nr())
+    return number, number - _own.nodes
+
+
+def _uses_leaf(node: Any, after: int) -> bool:
+    """Return whether a graph reaches a parameter through nodes that are newer than a count."""
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            return True
+        if node._sequence_nr() > after:
+            following = {inner for inner, _ in node.next_functions if inner is not None} - seen
+            seen |= following
+            pending += following
+    return False
+
+
+def _nearest_to_leaf(node: Any) -> Any:
+    """Return a node of a graph that leads to a parameter: a loss and what is computed from it share it."""
+    pending, seen = [node], {node}
+    while pending:
+        found = pending.pop()
+        following = [inner for inner, _ in found.next_functions if inner is not None]
+        if any(hasattr(inner, "variable") for inner in following):
+            return found
+        pending += [inner for inner in following if inner not in seen]
+        seen |= set(following)
+    return node

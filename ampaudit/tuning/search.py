@@ -1,19 +1,36 @@
-"""Runs choices, corrects the budget by what they show, and takes away what is not needed."""
+"""Runs choices, corrects the budget by what they show, and takes away what is not needed.
+
+A value in float32 whose reader is in 16 bits costs a cast, and its rounding. Without the budget this is
+submodular, a minimum cut (Kolmogorov and Zabih, 2004), so the linear relaxation is integral but for the few
+budgets, and branch and bound ends after a few nodes. Its dual bound holds for every choice.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from ampaudit.core.config import Progress, silent
 from ampaudit.report.tuning import TriedSet
-from ampaudit.tuning.problem import Chosen, TuningProblem
-from ampaudit.tuning.solve import Point, Solver
+from ampaudit.run.sensitivity.precision_graph import ValueKind
+from ampaudit.tuning.problem import Chosen, Prices, TuningProblem
 
-__all__ = ["Accuracy", "TuningSearch", "accuracy_of", "finite_db", "noise_of", "tried_set"]
+__all__ = ["Accuracy", "Solver", "TuningSearch", "accuracy_of", "finite_db", "noise_of", "tried_set"]
 
+NODES = 50  # of the search tree, after which the best choice is taken; the bound says how far it may be off
+SECONDS = 60.0  # the same, for a machine that is stuck
+GAP = 0.005  # of the cost, at which a choice is good enough: half an op in a hundred
+_POINTS = 12  # of the frontier
+_POINTS_GAP = 0.02  # the frontier is a picture
+_TIE = 0.1  # of the least price: among choices that cost the same, the most accurate
+_NEGLIGIBLE = 1e-9  # share of the budget; smaller coefficients only trouble the solver
 TriedStep = Literal["start", "solve", "shrink", "exhaustive", "final"]
 
 ROUNDS = 5  # of solving and running
@@ -204,3 +221,181 @@ def tried_set(
     broken = found.db == -math.inf
     ops, metric = len(problem.ops(chosen)), None if found.metric is None else found.metric[1]
     return TriedSet(step, what, ops, predicted, finite_db(found.db), broken, found.reached, metric)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Send what the solver's C++ code prints, whatever its options say, to the null device."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+    except OSError:  # there is no standard output
+        yield
+        return
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A choice with its cost and its predicted relative squared error, in the worst column.
+
+    Attributes:
+        bound: no choice within the budget costs less.
+    """
+
+    chosen: Chosen
+    cost: float
+    noise: float
+    bound: float
+
+
+@dataclass
+class _Rows:
+    """Linear constraints, row by row."""
+
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+
+    def add(self, terms: Mapping[int, float], least: float = -math.inf, most: float = math.inf) -> None:
+        self.entries += [(len(self.least), column, number) for column, number in terms.items()]
+        self.least.append(least)
+        self.most.append(most)
+
+
+class Solver:
+    """Solves one problem for any budget.
+
+    Variables are 1 for a value in float32; for a value in float32 that a reader in 16 bits casts; and for a
+    cast of a value, which is paid once per direction. One more is the error of the worst column.
+    """
+
+    def __init__(self, problem: TuningProblem) -> None:
+        self.problem = problem
+        self._index = {name: number for number, name in enumerate(problem.graph.values)}
+        self._rows = _Rows()
+        self._count = len(self._index)
+        self._reads = {key: self._variable() for key in problem.sensitivities.reads}
+        self._noise = self._variable()  # of the worst column, in units of the budget
+        self._casts: dict[tuple[str, bool], int] = {}
+        self._constrain()
+
+    def solve(self, budget: float, prices: Prices | None = None, gap: float = GAP) -> Point | None:
+        """Return the cheapest choice whose predicted error is within a budget; ``None`` if none is.
+
+        Args:
+            budget: relative squared error that each column may have.
+            prices: instead of the problem's own.
+            gap: share of the cost by which the choice may exceed the least one.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        everything = frozenset(self.problem.free)
+        if self.problem.noise(everything) > budget:
+            return None
+        if budget <= _NEGLIGIBLE**2 * self.problem.noise(frozenset()):  # beyond what numbers can tell apart
+            cost = self.problem.cost(everything)
+            return Point(everything, cost, self.problem.noise(everything), 0.0)
+        least, most = self._limits()
+        kinds = np.zeros(self._count)
+        kinds[: len(self._index)] = [v.free for v in self.problem.graph.values.values()]
+        objective = self._objective(prices or self.problem.prices)
+        objective[self._noise] = tie = _TIE * min(objective[objective > 0], default=0.0)
+        with _silenced():
+            found = milp(
+                objective,
+                constraints=LinearConstraint(*self._matrix(budget)),
+                bounds=Bounds(least, most),
+                integrality=kinds,
+                options={"node_limit": NODES, "time_limit": SECONDS, "mip_rel_gap": gap},
+            )
+        if found.x is None:
+            return None
+        chosen = frozenset(name for name in self.problem.free if found.x[self._index[name]] > 0.5)
+        cost, noise = self.problem.cost(chosen), self.problem.noise(chosen)
+        return Point(chosen, cost, noise, max(float(found.mip_dual_bound or 0.0) - tie, 0.0))
+
+    def least_ops(self, budget: float) -> int:
+        """Return how many ops any choice within the budget has at least."""
+        found = self.solve(budget, self.problem.prices.counting(self.problem.graph))
+        return 0 if found is None else math.ceil(found.bound - 1e-6)
+
+    def frontier(self) -> list[Point]:
+        """Return the best choices for budgets between everything in 16 bits and the most accurate."""
+        first, last = self.problem.noise(self.problem.required), self.problem.noise(self.problem.free)
+        if not first:
+            return []
+        steps = np.geomspace(first, max(last, first * 1e-4), _POINTS)  # 40 dB at most
+        found: dict[Chosen, Point] = {}
+        for budget in steps:
+            point = self.solve(float(budget) * (1 + 1e-9), gap=_POINTS_GAP)
+            if point is not None:
+                found.setdefault(point.chosen, point)
+        return sorted(found.values(), key=lambda point: point.cost)
+
+    def _variable(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _constrain(self) -> None:
+        """Say when a value is cast, and that an op without a rule follows its inputs."""
+        index, rows = self._index, self._rows
+        for name, value in self.problem.graph.values.items():
+            if value.kind is ValueKind.FOLLOW:  # float32 only if one of its inputs is
+                sources = self.problem.graph.reads.get(name, ())
+                rows.add({**{index[source]: -1.0 for source in sources}, index[name]: 1.0}, most=0.0)
+        for (made, reader), number in self._reads.items():
+            rows.add({number: 1.0, index[made]: -1.0, index[reader]: 1.0}, least=0.0)
+        for source, user in self.problem.graph.readers():
+            first, second = index[source.name], index[user.name]
+            if user.kind is ValueKind.FOLLOW:
+                rows.add({second: 1.0, first: -1.0}, least=0.0)
+            elif self.problem.prices.casts.get(source.name) and source.kind is not ValueKind.WEIGHT:
+                for up in (False, True):
+                    cast = self._casts.setdefault((source.name, up), self._count)
+                    self._count = max(self._count, cast + 1)
+                    sign = 1.0 if up else -1.0
+                    rows.add({cast: 1.0, first: sign, second: -sign}, least=0.0)
+
+    def _objective(self, prices: Prices) -> Any:
+        cost = np.zeros(self._count)
+        for name, number in self._index.items():
+            cost[number] = prices.values.get(name, 0.0)
+        for (name, _), number in self._casts.items():
+            cost[number] = prices.casts.get(name, 0.0)
+        return cost
+
+    def _limits(self) -> tuple[Any, Any]:
+        least, most = np.zeros(self._count), np.ones(self._count)
+        for name, value in self.problem.graph.values.items():
+            if value.kind is ValueKind.FLOAT32 or name in self.problem.required:
+                least[self._index[name]] = 1.0
+            elif value.kind is ValueKind.LOW:
+                most[self._index[name]] = 0.0
+        return least, most
+
+    def _matrix(self, budget: float) -> tuple[Any, Any, Any]:
+        """Return the constraints, with one about the error of each column, in units of the budget."""
+        from scipy.sparse import coo_array
+
+        rows = _Rows(list(self._rows.entries), list(self._rows.least), list(self._rows.most))
+        errors = self.problem.sensitivities
+        for column in range(len(errors.columns)):
+            terms: dict[int, float] = {}
+            constant = 0.0
+            for name, row in errors.own.items():
+                constant += row[column] / budget
+                terms[self._index[name]] = -row[column] / budget
+            for key, row in errors.reads.items():
+                terms[self._reads[key]] = row[column] / budget
+            large = {number: x for number, x in terms.items() if abs(x) > _NEGLIGIBLE}
+            rows.add({**large, self._noise: -1.0}, most=-constant)
+        numbers, columns, values = zip(*rows.entries, strict=True)
+        shape = len(rows.least), self._count
+        return coo_array((values, (numbers, columns)), shape=shape).tocsr(), rows.least, rows.most

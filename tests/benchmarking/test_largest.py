@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.benchmarking.config import BenchConfig
-from ampaudit.benchmarking.largest import search
-from ampaudit.benchmarking.run import bench
+from ampaudit.benchmarking.run import bench, search
 from ampaudit.devices.catalogue import device_named
 from tests.support.bench import bert
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampaudit.audit.inputs import as_source
-from ampaudit.benchmarking.names import parse_modes
+from ampaudit.benchmarking.config import parse_modes
 from ampaudit.core.errors import UsageError
 from ampaudit.devices.catalogue import device_named
 from tests.support.bench import bert, rows_of

@@ -19,9 +19,9 @@ import yaml
 
 from ampaudit import scan
 from ampaudit.audit.metric import metric_of
+from ampaudit.ci.check import Limits, check_all
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.ci.judge import check_codes, judge, known_target, measured_in
-from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.config import silent
 from ampaudit.core.errors import UsageError
 from ampaudit.core.text import parse_size

@@ -91,7 +91,7 @@ def test_completion_in_bash_needs_no_torch(line: str) -> None:
     env = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     made = subprocess.run([bash, "-c", script], capture_output=True, text=True, env=env, timeout=60)
     assert made.stdout.split()[0].startswith(words[-1]), made.stderr[-500:]
-    assert "ampaudit.cli.completion" in made.stderr
+    assert "ampaudit.cli.program" in made.stderr
     assert " torch\n" not in made.stderr
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from ampaudit.ci.baseline import BaselineFile
+from ampaudit.ci.check import BaselineFile
 from ampaudit.ci.config import read_config
 from ampaudit.ci.judge import judge as judge_report
 from ampaudit.ci.judge import measured_in

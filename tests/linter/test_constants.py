@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampaudit.linter.rules.constant_finder import number_of
+from ampaudit.linter.rules.constants import number_of
 from tests.linter.examples import lint
 
 NUMBERS = st.one_of(

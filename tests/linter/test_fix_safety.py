@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ampaudit.linter import repairs
-from ampaudit.linter.bound_names import is_bound
 from ampaudit.linter.declared_torch import declared_torch
+from ampaudit.linter.fix_safety import is_bound
 from ampaudit.linter.flow.script import read_script
 from tests.linter.examples import BAD, lint
 

@@ -17,8 +17,7 @@ from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
 from ampaudit.run import runner as runner_module
 from ampaudit.run.backends import Emulated, Native
-from ampaudit.run.local import FULL_CALL
-from ampaudit.run.meter import Meter
+from ampaudit.run.meter import FULL_CALL, Meter
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace import trace
 from ampaudit.trace.converted import attach_weights
@@ -106,7 +105,7 @@ def test_local_error_of_a_cut_is_that_of_the_whole(monkeypatch: pytest.MonkeyPat
     model = OpsToCut().eval()
     x = torch.randn(2, 3, 48, 48)
     cut = scan(model, x, policy="half")
-    monkeypatch.setattr("ampaudit.run.local.FULL_CALL", 1 << 40)
+    monkeypatch.setattr("ampaudit.run.meter.FULL_CALL", 1 << 40)
     whole = scan(model, x, policy="half")
     compared = 0
     for part, full in zip(cut.sites, whole.sites, strict=True):

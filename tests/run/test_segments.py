@@ -30,8 +30,8 @@ from ampaudit.report.model import Report
 from ampaudit.run import passage, segmented
 from ampaudit.run import program as program_module
 from ampaudit.run.audit import RunConfig, run_audits
-from ampaudit.run.boundary import moved_to, pack_state, unpack_state
 from ampaudit.run.lockstep import GraphState
+from ampaudit.run.passage import moved_to, pack_state, unpack_state
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.route import Route
 from ampaudit.run.segments import Group, Segment, best_ends, cut_evenly, cut_program

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ampaudit.core.errors import UsageError
-from ampaudit.source.described_inputs import described_batches, read_description
+from ampaudit.source.python_file import described_batches, read_description
 from tests.support.program import run_program
 
 FILE = """\

@@ -10,9 +10,8 @@ import torch
 
 from ampaudit import scan
 from ampaudit.core.errors import UsageError
-from ampaudit.source.fused_inputs import fusions
+from ampaudit.source.fused_inputs import MetaRun, ValuesNeeded, fusions, meta_copy
 from ampaudit.source.made_inputs import InputRequest, MadeInputs, at_sizes, check_ids, make_inputs
-from ampaudit.source.meta_run import MetaRun, ValuesNeeded, meta_copy
 from tests.support.fused import FUSED, MODALITY, PLACEHOLDER, fused_model
 from tests.support.processors import tokenizer
 

@@ -14,8 +14,7 @@ from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.audit import Audit, RunConfig, run_audits
-from ampaudit.run.backward.gradients import GradientAudit
-from ampaudit.run.backward.observers import MeasuringObserver
+from ampaudit.run.backward.gradients import GradientAudit, MeasuringObserver
 from ampaudit.source.interface import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
 

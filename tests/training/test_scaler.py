@@ -15,7 +15,7 @@ from torch import nn
 import ampaudit
 from ampaudit.core.errors import PolicyError, UsageError
 from ampaudit.policy.schema import LossScale
-from ampaudit.training.scaler import LossScaler, ScaleState, next_scale_state
+from ampaudit.training.prepare import LossScaler, ScaleState, next_scale_state
 
 # the constants that each system publishes: start, factor, window, hysteresis, least, largest
 PUBLISHED = {

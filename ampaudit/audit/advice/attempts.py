@@ -26,7 +26,15 @@ from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
 from ampaudit.trace.isolation import call_unchanged
 
-__all__ = ["Attempt", "Attempts", "decibels", "errors_of", "outputs_text", "same_function", "worst_db"]
+__all__ = [
+    "Attempt",
+    "Attempts",
+    "decibels",
+    "errors_of",
+    "outputs_text",
+    "same_function",
+    "worst_db",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,15 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["border", "keep_in_float32", "kept_sites", "literal", "proposal_keeping", "quoted", "to_keep"]
+__all__ = [
+    "border",
+    "keep_in_float32",
+    "kept_sites",
+    "literal",
+    "proposal_keeping",
+    "quoted",
+    "to_keep",
+]
 
 BACK = (1, 2, 4, 8)  # steps
 _PROMOTING = ("cat", "concat", "stack", "where")

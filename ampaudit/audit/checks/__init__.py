@@ -61,7 +61,16 @@ from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.audit.checks.running import run_checks
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
 
-__all__ = ["ALL_CHECKS", "Check", "CheckContext", "Evidence", "Finding", "Severity", "Source", "run_checks"]
+__all__ = [
+    "ALL_CHECKS",
+    "Check",
+    "CheckContext",
+    "Evidence",
+    "Finding",
+    "Severity",
+    "Source",
+    "run_checks",
+]
 
 _MODULES = (
     *(

@@ -5,7 +5,15 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-__all__ = ["BoundMethod", "Class", "ClassInfo", "Function", "FunctionInfo", "Instance", "function_of_lambda"]
+__all__ = [
+    "BoundMethod",
+    "Class",
+    "ClassInfo",
+    "Function",
+    "FunctionInfo",
+    "Instance",
+    "function_of_lambda",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

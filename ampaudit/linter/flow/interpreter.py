@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, key_of, position_of
 from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.dtype_uses import DtypeUses
-from ampaudit.linter.flow.events import ScalerReplaced
+from ampaudit.linter.flow.event_place import EventPlace, Guard
+from ampaudit.linter.flow.events import Event, ScalerReplaced
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.module_names import join_names
-from ampaudit.linter.flow.recorder import Recorder
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import LoopExits, State
 from ampaudit.linter.flow.step_budget import STEPS_AT_ONCE, StepBudget
@@ -29,6 +30,7 @@ from ampaudit.linter.flow.values import (
     ImportedName,
     KnownItems,
     LiteralValue,
+    Managed,
     Model,
     Optimizer,
     Scaler,
@@ -37,12 +39,11 @@ from ampaudit.linter.flow.values import (
     Value,
 )
 
-__all__ = [
-    "NO_AUTOCAST",
-    "UNKNOWN_AUTOCAST",
-    "Interpreter",
-]
+__all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter"]
 
+_OF_DTYPES: Final = frozenset(
+    "AMP842 AMP844 AMP845 AMP846 AMP860 AMP861 AMP868 AMP869 AMP872 AMP873 AMP874".split()
+)
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
 _BUILTINS = frozenset(
@@ -52,6 +53,72 @@ _BUILTINS = frozenset(
 
 
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
+
+
+class Recorder:
+    """What was found so far, and where the flow is: its statement, and the guards around it."""
+
+    def __init__(self) -> None:
+        self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
+        self.events: dict[tuple[type[Event], ast.AST, tuple[Guard, ...]], Event] = {}
+        self.managers: set[Managed] = set()
+        self.guards: tuple[Guard, ...] = ()
+        self.statement: ast.stmt | None = None
+        self.muted = False
+        self.guesses = False  # whether the class of a model was guessed
+
+    def report(
+        self,
+        code: str,
+        node: ast.AST,
+        cause: str,
+        advice: str,
+        fix: Fix | None = None,
+        certainty: Certainty = Certainty.KNOWN,
+    ) -> None:
+        """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
+        if self.muted:
+            return
+        node = self.placed(node)
+        if self.guesses and code in _OF_DTYPES:
+            certainty = min(certainty, Certainty.LIKELY)
+        key = (code, *position_of(node))
+        known = self.diagnostics.get(key)
+        if known is None or known.certainty < certainty:
+            self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
+
+    def at(self, node: ast.AST) -> EventPlace:
+        """Return the place of a node in the flow."""
+        return EventPlace(self.placed(node), self.guards, self.statement)
+
+    def record(self, event: Event) -> None:
+        """Record an event, once per type, node and guards."""
+        self.events.setdefault((type(event), event.node, event.guards), event)
+
+    def placed(self, node: ast.AST) -> ast.AST:
+        """Return where to report a node."""
+        return node
+
+    @contextmanager
+    def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:
+        """Execute inside a loop, a branch or a call."""
+        outside = self.guards
+        self.guards = (*outside, Guard(kind, node))
+        try:
+            yield
+        finally:
+            self.guards = outside
+
+    @property
+    def calls(self) -> list[ast.Call]:
+        """The calls that lead here, outermost first."""
+        nodes = (guard.node for guard in self.guards if guard.kind == "call")
+        return [node for node in nodes if isinstance(node, ast.Call)]
+
+    @property
+    def call_path(self) -> str:
+        """The calls that lead here, as text, which tells apart two calls of one function."""
+        return "".join(f" from {key_of(call)}" for call in self.calls)
 
 
 class Interpreter(Recorder):

@@ -5,29 +5,29 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE
-from ampaudit.linter.flow.assignments import (
-    Assignment,
-    assignments_in,
-    changing_attributes,
-    followed_settings,
-)
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
 from ampaudit.linter.flow.relevance import MATTERS, MATTERS_TO_IMPORTERS, matching_lines
-from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.usage import NameUsage
+from ampaudit.linter.flow.syntax import condition_of, dotted_name, nested_blocks
 
-__all__ = [
-    "Script",
-    "ScriptTooLong",
-    "parse",
-    "read_script",
-]
+__all__ = ["Script", "ScriptTooLong", "parse", "read_script"]
 
+Condition: TypeAlias = tuple[str, bool]  # a name, and whether it must be true or false
+_OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")
+_SCHEDULER = re.compile(r"sched")
+_MODEL = re.compile(
+    r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone|student|teacher|classifier|transformer|network"
+)
+
+_MAKES_MODELS = re.compile(r"build|factory|_fn$|func|creat|make|init|class|cls|load")
+_OF_MODELS = frozenset(
+    "parameters train eval half named_parameters state_dict no_sync zero_grad (call)".split()
+)
 _MAX_TOKENS = 1_000_000  # 500 MB as a syntax tree
 _MAX_SETTINGS = 3  # from name to name
 _TOKEN = re.compile(r"\w+|[^\w\s]")
@@ -36,6 +36,74 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 _IS_LOSS = re.compile(r"Loss|Criterion|Metric|Wrapper|Function")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _SCALES = re.compile(r"scaler|loss_?scal|grad_?scal", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class NameUsage:
+    """The methods that are called on names, and the optimizers that are passed to scalers.
+
+    Attributes:
+        methods: names of methods, by dotted name.
+        stepped: arguments of ``x.step(...)`` and ``x.unscale_(...)``, by x.
+    """
+
+    methods: dict[str, set[str]] = field(default_factory=dict)
+    stepped: dict[str, set[str]] = field(default_factory=dict)
+    _names: frozenset[str] | None = None
+    _kinds: dict[str, str] = field(default_factory=dict)
+
+    def is_scaler(self, text: str) -> bool:
+        """Return whether a name is used like a gradient scaler: ``unscale_``, or ``scale`` with others."""
+        used = self.methods.get(text, ())
+        if "unscale_" in used:
+            return True
+        if "scale" not in used:
+            return "scaler" in _last(text).lower() and {"step", "update"} <= set(used)
+        return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
+
+    def is_optimizer(self, text: str) -> bool:
+        """Return whether a name is passed to a scaler, or is named and used like an optimizer."""
+        if any(text in given and self.is_scaler(scaler) for scaler, given in self.stepped.items()):
+            return True
+        used = self.methods.get(text, set())
+        return bool(_OPTIMIZER.search(_last(text))) and bool(used & {"zero_grad", "step"})
+
+    def kind(self, text: str) -> str:
+        """Return what a name stands for; empty if its uses do not tell."""
+        known = self._kinds.get(text)
+        if known is None:
+            tests = {
+                "scaler": self.is_scaler,
+                "optimizer": self.is_optimizer,
+                "scheduler": self.is_scheduler,
+                "model": self.is_model,
+            }
+            known = next((kind for kind, test in tests.items() if test(text)), "")
+            self._kinds[text] = known
+        return known
+
+    def optimizer_names(self) -> frozenset[str]:
+        """Return the last components of the names of all optimizers."""
+        if self._names is None:
+            handed = {text for given in self.stepped.values() for text in given}
+            texts = {text for text in (*self.methods, *handed) if self.is_optimizer(text)}
+            self._names = frozenset(map(_last, texts))
+        return self._names
+
+    def is_scheduler(self, text: str) -> bool:
+        """Return whether a name is named like a scheduler and stepped."""
+        return bool(_SCHEDULER.search(_last(text))) and "step" in self.methods.get(text, ())
+
+    def is_model(self, text: str) -> bool:
+        """Return whether a name is named like a model and used like one."""
+        used = self.methods.get(text, set())
+        name = _last(text)
+        named = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
+        return bool(named) and bool(used & _OF_MODELS)
+
+
+def _last(text: str) -> str:
+    return text.rpartition(".")[2]
 
 
 @dataclass
@@ -285,3 +353,80 @@ def _multiplies_loss_by_scale(node: ast.AST) -> bool:
         return False
     text = ast.unparse(node).lower()
     return "loss" in text and "scale" in text
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """An assignment to a name.
+
+    Attributes:
+        name: dotted name.
+        value: the expression.
+        condition: that of the innermost ``if`` around it, if it is about one name.
+        function: the innermost function around it.
+    """
+
+    name: str
+    value: ast.expr
+    condition: Condition | None
+    function: ast.AST | None
+
+
+def assignments_in(tree: ast.Module) -> list[Assignment]:
+    """Return all assignments to dotted names."""
+    found: list[Assignment] = []
+    pending: list[tuple[ast.stmt, Condition | None, ast.AST | None]] = [(s, None, None) for s in tree.body]
+    for node, condition, function in pending:
+        inside = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        tested = condition_of(node.test) if isinstance(node, ast.If) else None
+        for block in nested_blocks(node):
+            is_body = block is getattr(node, "body", None)
+            holds = None if tested is None else (tested[0], tested[1] == is_body)
+            pending += [(inner, holds, inside) for inner in block]
+        if isinstance(node, ast.Assign):
+            names = filter(None, map(dotted_name, node.targets))
+            found += [Assignment(name, node.value, condition, function) for name in names]
+    return found
+
+
+def changing_attributes(assignments: Iterable[Assignment]) -> frozenset[str]:
+    """Return the attributes that several functions set to ``True`` or ``False``: a state, and no settings."""
+    functions: dict[str, set[ast.AST | None]] = {}
+    for item in assignments:
+        if "." in item.name and isinstance(item.value, ast.Constant) and isinstance(item.value.value, bool):
+            functions.setdefault(item.name, set()).add(item.function)
+    return frozenset(name for name, places in functions.items() if len(places) > 1)
+
+
+def followed_settings(assignments: Iterable[Assignment]) -> dict[str, Condition]:
+    """Return the setting that each name follows, and whether it is true where the setting is.
+
+    A name follows another that it is assigned from, once, or ``not`` that. What is ``None`` unless a
+    condition holds, such as a scaler, follows the condition.
+    """
+    by_name: dict[str, list[Assignment]] = {}
+    for item in assignments:
+        by_name.setdefault(item.name, []).append(item)
+    followed = ((name, _followed_setting(items)) for name, items in by_name.items())
+    return {name: setting for name, setting in followed if setting is not None and setting[0] != name}
+
+
+def _followed_setting(items: list[Assignment]) -> Condition | None:
+    """Return the setting that a name with some assignments follows."""
+    none = [item.condition for item in items if _is_none(item.value)]
+    others = [item for item in items if not _is_none(item.value)]
+    if len(others) != 1 or len(none) > 1:
+        return None
+    value, condition = others[0].value, others[0].condition
+    if none:  # it is there where its condition holds, or where that of None does not
+        return (none[0][0], not none[0][1]) if condition is None and none[0] is not None else condition
+    if isinstance(value, ast.IfExp) and _is_none(value.body) != _is_none(value.orelse):
+        tested = condition_of(value.test)
+        return None if tested is None else (tested[0], tested[1] != _is_none(value.body))
+    if isinstance(value, ast.Name | ast.Attribute | ast.UnaryOp) and condition is None:
+        return condition_of(value)
+    return None
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
-from ampaudit.linter.flow.builtin_calls import call_builtin
 from ampaudit.linter.flow.constructors import make_autocast, make_scaler
 from ampaudit.linter.flow.contexts import ContextManager
 from ampaudit.linter.flow.devices import device_of
-from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, ThreadStarted
+from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, NumberRead, ThreadStarted
 from ampaudit.linter.flow.frameworks import framework_of
 from ampaudit.linter.flow.gradient_uses import gradient_method, gradient_norm, is_norm_function
 from ampaudit.linter.flow.half_ops import (
@@ -67,9 +66,8 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = [
-    "call_imported",
-]
+__all__ = ["call_imported"]
+
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
 _AUTOCAST_STEPS: Final = tuple(
@@ -293,3 +291,36 @@ def _chain(arguments: Arguments) -> Value:
         known = value.models if isinstance(value, Parameters) else None
         models = None if models is None or known is None else models | known
     return Parameters(models)
+
+
+def call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
+    """Interpret ``str``, ``zip`` and the like."""
+    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    if name == "float" and isinstance(first, Tensor) and first.node is not None:
+        interpreter.record(NumberRead(interpreter.at(node), first))
+        return UNSCALED_TENSOR
+    if name == "str" and isinstance(first, DeviceValue) and first.has_index:
+        return LiteralValue(f"{first.type}:0")
+    if name == "dict" and not arguments.positional:
+        return DictLiteral(tuple(arguments.keywords.values()), node, tuple(arguments.keywords))
+    if name == "sum" and isinstance(first, KnownItems | Tensor):
+        return item_of(first)
+    if name in ("enumerate", "zip"):
+        return KnownItems(
+            (
+                KnownItems(
+                    (
+                        UNKNOWN if name == "enumerate" else item_of(first),
+                        *map(item_of, ([first] if name == "enumerate" else arguments.positional[1:])),
+                    )
+                ),
+            ),
+            repeated=True,
+        )
+    if name == "next" and isinstance(first, Parameters):
+        return first
+    return (
+        UNSCALED_TENSOR
+        if name in ("len", "range", "int", "str", "min", "max", "round", "abs", "print")
+        else UNKNOWN
+    )

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Final
 
 import re2
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
 from ampaudit.linter.flow.dtype_uses import DtypeUses
 from ampaudit.linter.flow.relevance import matching_lines
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
-from ampaudit.linter.rules.constant_finder import ConstantFinder, number_of
+from ampaudit.linter.flow.torch_names import (
+    BFLOAT16_ROUNDS_TO_ONE,
+    FLOAT16_ROUNDS_TO_ONE,
+    FLOAT16_ROUNDS_TO_ZERO,
+)
 
-__all__ = ["check_constants"]
+__all__ = ["check_constants", "number_of"]
+
+_FLOAT16_MAX: Final = 65504.0
+
+
+# autocast computes these in float32, and so what is added to them
+_FLOAT32_FUNCTIONS: Final = frozenset(
+    "norm sum exp softmax log_softmax pow prod cumsum dist logsumexp float double item".split()
+)
+
+
+# from where a number rounds to 1, the largest below that, and one that is surely not rounded to it
+_BELOW_ONE: Final = {
+    "float16": (FLOAT16_ROUNDS_TO_ONE, "0.9995", "0.999"),
+    "bfloat16": (BFLOAT16_ROUNDS_TO_ONE, "0.996", "0.99"),
+}
+_FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
 def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
@@ -109,3 +131,224 @@ def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
         stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
         found = {name: value for name, value in found.items() if stored[name] == (1 if name in stored else 0)}
     return found
+
+
+def number_of(node: ast.AST) -> float | None:
+    """Return the value of an expression of literal numbers, or of the limits of float32."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        operand = number_of(node.operand)
+        return None if operand is None else -operand
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return None if isinstance(node.value, bool) else _as_float(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = number_of(node.left), number_of(node.right)
+        if left is None or right is None or abs(right) > _MAX_OPERAND or abs(left) > _MAX_OPERAND:
+            return None
+        return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Attribute) and node.attr in ("min", "max"):
+        limit = _FINFO.fullmatch(ast.unparse(node.value))
+        return (-_FLOAT32_MAX if node.attr == "min" else _FLOAT32_MAX) if limit is not None else None
+    return None
+
+
+def _as_float(value: float) -> float:
+    """Return a literal as a float, which is infinite if it is a larger integer."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _power(base: float, exponent: float) -> float:
+    """Return a power; 0 stands for one that no script writes, or that is complex or too large."""
+    if base < 0 and not exponent.is_integer():
+        return 0.0
+    if not 0 < abs(base) <= _MAX_BASE or abs(exponent) > _MAX_EXPONENT:
+        return 0.0
+    try:
+        return float(base**exponent)
+    except OverflowError:
+        return 0.0
+
+
+_MAX_BASE: Final = 2.0**10
+_MAX_EXPONENT: Final = 2.0**6
+_MAX_OPERAND: Final = 1e12
+
+
+_FLOAT32_MAX: Final = float.fromhex("0x1.fffffep127")
+
+
+_FINFO: Final = re.compile(r"(?:torch|np|numpy)\.finfo\((?:torch|np|numpy)\.float(?:32)?\)")
+
+
+_OPERATORS: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
+    ast.Mult: lambda left, right: left * right,
+    ast.Pow: _power,
+}
+
+
+def _is_float32(node: ast.AST) -> bool:
+    """Return whether an expression is float32 under autocast whatever its inputs are."""
+    while isinstance(node, ast.BinOp | ast.UnaryOp):
+        if isinstance(node, ast.BinOp):
+            return _is_float32(node.left) or _is_float32(node.right)
+        node = node.operand
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in _FLOAT32_FUNCTIONS or "float32" in ast.unparse(node):
+        return True
+    return (
+        isinstance(node.func, ast.Attribute)
+        and name in ("clamp", "mean", "sqrt", "masked_fill")
+        and _is_float32(node.func.value)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UnfitNumber(Diagnostic):
+    """A number that a 16-bit ``dtype`` cannot hold."""
+
+    dtype: str = "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantFinder:
+    """Finds the numbers that float16 cannot represent.
+
+    Attributes:
+        named: values of names that stand for such numbers.
+        bfloat16: positions of ops with a bfloat16 operand.
+    """
+
+    named: dict[str, ast.expr]
+    bfloat16: Mapping[tuple[int, int], Certainty]
+
+    def check(self, statement: ast.stmt, module: bool) -> Iterator[UnfitNumber]:
+        """Yield the numbers in a statement, those of a module's ops as well if it is in one."""
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                yield from self._check_fill(node)
+                if module:
+                    yield from self._check_clamp(node)
+            elif isinstance(node, ast.BinOp):
+                if isinstance(node.op, ast.Mult):
+                    yield from self._check_product(node)
+                elif isinstance(node.op, ast.Add) and module:
+                    yield from self._check_sum(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                yield from self._check_assignment(node, node.targets[0])
+
+    def _literal(self, node: ast.AST) -> float | None:
+        sign = 1.0
+        if (
+            isinstance(node, ast.UnaryOp)
+            and isinstance(node.op, ast.USub)
+            and isinstance(node.operand, ast.Name | ast.Attribute)
+        ):
+            node, sign = node.operand, -1.0
+        if isinstance(node, ast.Name | ast.Attribute) and dotted_name(node) in self.named:
+            node = self.named[dotted_name(node)]
+        value = number_of(node)
+        return None if value is None else sign * value
+
+    def _too_large(self, node: ast.AST) -> bool:
+        value = self._literal(node)
+        return value is not None and _FLOAT16_MAX < abs(value) < float("inf")
+
+    def _mask_diagnostic(self, node: ast.AST, place: ast.expr, fix: Fix | None) -> UnfitNumber:
+        return UnfitNumber(
+            "AMP860",
+            node,
+            f"{self._literal(place):g} is outside the range of float16, whose minimum "
+            "is -65504: filling with it raises, a product is -inf",
+            "use torch.finfo(x.dtype).min of the tensor to fill",
+            fix,
+        )
+
+    def _check_fill(self, node: ast.Call) -> Iterator[UnfitNumber]:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in _FILLS and isinstance(node.func, ast.Attribute):
+            index = 2 if dotted_name(node.func.value) == "torch" else 1
+            values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
+            for value in values:
+                receiver = node.args[0] if index == 2 and node.args else node.func.value
+                if self._too_large(value) and not _is_float32(receiver):
+                    text = dotted_name(receiver)
+                    yield self._mask_diagnostic(value, value, self._finfo_fix(value, text) if text else None)
+        elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
+            for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
+                # two numbers create a float32 tensor, which promotes what it is added to
+                if self._too_large(value) and self._literal(other) is None and not _is_float32(other):
+                    yield self._mask_diagnostic(
+                        value,
+                        value,
+                        self._finfo_fix(value, dotted_name(other)) if dotted_name(other) else None,
+                    )
+
+    def _finfo_fix(self, value: ast.expr, text: str) -> Fix:
+        limit = "min" if (self._literal(value) or 0) < 0 else "max"
+        return Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}")
+
+    def _check_product(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
+        for value, other in ((node.left, node.right), (node.right, node.left)):
+            if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_float32(other):
+                yield self._mask_diagnostic(node, value, None)
+
+    def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[UnfitNumber]:
+        # a large positive number initializes the search for a minimum, mostly outside 16 bits
+        low = (self._literal(node.value) or 0) < 0
+        if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
+            name = dotted_name(target.value)
+            if name and not name.startswith("np"):
+                yield self._mask_diagnostic(node.value, node.value, self._finfo_fix(node.value, name))
+
+    def _rounds_to_zero(self, node: ast.AST) -> bool:
+        value = self._literal(node)
+        return value is not None and 0 < abs(value) <= FLOAT16_ROUNDS_TO_ZERO
+
+    def _rounds_to_one(self, node: ast.AST, limit: float) -> bool:
+        """Return whether an expression is ``1 - eps``, or such a number, that 16 bits round to 1."""
+        value = self._literal(node)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and self._literal(node.left) == 1:
+            eps = self._literal(node.right)
+            value = None if eps is None else 1 - eps
+        return value is not None and 1 - limit <= value < 1
+
+    def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> UnfitNumber:
+        return UnfitNumber(
+            "AMP861",
+            node,
+            f"{self._literal(value):g} rounds to zero in float16, whose smallest number is 6e-8",
+            "use at least 1e-6, or compute this in float32",
+        )
+
+    def _check_sum(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
+        for value, other in ((node.left, node.right), (node.right, node.left)):
+            if self._rounds_to_zero(value) and self._literal(other) is None and not _is_float32(other):
+                yield self._eps_diagnostic(value, value)
+
+    def _check_clamp(self, node: ast.Call) -> Iterator[UnfitNumber]:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
+            return
+        receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
+        if dotted_name(receiver) == "torch":
+            receiver = node.args[0] if node.args else node
+        values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
+        for value in values:
+            if self._rounds_to_zero(value) and not _is_float32(receiver):
+                yield self._eps_diagnostic(value, value)
+        largest = node.args[-1:] if name.startswith(("clamp", "clip")) and len(node.args) > 1 else []
+        dtype = "bfloat16" if position_of(node) in self.bfloat16 else "float16"
+        limit, below, most = _BELOW_ONE[dtype]
+        for value in (*largest, *(k.value for k in node.keywords if k.arg == "max")):
+            if self._rounds_to_one(value, limit) and not _is_float32(receiver):
+                yield UnfitNumber(
+                    "AMP861",
+                    node,
+                    f"{ast.unparse(value)} rounds to 1 in {dtype}, whose largest number below 1 is {below}",
+                    f"use at most {most}, or compute this in float32",
+                    dtype=dtype,
+                )

@@ -2,35 +2,104 @@
 
 from __future__ import annotations
 
+import functools
+import keyword
+import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 
+from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe
-from ampaudit.source.pt2.operators import operator_named
 from ampaudit.source.pt2.schema import Argument, Graph, InputSpec, Node, NodeInput, OutputSpec
-from ampaudit.source.pt2.values import (
-    LISTS,
-    POSITIONAL,
-    SYMBOLS,
-    attribute_path,
-    call_arguments,
-    identifier,
-    layers_and_line,
-    list_item,
-    number,
-    only,
-    result_names,
-    setting,
+from ampaudit.source.pt2.tensors import SERIALIZED_DTYPES
+
+__all__ = ["UnknownOperator", "build_graph", "operator_named", "weight_of"]
+
+_OVERLOAD = re.compile(r"torch\.ops\.(aten|prims)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
+_HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]+)", re.ASCII)
+_FUNCTION = re.compile(r"(_operator|math|torch|torch\._functorch\.predispatch)\.(\w+)", re.ASCII)
+# those that write files, print, change the process, or trust sizes, indices and pointers that they are given
+_FORBIDDEN = re.compile(
+    r"from_file|_foreach_copy|save|print|manual_seed|backward|set_data|make_dual|pin_memory|\w*_unsafe|to_padded_tensor"
+    r"|(sparse|to_sparse|fbgemm|quantized|cudnn|miopen|mps)(_\w+)?|\w+_mps|sspaddmm|hspmm|\w*_?jvp"
 )
-
-__all__ = ["build_graph", "weight_of"]
-
+# of the operators that are private, or half of a backward pass, those that honest programs hold
+_INTERNAL = re.compile(r"_(?!_\w+__$)\w+|\w+_backward\w*")
+_KNOWN_INTERNAL = re.compile(
+    r"(?!.*backward)(_adaptive_avg_pool[23]d|_add_relu|_addmm_activation|_aminmax|_assert_\w+|_autocast_\w+|_cast_\w+"
+    r"|_cdist_forward|_conj(_copy|_physical)?|_convolution(_mode)?|_ctc_loss|_dim_arange|_efficientzerotensor"
+    r"|_efficient_attention_forward|_embedding_bag(_forward_only)?|_euclidean_dist|_fake_quantize_\w+"
+    r"|_fft_(c2c|c2r|r2c)|_flash_attention_forward|_foreach_\w+|_functional_\w+|_fused_moving_avg_obs_\w+"
+    r"|_fused_rms_norm|_grouped_mm|_int_mm|_is_a(ll|ny)_true|_linalg_\w+|_local_scalar_dense|_log_softmax"
+    r"|_logcumsumexp|_lu_with_info|_native_batch_norm_legit\w*|_native_multi_head_attention|_neg_view(_copy)?"
+    r"|_pack_padded_sequence|_pad_(circular|enum|packed_sequence)|_pdist_forward|_prelu_kernel|_reshape_copy"
+    r"|_safe_softmax|_sample_dirichlet|_scaled_dot_product_\w+|_scaled_(grouped_)?mm(_v2)?|_shape_as_tensor"
+    r"|_softmax|_standard_gamma|_thnn_fused_(gru|lstm)_cell|_to_copy|_to_cpu|_transformer_encoder_layer_fwd"
+    r"|_trilinear|_unique2?|_unsafe_\w+|_upsample_\w+|_weight_int[48]pack_mm\w*|_weight_norm(_interface)?)"
+    r"|(convolution|diagonal|elu|gelu|glu|hardsigmoid|hardswish|hardtanh|leaky_relu|log_sigmoid|logit|mish"
+    r"|native_dropout|select|sigmoid|silu|slice|softplus|tanh|threshold|native_layer_norm)_backward"
+    r"|_(log_)?softmax_backward_data"
+)
+_RAW = re.compile(r"Storage|Stream|__torch__|Any|Dict|Future")  # types of arguments
+# without while_loop, which need not end
+_HIGHER_ORDER_NAMES = frozenset(
+    {
+        "associative_scan",
+        "autograd_function_apply",
+        "cond",
+        "flex_attention",
+        "invoke_subgraph",
+        "map_impl",
+        "out_dtype",
+        "scan",
+        "strict_mode",
+        "tag_activation_checkpoint",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
+    }
+)
+_OPERATOR = frozenset(
+    "add and_ eq floordiv ge getitem gt le lshift lt mod mul ne neg not_ or_ pos pow rshift "
+    "sub truediv".split()
+)
+_MATH = frozenset("acos asin atan ceil cos cosh exp floor log log2 sin sinh sqrt tan tanh trunc".split())
+_TORCH = frozenset(
+    "sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt _sym_sqrt _sym_log2 _sym_cos _sym_sin "
+    "sym_sum _sym_exp".split()
+)
+_VMAP = frozenset(
+    "lazy_load_decompositions _add_batch_dim _remove_batch_dim _vmap_increment_nesting "
+    "_vmap_decrement_nesting".split()
+)
+_GROWING = frozenset({"add", "lshift", "mod", "mul", "pow", "sub"})
+_BITS = 64
+_MEMORY_FORMATS = {
+    1: torch.contiguous_format,
+    2: torch.channels_last,
+    3: torch.channels_last_3d,
+    4: torch.preserve_format,
+}
+_STRIDED = 7
+# attributes that weights must not replace
+_MODULE_NAMES = frozenset(dir(nn.Module()))
+_GRAPH_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+POSITIONAL, _KEYWORD = 1, 2
+SYMBOLS = ("as_sym_int", "as_sym_float", "as_sym_bool")
+LISTS = {
+    "as_tensors": "as_tensor",
+    "as_sym_ints": "as_sym_int",
+    "as_sym_floats": "as_sym_float",
+    "as_sym_bools": "as_sym_bool",
+    "as_optional_tensors": "",
+}
 _PLAIN = ("as_int", "as_ints", "as_bool", "as_bools", "as_string", "as_strings")
 _NUMBERS = ("as_float", "as_floats", "as_float_lists")
 _MAX_NODES = 100_000  # of all graphs
@@ -283,3 +352,217 @@ def _keyword(name: str) -> str:
     if identifier(name) != name:
         raise ValueError(f"a call has an argument {describe(name)!r}")
     return name
+
+
+class UnknownOperator(ValueError):
+    """Raised for an operator that may not be called."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"operator {describe(name)!r} {why}")
+
+
+def operator_named(name: str) -> Callable[..., Any]:
+    """Return the operator that a program calls by its name, such as ``torch.ops.aten.add.Tensor``.
+
+    Raises:
+        UnknownOperator: this version of torch lacks it, or programs may not call it.
+    """
+    if found := _OVERLOAD.fullmatch(name):
+        return _overload(name, *found.groups())
+    if found := _HIGHER_ORDER.fullmatch(name):
+        return _higher_order(name, found[1])
+    if found := _FUNCTION.fullmatch(name):
+        return _function(name, *found.groups())
+    raise UnknownOperator(name, "is not one of PyTorch's own")
+
+
+@functools.cache
+def _overload(name: str, namespace: str, packet: str, overload: str) -> OpOverload:
+    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    if not isinstance(found, OpOverload) or found.namespace != namespace:
+        raise UnknownOperator(name, "is not in this version of PyTorch")
+    arguments = found._schema.arguments
+    raw = any(_RAW.search(str(a.type)) or a.name == "filename" for a in arguments)
+    internal = _INTERNAL.fullmatch(packet) and (
+        not _KNOWN_INTERNAL.fullmatch(packet) or any(a.is_out for a in arguments)
+    )
+    # without a kernel, it is a function of TorchScript on Python's values
+    if raw or internal or _FORBIDDEN.fullmatch(packet) or not torch._C._dispatch_has_kernel(found.name()):
+        raise UnknownOperator(name, "may not be called from a file: it reaches beyond its tensors")
+    return found
+
+
+def _higher_order(name: str, short: str) -> HigherOrderOperator:
+    found = getattr(torch.ops.higher_order, short, None) if short in _HIGHER_ORDER_NAMES else None
+    if not isinstance(found, HigherOrderOperator):
+        raise UnknownOperator(name, "is not one that ampaudit reads from a file")
+    return found
+
+
+def _function(name: str, module: str, short: str) -> Callable[..., Any]:
+    place, known = {
+        "_operator": (operator, _OPERATOR),
+        "math": (math, _MATH),
+        "torch": (torch, _TORCH),
+        "torch._functorch.predispatch": (predispatch, _VMAP),
+    }[module]
+    found = getattr(place, short, None) if short in known else None
+    if found is None:
+        raise UnknownOperator(name, "is not one that ampaudit reads from a file")
+    return _bounded(found) if short in _GROWING else found
+
+
+@functools.cache
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator on sizes, so that a chain of them cannot fill the memory with one integer."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if any(isinstance(argument, str | list | tuple) for argument in args):
+            raise SourceError("the program computes with text or lists", hint="export the model again")
+        found = None if _surely_large(function, args) else function(*args)
+        if found is None or (type(found) is int and found.bit_length() > _BITS):
+            raise SourceError("the program computes a size beyond 64 bits", hint="export the model again")
+        return found
+
+    return call
+
+
+def _surely_large(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Return whether computing an integer would itself take long."""
+    if len(args) != 2 or not all(type(a) is int for a in args):
+        return False
+    base, exponent = args
+    if function is operator.pow:
+        return bool(abs(base) > 1 and base.bit_length() * exponent > 2 * _BITS)
+    return function is operator.lshift and exponent > _BITS
+
+
+def only(union: Any, what: str) -> tuple[str, Any]:
+    """Return the one member of a union.
+
+    Raises:
+        ValueError: it has none or several.
+    """
+    if len(union) != 1:
+        raise ValueError(f"an {what} has {len(union)} values instead of one")
+    kind, value = next(iter(union.items()))
+    return str(kind), value
+
+
+def list_item(item: Any, kind: str) -> tuple[str, Any]:
+    """Return the kind and the value of an item of a list, whose items are of one kind or unions."""
+    return (kind, item) if kind else only(item, "argument")
+
+
+def result_names(kind: str, value: Any) -> Any:
+    """Return the name of a result, nested names for lists, and ``None`` for what nobody can use."""
+    if kind == "as_tensor":
+        return str(value["name"])
+    if kind in SYMBOLS:
+        return value.get("as_name")
+    if kind in LISTS:
+        return [result_names(*list_item(item, LISTS[kind])) for item in value]
+    if kind in ("as_none", "as_int", "as_float", "as_bool", "as_ints", "as_floats", "as_bools"):
+        return None
+    raise ValueError(f"a call returns a value of the kind {kind}")
+
+
+def call_arguments(
+    target: OpOverload, given: Sequence[tuple[str, int | None, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arrange arguments in the order of the operator's schema."""
+    values = {name: (kind, value) for name, kind, value in given}
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    positional = True
+    for argument in target._schema.arguments:
+        if argument.name not in values:
+            if not argument.has_default_value():
+                raise ValueError(f"a call of {target} lacks its argument {argument.name}")
+            positional = False  # what follows has no place of its own
+            continue
+        kind, value = values.pop(argument.name)
+        by_default = _KEYWORD if argument.has_default_value() or argument.kwarg_only else POSITIONAL
+        by_name = (kind or by_default) == _KEYWORD and not keyword.iskeyword(argument.name)
+        positional = positional and not argument.kwarg_only and not by_name
+        if positional:
+            args.append(value)
+        else:
+            kwargs[argument.name] = value
+    if values:
+        raise ValueError(f"a call of {target} has an argument {describe(next(iter(values)))!r}")
+    return tuple(args), kwargs
+
+
+def setting(kind: str, value: Any) -> Any:
+    """Return a dtype, layout, device or memory format."""
+    if kind == "as_scalar_type" and value in SERIALIZED_DTYPES:
+        return SERIALIZED_DTYPES[value]
+    if kind == "as_memory_format" and value in _MEMORY_FORMATS:
+        return _MEMORY_FORMATS[value]
+    if kind == "as_layout" and value == _STRIDED:
+        return torch.strided
+    if kind == "as_device":
+        index = value.get("index")
+        return torch.device(value["type"]) if index is None else torch.device(value["type"], index)
+    raise ValueError(f"an argument of the kind {kind} cannot be read")
+
+
+def number(value: Any) -> Any:
+    """Return a number, or nested lists of them, in which JSON writes those that are not finite as text."""
+    if isinstance(value, list):
+        return [number(item) for item in value]
+    return {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}.get(value, value)
+
+
+def identifier(name: str) -> str:
+    """Return a name that is safe in the Python code that torch makes of a graph."""
+    plain = re.sub(r"\W", "_", name[:200], flags=re.ASCII)
+    return f"_{plain}" if not plain.isidentifier() or keyword.iskeyword(plain) else plain
+
+
+def attribute_path(path: str) -> str:
+    """Return a dotted name of an attribute if each part is one that modules leave free.
+
+    Raises:
+        ValueError: it is not.
+    """
+    parts = path.split(".")
+    if not all(map(_is_attribute, parts)) or parts[0] in _GRAPH_NAMES:
+        raise ValueError(f"a weight has the name {describe(path)!r}")
+    return path
+
+
+def _is_attribute(part: str) -> bool:
+    is_name = re.fullmatch(r"\w{1,500}", part, re.ASCII) is not None and not part.startswith("__")
+    return is_name and part not in _MODULE_NAMES
+
+
+def layers_and_line(given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the layers and the source line of a node, as far as they are told."""
+    found: dict[str, Any] = {}
+    if trace := given.get("stack_trace"):
+        found["stack_trace"] = trace
+    if stack := given.get("nn_module_stack"):
+        layers = [_split(item) for item in stack.split(";")]
+        found["nn_module_stack"] = {key: (path, kind) for key, path, kind in layers}
+    return found
+
+
+def _split(item: str) -> tuple[str, str, str]:
+    """Split ``key,path,type``, of which the last two may hold commas in brackets."""
+    parts = list(_at_commas(item))
+    if len(parts) != 3:
+        raise ValueError("a node's layers cannot be read")
+    return parts[0], parts[1], parts[2]
+
+
+def _at_commas(item: str) -> Iterator[str]:
+    depth = start = 0
+    for place, char in enumerate(item):
+        depth += (char in "[(") - (char in ")]")
+        if char == "," and depth == 0:
+            yield item[start:place]
+            start = place + 1
+    yield item[start:]
