@@ -12,8 +12,8 @@ from ampaudit.audit.advise import advised
 from ampaudit.audit.against import beside
 from ampaudit.audit.backward import differentiated
 from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
+from ampaudit.audit.checks.against import against_report
 from ampaudit.audit.checks.interface import CheckContext
-from ampaudit.audit.checks.other_function import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, ScanKeywords, policies_of, rules_of
 from ampaudit.audit.context import context_of

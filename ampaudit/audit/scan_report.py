@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
+from ampaudit.audit.checks.coverage import gaps_of
 from ampaudit.audit.checks.interface import CheckContext, finding_source, source_of
-from ampaudit.audit.checks.output_error import accuracy_text
-from ampaudit.audit.checks.uncovered import gaps_of
+from ampaudit.audit.checks.outputs import accuracy_text
 from ampaudit.core.formats import BFLOAT16, WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__

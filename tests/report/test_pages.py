@@ -10,7 +10,7 @@ import pytest
 
 from ampaudit.audit import scan as workflow
 from ampaudit.audit.checks import ALL_CHECKS, Check, CheckContext, Finding
-from ampaudit.audit.checks.origins import DOMAIN_CAUSES, OVERFLOW_CAUSES
+from ampaudit.audit.checks.causes import DOMAIN_CAUSES, OVERFLOW_CAUSES
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.report.pages import Example, Page, all_pages

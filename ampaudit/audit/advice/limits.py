@@ -16,7 +16,7 @@ from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
 from ampaudit.audit.advice.residual_call import Stream
 from ampaudit.audit.advice.residual_stream import find_stream
 from ampaudit.audit.checks import CheckContext
-from ampaudit.audit.checks.hidden_clamp import limited_peak
+from ampaudit.audit.checks.range import limited_peak
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Trial

@@ -27,8 +27,8 @@ from ampaudit.audit.advice.proofs import (
     score_scaling,
     siblings,
 )
-from ampaudit.audit.checks.epsilon import lost_eps
 from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.audit.checks.precision import lost_eps
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Role, Site

@@ -1,4 +1,4 @@
-"""AMP401: a parameter, buffer or constant that overflows in 16 bits."""
+"""Weights that the format cannot hold, and tied weights that get two dtypes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.weights import WeightRange
 from ampaudit.trace import Site
 
-__all__ = ["CHECK", "weight_finding"]
+__all__ = ["CHECKS", "weight_finding"]
+
+VANISH_SHARE = 0.01
+SUBNORMAL_SHARE = 0.25
 
 
-def find(context: CheckContext) -> Iterator[Finding]:
+def find_weights(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per weight; the origins that it explains are listed as poisoned.
 
     A buffer that overflows without consequence (a mask whose -inf a softmax makes zero) is a note.
@@ -90,4 +93,43 @@ def weight_finding(
     )
 
 
-CHECK = Check("AMP401", find)
+def find_small_weights(context: CheckContext) -> Iterator[Finding]:
+    """Find weights that lose a relevant share of their values; counts are exact."""
+    for weight in context.weights:
+        if weight.name in context.broken_weights or not weight.nonzero:
+            continue
+        variance = weight.name.endswith("running_var")
+        vanish, small = weight.vanish / weight.nonzero, weight.subnormal / weight.nonzero
+        if variance and weight.vanish + weight.subnormal:
+            advice = "keep BatchNorm statistics in float32, or fold them into the convolution"
+            yield weight_finding(
+                context, weight, "AMP403", _text(context, weight), advice, severity=Severity.WARNING
+            )
+        elif vanish > VANISH_SHARE or small > SUBNORMAL_SHARE:
+            severity = None if vanish > VANISH_SHARE else Severity.NOTE
+            advice = f"keep {weight.name} in float32, or rescale it by a power of two"
+            yield weight_finding(context, weight, "AMP402", _text(context, weight), advice, severity=severity)
+
+
+def _text(context: CheckContext, weight: WeightRange) -> str:
+    form = context.number_format
+    lost = f"{weight.vanish} become 0 and {weight.subnormal} subnormal"
+    limit = format_number(form.min_normal)
+    return f"of {weight.nonzero} non-zero values of {weight.name}, {lost} in {form.name} (below {limit})"
+
+
+def find_tied_weights(context: CheckContext) -> Iterator[Finding]:
+    """Find tied weights whose names fall under different rules."""
+    for names in context.flow.traced.split_ties:
+        first = names[0]
+        cause = f"{' and '.join(names)} are one tensor, and the policy keeps only some of these in float32"
+        advice = "give all names the same rule; the tensor was left in float32 here"
+        site, layer = SiteId(f"{first}/stored"), first.rpartition(".")[0]
+        yield finding_about("AMP404", site, layer, cause, advice, confidence="rule")
+
+
+CHECKS = (
+    Check("AMP401", find_weights),
+    Check("AMP402", find_small_weights),
+    Check("AMP404", find_tied_weights),
+)

@@ -7,21 +7,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ampaudit.audit.checks.cancellation import subtracts
 from ampaudit.audit.checks.compared_numbers import rounded_number
-from ampaudit.audit.checks.growth import error_growth
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
+from ampaudit.audit.checks.precision import subtracts
+from ampaudit.audit.checks.steps import error_growth
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
-from ampaudit.report.finding import Finding
+from ampaudit.report.accuracy import LOST_DB
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.decisions import DecisionDetail, spacing
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.trace import Role, Site
 
-__all__ = ["CHECK", "accuracy_text", "findings_with", "inaccurate"]
+__all__ = ["CHECKS", "accuracy_text", "findings_with", "inaccurate"]
 
 NOTICEABLE_DB = 10.0
+MAX_UNCHANGED = 0.5  # share of a buffer's elements to be changed that stay as they were
 STALLS = 0.1  # share of the additions that change nothing, from which a sum is said to stall
 
 
@@ -185,9 +187,6 @@ def _detail(context: CheckContext, detail: DecisionDetail | None) -> str:
     return text
 
 
-CHECK = Check("AMP207", partial(findings_with, "AMP207"))
-
-
 @dataclass(frozen=True, slots=True)
 class Amplification:
     """The op after a culprit at which the accuracy drops most.
@@ -229,3 +228,55 @@ def _leading_to(context: CheckContext, output: str) -> set[SiteId]:
         if site.id in leading:
             leading |= {maker.id for maker in context.flow.makers(site)}
     return leading
+
+
+def find_output_variation(context: CheckContext) -> Iterator[Finding]:
+    """Find outputs that are accurate only because of their mean."""
+    if context.ranges_only or context.harmed:
+        return
+    wrong = inaccurate(context)
+    for name, made, _ in context.outputs:
+        seen = context.record.outputs.get(name)
+        rows = seen.rows if seen is not None else None
+        if seen is None or made is None or name in wrong or rows is None or rows.db >= LOST_DB:
+            continue
+        spread, error = ((part / rows.elements) ** 0.5 for part in (rows.spread_sq, rows.err_sq))
+        what = "it varies" if not rows.worst else "rows vary"
+        around = f" around {format_number(rows.mean)}" if not rows.worst else ""
+        cause = (
+            f"{name} has {seen.accuracy_db:.0f} dB only because of its mean: {what} by "
+            f"{format_number(spread)}{around}, and the error is {format_number(error)} ({rows.db:.0f} dB)"
+        )
+        if rows.worst:
+            where = ", ".join(":" if i is None else str(i) for i in rows.index)
+            cause += f"; the worst is [{where}], around {format_number(rows.mean)}: {rows.worst_db:.0f} dB"
+        advice = "subtract the level from the inputs and add it to the output in float32; a float32 output"
+        advice += " alone helps if the inputs keep their variation in 16 bits"
+        yield finding_at(context, context.site[made], "AMP211", cause, advice)
+
+
+def find_stalled_sum(context: CheckContext) -> Iterator[Finding]:
+    """Find sums that spoil an output, and buffers that stay constant although FP32 changes them.
+
+    A counter that stands still is an error. Other values may have converged: that is a note.
+    """
+    yield from findings_with("AMP210", context)
+    for update in context.record.buffers.values():
+        if update.stalled < MAX_UNCHANGED * update.moved:
+            continue
+        form = context.number_format.name
+        cause = (
+            f"the buffer {update.name} stalls: FP32 changes {update.moved} of its elements, and {form} "
+            f"leaves {update.stalled} of them as they were, such as {format_number(update.example)}"
+        )
+        advice = "keep the buffer in float32, or count in integers"
+        severity = Severity.ERROR if update.counts else Severity.NOTE
+        yield finding_at(context, context.site[update.site], "AMP210", cause, advice, severity=severity)
+
+
+CHECKS = (
+    Check("AMP210", find_stalled_sum),
+    Check("AMP209", partial(findings_with, "AMP209")),
+    Check("AMP207", partial(findings_with, "AMP207")),
+    Check("AMP211", find_output_variation),
+)

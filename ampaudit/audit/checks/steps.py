@@ -1,18 +1,58 @@
-"""AMP119: error, or the size of values, grows exponentially over the steps."""
+"""What builds up over several steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
-from ampaudit.report.finding import Finding
+from ampaudit.report.finding import Evidence, Finding, Source
 from ampaudit.report.steps import StepGrowth
+from ampaudit.run.record import StateFault
 from ampaudit.trace import Site
 
-__all__ = ["CHECK", "error_growth"]
+__all__ = ["CHECKS", "error_growth"]
+
+
+def find_between_steps(context: CheckContext) -> Iterator[Finding]:
+    """Yield one finding per input, for the first step in which it breaks: FP32's own stays out of range."""
+    seen: set[str] = set()
+    for row in context.record.steps:
+        for fault in row.faults:
+            if fault.name not in seen:
+                seen.add(fault.name)
+                yield _between_steps_finding(context, fault, row.step)
+
+
+def _between_steps_finding(context: CheckContext, fault: StateFault, step: int) -> Finding:
+    form, name = context.number_format, fault.name
+    what = f"next_inputs makes {name} from the outputs of step {step}, which are finite"
+    ends = f"{form.name} ends at {format_number(form.max)}"
+    why = f"in FP32 it reaches {format_number(fault.peak)}; {ends}"
+    if fault.peak <= form.max:
+        peak = format_number(fault.peak)
+        why = f"in FP32 it is in range (up to {peak}), and a value on the way to it is not; {ends}"
+    advice = "compute the next inputs in float32 and cast them back where they are in range again"
+    found = finding_about("AMP118", SiteId(f"next_inputs/{name}"), "next_inputs", f"{what}; {why}", advice)
+    line = fault.line
+    return replace(
+        found,
+        phase="forward",
+        op=fault.op,
+        origin=True,
+        source=None if line is None else Source(line.file, line.line, line.code),
+        evidence=Evidence(
+            peak=fault.peak,
+            limit=form.max,
+            inf=fault.broken - fault.nan,
+            nan=fault.nan,
+            elements=fault.elements,
+            headroom_bits=form.headroom_bits(fault.peak) if fault.peak > 0.0 else None,
+            step=step,
+        ),
+    )
 
 
 def error_growth(context: CheckContext) -> StepGrowth | None:
@@ -20,7 +60,7 @@ def error_growth(context: CheckContext) -> StepGrowth | None:
     return next((growth for growth in _harmful(context) if growth.what == "error"), None)
 
 
-def find(context: CheckContext) -> Iterator[Finding]:
+def find_growth(context: CheckContext) -> Iterator[Finding]:
     """Yield growth that soon takes values out of range, or outputs below the required accuracy.
 
     What a step of the run shows is a finding of its own.
@@ -30,7 +70,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         site = _site(context, growth)
         beyond = (growth.reaches or 0) > (context.step_count or 0)
         if site is not None and beyond and not broken:
-            yield _finding(context, growth, site)
+            yield _growth_finding(context, growth, site)
 
 
 def _harmful(context: CheckContext) -> Iterator[StepGrowth]:
@@ -38,7 +78,7 @@ def _harmful(context: CheckContext) -> Iterator[StepGrowth]:
         yield from (growth for growth in context.steps.growth if growth.reaches is not None)
 
 
-def _finding(context: CheckContext, growth: StepGrowth, site: Site) -> Finding:
+def _growth_finding(context: CheckContext, growth: StepGrowth, site: Site) -> Finding:
     count = context.step_count
     reached = f"at about step {growth.reaches}, beyond the {count} that were run"
     if growth.what == "error":
@@ -63,4 +103,7 @@ def _site(context: CheckContext, growth: StepGrowth) -> Site | None:
     return context.site.get(made) if made is not None else context.site.get(SiteId(growth.name))
 
 
-CHECK = Check("AMP119", find)
+CHECKS = (
+    Check("AMP118", find_between_steps),
+    Check("AMP119", find_growth),
+)

@@ -13,9 +13,9 @@ from ampaudit.report.against import AgainstReport, Correspondence, ReferenceDiff
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.against.comparison import ModelDifference
 
-__all__ = ["CHECK", "against_report", "differences_with"]
+__all__ = ["CHECKS", "against_report", "differences_with"]
 
-_ADVICE = "compare the node with its counterpart, and convert or export it again"
+_OTHER_FUNCTION_ADVICE = "compare the node with its counterpart, and convert or export it again"
 
 
 def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
@@ -31,7 +31,7 @@ def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
             continue  # as masks are meant to be
         cause = f"{_described(difference)}; {_effect(context, difference)}"
         severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
-        yield finding_at(context, difference.site, code, cause, _ADVICE, severity=severity)
+        yield finding_at(context, difference.site, code, cause, _OTHER_FUNCTION_ADVICE, severity=severity)
 
 
 def _described(difference: ModelDifference) -> str:
@@ -90,4 +90,7 @@ def _reported(found: ModelDifference) -> ReferenceDifference:
     )
 
 
-CHECK = Check("AMP611", partial(differences_with, "AMP611"))
+CHECKS = (
+    Check("AMP612", partial(differences_with, "AMP612")),
+    Check("AMP611", partial(differences_with, "AMP611")),
+)

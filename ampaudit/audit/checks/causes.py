@@ -1,0 +1,433 @@
+"""Origins of inf and NaN, each with the most specific cause that applies.
+
+The first cause in order that applies is named. AMP101 and AMP103 are what is left: a value that left the
+range, or a result outside its op's domain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ampaudit.audit.checks.compared_numbers import rounded_number
+from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.audit.checks.model_code import names_dtype
+from ampaudit.audit.checks.precision import (
+    CANCELLATION_CAUSE,
+    EPSILON_CAUSE,
+    LOG_SIGMOID_CAUSE,
+    LOG_SOFTMAX_CAUSE,
+    POSITIONS_CAUSE,
+)
+from ampaudit.core.formats import BFLOAT16
+from ampaudit.core.text import format_number
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.run.record import Origin
+from ampaudit.trace import Role, Site
+
+__all__ = ["CHECKS", "DOMAIN_CAUSES", "OVERFLOW_CAUSES"]
+
+_ATTENTION_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+_ATTENTION_SOFTMAX = ("softmax", "_softmax", "log_softmax", "exp")
+_FILLS = ("masked_fill", "full", "full_like", "fill", "where", "new_full", "add", "sub", "scalar_tensor")
+_DOMAINS = {
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "lgamma"), "negative"),
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv", "logit"), "beyond 1"),
+    "acosh": "below 1",
+}
+_EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "pow", "logaddexp")
+_AT_ZERO = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "logit", "remainder", "fmod")
+_MASKED_ROW_SOFTMAX = ("softmax", "log_softmax", "scaled_dot_product_attention")
+_REDUCTIONS = frozenset(
+    """
+    sum nansum mean cumsum prod cumprod sum_to_size index_add
+    scatter_add segment_reduce trace logcumsumexp
+    """.split()
+)
+_FACTORS = ("prod", "cumprod")
+_REDUCTION_PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm")
+LONG = 64
+_SQUARING = frozenset(
+    """
+    linalg_vector_norm norm var std var_mean std_mean mse_loss
+    frobenius_norm cdist _euclidean_dist dist cosine_similarity
+    """.split()
+)
+_SUMS = ("sum", "mean", "cumsum", "nansum")
+_SQUARES_PRODUCTS = ("matmul", "bmm", "mm", "dot", "einsum")
+_DEPTH = 8  # factors that are looked through
+# what an op does, what the limit is, and what a sum adds up
+_WORDS = {
+    2.0: ("squares its input", "squared", "squares"),
+    3.0: ("cubes its input", "cubed", "cubes"),
+}
+_PAIRS = {"sub": "inf - inf", "add": "inf - inf", "mul": "0 * inf", "matmul": "0 * inf", "bmm": "0 * inf"}
+
+
+def attention_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the site is a product of two activations followed by a softmax."""
+    del origin
+    flow = context.flow
+    if flow.base(site) not in _ATTENTION_PRODUCTS or any(
+        flow.is_weight(n) for n in flow.node(site).all_input_nodes
+    ):
+        return None
+    softmax = flow.leads_to(site, *_ATTENTION_SOFTMAX, within=6)
+    if softmax is None:
+        return None
+    scaled = flow.leads_to(site, "div", "mul", within=2)
+    return (
+        f"these scores are scaled only afterwards, at {scaled.id}"
+        if scaled
+        else f"these scores go unscaled into {softmax.id}"
+    )
+
+
+ATTENTION_CAUSE = Cause(
+    "AMP108",
+    attention_reason,
+    "scale q before the product (q * d**-0.5) @ k^T, or use scaled_dot_product_attention",
+)
+
+
+def buffers_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether a buffer keeps the value, which later calls and the checkpoint will see."""
+    del context, site
+    return None if origin.buffer is None else f"buffer {origin.buffer!r} keeps the value after the call"
+
+
+BUFFERS_CAUSE = Cause("AMP117", buffers_reason, "keep the buffer, and the op that writes it, in float32")
+
+
+def constant_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the call holds an out-of-range Python number, or its value is made of constants only."""
+    del origin
+    numbers = [v for v in context.flow.arguments(site).values() if isinstance(v, float | int)]
+    numbers += [v for v in site.original_args.values() if isinstance(v, float | int)]
+    large = [v for v in numbers if not isinstance(v, bool) and context.number_format.max < abs(v) < math.inf]
+    if large and context.flow.base(site) in _FILLS:
+        return f"the constant {format_number(large[0])} is in the call"
+    return "the value is made of constants" if site.id in context.flow.constants else None
+
+
+CONSTANT_CAUSE = Cause(
+    "AMP301",
+    constant_reason,
+    "for a mask or a limit, write torch.finfo(x.dtype).min (or .max) of the tensor that it is used with; "
+    "compute with any other constant in float32",
+)
+
+
+def domain_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether an op gives NaN outside its domain, or infinity at the edge of it."""
+    del origin
+    base, seen = context.flow.base(site), context.observed(site.id)
+    if base not in _DOMAINS:
+        return None
+    if seen.nan:
+        return f"{base} is not defined where its input is {_DOMAINS[base]}, and rounding takes it there"
+    if base in ("atanh", "erfinv", "logit"):
+        return f"{base} is infinite at the end of its domain, and rounding takes its input there"
+    return None
+
+
+DOMAIN_CAUSE = Cause(
+    "AMP115",
+    domain_reason,
+    "clamp the input to the domain, with a margin of the format's eps, or use float32 here",
+)
+
+
+def exponential_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the op is an exponential, or adds exponentials up."""
+    del origin
+    limit = math.log(context.number_format.max)
+    base = context.flow.base(site)
+    exponent = context.flow.arguments(site).get("exponent")
+    if base == "pow" and isinstance(exponent, int | float) and exponent < 0:
+        return None  # infinite at 0, as a division is
+    if base in _EXPONENTIALS:
+        return f"{base} grows faster than any format; exp(x) overflows from x = {limit:.4g}"
+    before = (context.flow.base(maker) for maker in context.flow.makers(site))
+    if base in ("sum", "add", "mul", "cumsum") and any(name in _EXPONENTIALS for name in before):
+        return f"these are exponentials written out; exp(x) overflows from x = {limit:.4g}"
+    return None
+
+
+EXPONENTIAL_CAUSE = Cause(
+    "AMP107",
+    exponential_reason,
+    "use F.softplus, torch.logsumexp or F.softmax, which stay in range; or subtract the maximum first",
+)
+
+
+def flushed_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the op is infinite at zero."""
+    del origin
+    if context.flow.base(site) not in _AT_ZERO:
+        return None
+    form = context.number_format
+    least = format_number(form.flush_below)
+    return f"an input that is not zero in FP32 is flushed to 0: {form.name} holds nothing below {least}"
+
+
+FLUSHED_CAUSE = Cause(
+    "AMP201",
+    flushed_reason,
+    "scale the value up before it is rounded, add an eps that the format holds, or use float32",
+)
+
+
+def masked_row_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether -inf in the mask makes the softmax NaN, which takes a fully masked row."""
+    if context.flow.base(site) in _MASKED_ROW_SOFTMAX and context.observed(site.id).nan:
+        return "a row of this softmax holds nothing but -inf"
+    seen = context.observed(site.id)
+    masks = site.id in context.parameter_free or site.id in context.record.by_design
+    if not masks or not seen.neg_inf or seen.pos_inf:
+        return None
+    after = next(
+        (p for p in origin.poisons if context.flow.base(context.site[p]) in _MASKED_ROW_SOFTMAX), None
+    )
+    return f"-inf masks a whole row, which is NaN at {after}" if after else None
+
+
+MASKED_ROW_CAUSE = Cause(
+    "AMP113",
+    masked_row_reason,
+    "fill with torch.finfo(scores.dtype).min, or leave one element of every row unmasked",
+)
+
+
+def reduction_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the op reduces an axis; products of two activations count if the axis is long."""
+    del origin
+    flow, depth = context.flow, site.facts.depth if site.facts is not None else None
+    terms = f" of {depth} terms" if depth else ""
+    if flow.base(site) in _FACTORS:
+        return f"the product of {depth or 'the'} factors is too large, not its factors"
+    if flow.base(site) in _REDUCTIONS:
+        return f"the total{terms} is too large, not its terms"
+    activations = not any(flow.is_weight(node) for node in flow.node(site).all_input_nodes)
+    if flow.base(site) in _REDUCTION_PRODUCTS and activations and depth is not None and depth >= LONG:
+        return f"the op adds up products of two activations: {depth} terms"
+    return None
+
+
+REDUCTION_CAUSE = Cause(
+    "AMP105",
+    reduction_reason,
+    "compute it in float32 (x.sum(dtype=torch.float32)), take the mean, or scale the terms first",
+)
+
+
+def residual_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the op adds to a value that is itself the result of such an add."""
+    del origin
+    flow = context.flow
+    nodes = flow.node(site).all_input_nodes
+    if flow.base(site) != "add" or len(nodes) != 2 or any(flow.is_weight(node) for node in nodes):
+        return None
+    stream = next((flow.made_by(node, "add") for node in nodes if flow.made_by(node, "add")), None)
+    if stream is None or context.observed(stream.id).bad:
+        return None
+    peak = format_number(context.observed(stream.id).ref_peak)
+    return f"the stream comes with {peak} from {stream.id} and grows here"
+
+
+RESIDUAL_CAUSE = Cause(
+    "AMP109",
+    residual_reason,
+    "keep the residual stream in float32 (the adds alone cost little), or use bfloat16",
+)
+
+
+def squares_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the op raises its input to a power, or adds up powers."""
+    del origin
+    power = _power(context, site)
+    if power is not None:
+        limit = f"{context.number_format.max ** (1 / power):.4g}"
+        other = (f"raises its input to the power {power:g}", f"to the power {power:g}", "")
+        does, raised, _ = _WORDS.get(power, other)
+        return f"the op {does}, and {limit} {raised} is the limit"
+    if context.flow.base(site) not in _SUMS:
+        return None
+    powers = [_power(context, maker) for maker in context.flow.makers(site)]
+    summed = next((power for power in powers if power is not None), None)
+    if summed is None:
+        return None
+    return f"the op adds up {_WORDS[summed][2] if summed in _WORDS else f'values to the power {summed:g}'}"
+
+
+def _power(context: CheckContext, site: Site) -> float | None:
+    """Return the power that a site computes, if above 1; ``None`` otherwise."""
+    flow = context.flow
+    if flow.base(site) in _SQUARING:
+        return 2.0
+    if flow.base(site) in _SQUARES_PRODUCTS:
+        operands = _operands(flow.arguments(site))
+        same = len(operands) == 2 and flow.root(operands[0]) is flow.root(operands[1]) is not None
+        return 2.0 if same else None
+    power = _raised(context, flow.node(site), _DEPTH)[1]
+    return power if power > 1 else None
+
+
+def _raised(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | None, float]:
+    """Return a value as base and exponent: ``x * x * x`` is x to the third."""
+    flow = context.flow
+    root, site = flow.root(node), flow.maker(node)
+    if site is None or depth == 0:
+        return root, 1.0
+    given = flow.arguments(site)
+    if flow.base(site) == "square":
+        base, power = _raised(context, given["self"], depth - 1)
+        return base, 2 * power
+    exponent = given.get("exponent")
+    if flow.base(site) == "pow" and isinstance(exponent, int | float) and exponent >= 1:
+        base, power = _raised(context, given["self"], depth - 1)
+        return base, exponent * power
+    if flow.base(site) == "mul":
+        (base, power), (other, times) = (_raised(context, o, depth - 1) for o in _operands(given))
+        if base is other is not None:
+            return base, power + times
+    return root, 1.0
+
+
+def _operands(given: dict[str, Any]) -> list[Any]:
+    tensors = given.get("tensors")
+    return list(tensors) if isinstance(tensors, list | tuple) else list(given.values())[:2]
+
+
+SQUARES_CAUSE = Cause(
+    "AMP106",
+    squares_reason,
+    "square in float32 (x.float().square()), or divide x by its peak before squaring",
+)
+
+
+def undefined_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Return whether the op gives NaN although it is defined for every pair of finite numbers."""
+    del origin
+    base = context.flow.base(site)
+    return f"{_PAIRS[base]} in 16 bits" if base in _PAIRS and context.observed(site.id).nan else None
+
+
+UNDEFINED_CAUSE = Cause(
+    "AMP114", undefined_reason, "look for a sentinel or mask among the inputs; use a finite one"
+)
+
+
+def find_origins(context: CheckContext) -> Iterator[Finding]:
+    """Yield one finding per origin that no weight explains."""
+    for origin in context.record.origins:
+        site = context.site[origin.site]
+        if not context.from_weight(site):
+            yield _finding(context, origin, site)
+
+
+def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
+    overflow = context.is_overflow(origin)
+    causes = OVERFLOW_CAUSES if overflow else DOMAIN_CAUSES
+    reasons = ((cause, cause.applies(context, site, origin)) for cause in causes)
+    cause, reason = next(((c, r) for c, r in reasons if r is not None), (None, None))
+    code = cause.code if cause else ("AMP101" if overflow else "AMP103")
+    text = _overflow_text(context, site) if overflow else _domain_text(context, site)
+    advice = cause.advice if cause else _advice(context, site)
+    number = rounded_number(context, site)
+    if number is not None and number.decides:
+        advice = f"compute what {number.site.id} compares in float32, where the number is not rounded"
+    finding = finding_at(
+        context,
+        site,
+        code,
+        "; ".join(filter(None, (number and number.text, reason, text))),
+        advice,
+        severity=Severity.ERROR if context.harms(origin) else Severity.NOTE,
+    )
+    fate = _fate_text(context, origin)
+    return replace(
+        finding,
+        evidence=replace(finding.evidence, step=context.step_of(origin.batch)),
+        origin=True,
+        batch=context.record.names.get(origin.batch),
+        poisons=origin.poisons,
+        fate=origin.fate,
+        hidden_at=origin.hidden_at,
+        cause=f"{finding.cause}; {fate}" if fate else finding.cause,
+    )
+
+
+def _fate_text(context: CheckContext, origin: Origin) -> str:
+    """Describe what hides the value again: finite does not mean correct."""
+    if origin.fate != "recovered":
+        return ""
+    where = origin.hidden_at[0]
+    if not context.harms(origin):
+        return f"{where} makes it finite again, with the right values"
+    if not origin.harms:
+        return f"{where} makes it finite again, which the FP32 model does not run: no NaN shows it"
+    return (
+        f"{where} makes it finite again, and wrong ({origin.hidden_sqnr_db or 0.0:.0f} dB against FP32): "
+        "no NaN shows it"
+    )
+
+
+def _overflow_text(context: CheckContext, site: Site) -> str:
+    form, seen = context.number_format, context.observed(site.id)
+    what = (
+        f"in FP32 the values reach {format_number(seen.ref_peak)}; "
+        f"{form.name} ends at {format_number(form.max)}"
+    )
+    if site.role is Role.INSERTED_CAST:
+        return f"{what}, and the policy casts this input to {form.name}"
+    if site.decision.rule is None:
+        return f"{what}, and no rule of the policy keeps this op in float32"
+    return f"{what}; rule {site.decision.rule} runs this op in {form.name}"
+
+
+def _domain_text(context: CheckContext, site: Site) -> str:
+    seen = context.observed(site.id)
+    became = "NaN" if seen.nan else "infinite"
+    return (
+        f"values up to {format_number(seen.bad_ref_peak)} in FP32 "
+        f"became {became} in {context.number_format.name}"
+    )
+
+
+def _advice(context: CheckContext, site: Site) -> str:
+    where = f"layer {site.layer!r}" if site.layer else "this op"
+    peak, form = context.observed(site.id).ref_peak, context.number_format
+    fits = form != BFLOAT16 and peak <= BFLOAT16.max and not names_dtype(site)
+    other = ", or use --dtype bfloat16 (range of float32)" if fits else ""
+    return f"try a rule that keeps {where} in float32{other}"
+
+
+OVERFLOW_CAUSES: tuple[Cause, ...] = (
+    BUFFERS_CAUSE,
+    MASKED_ROW_CAUSE,
+    POSITIONS_CAUSE,
+    CONSTANT_CAUSE,
+    ATTENTION_CAUSE,
+    SQUARES_CAUSE,
+    EPSILON_CAUSE,
+    EXPONENTIAL_CAUSE,
+    REDUCTION_CAUSE,
+    RESIDUAL_CAUSE,
+)
+DOMAIN_CAUSES: tuple[Cause, ...] = (
+    BUFFERS_CAUSE,
+    MASKED_ROW_CAUSE,
+    LOG_SIGMOID_CAUSE,
+    LOG_SOFTMAX_CAUSE,
+    EPSILON_CAUSE,
+    CANCELLATION_CAUSE,
+    DOMAIN_CAUSE,
+    FLUSHED_CAUSE,
+    UNDEFINED_CAUSE,
+)
+CHECKS = (Check("AMP101", find_origins),)

@@ -1,0 +1,235 @@
+"""What the audit did not see, or the deployment does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from pathlib import PurePath
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import listed
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.gap import Gap, GapKind
+from ampaudit.trace import Role, Site
+from ampaudit.trace.caster import NO_KERNEL
+from ampaudit.trace.fourier import is_fourier, signal_sizes
+from ampaudit.trace.internals import has_kernel
+from ampaudit.trace.opnames import base_name, is_foreign
+from ampaudit.trace.path.reads import ReadKind
+from ampaudit.trace.values import fake_arguments
+
+__all__ = ["CHECKS", "findings_on_gaps", "foreign_sites", "gaps_of"]
+
+_OPAQUE_OF_ONNX = "export it as other operators: docs/onnx-operators.md lists those that are audited inside"
+_NO_KERNEL_ADVICE = "call it on x.float(); a rule with cast: float32 does the same"
+_NO_KERNEL_OF_ONNX = "nothing has to be done: ampaudit convert casts what the node takes and gives"
+# LAPACK, MAGMA and cuSOLVER have neither float16 nor bfloat16
+_PREFIXES = ("linalg_", "_linalg")
+_NAMES = {
+    "cholesky",
+    "inverse",
+    "pinverse",
+    "svd",
+    "qr",
+    "lu_solve",
+    "triangular_solve",
+    "det",
+}
+_NAMES |= {"logdet", "slogdet", "geqrf", "ormqr", "lobpcg", "histc", "cholesky_solve", "cholesky_inverse"}
+_HAVE_ONE = {
+    "linalg_vector_norm",
+    "linalg_norm",
+    "linalg_cross",
+    "linalg_vecdot",
+    "linalg_matmul",
+    "linalg_diagonal",
+}
+_OUTSIDE = "what other code makes of them is taken from FP32"
+_OTHER_CODE = "16 bits would run code that was not audited"
+_INSIDE = "it is run as one op, and only its results are measured"
+
+
+def foreign_sites(context: CheckContext) -> Iterator[Site]:
+    """Return the sites that compute with an op from outside ATen."""
+    for site in context.graph_sites:
+        if site.role is Role.COMPUTE and "." in site.op and not site.op.startswith(("aten.", "prims.")):
+            yield site
+
+
+def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
+    """Collect what the audit did not look at: one gap per op and kind, at its first site in graph order."""
+    found = [*context.record.gaps]
+    found += [Gap(site.id, GapKind.OPAQUE, site.op, _INSIDE) for site in foreign_sites(context)]
+    for site in context.graph_sites:
+        if site.twin and (reason := context.record.twins.get(site.twin.op, "nothing was run")):
+            found.append(Gap(site.id, GapKind.UNCHECKED_TWIN, site.twin.op, reason))
+    gradients = context.record.gradients
+    for custom in gradients.untraced if gradients is not None else ():
+        if not custom.instead:
+            found.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
+    for read in context.record.path.reads.values():
+        if read.kind is ReadKind.ARRAY:
+            found.append(Gap(read.place, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
+        elif read.differing:
+            line = read.source and f" at {PurePath(read.source.file).name}:{read.source.line}"
+            found.append(Gap(read.place, GapKind.OTHER_CODE, f"{read.name}{line or ''}", _OTHER_CODE))
+    if (not_run := modules_not_run(context)) is not None:
+        found.append(not_run)
+    order = {site.id: number for number, site in enumerate(context.sites)}
+    gaps: dict[tuple[GapKind, str], Gap] = {}
+    for gap in sorted(found, key=lambda gap: order.get(gap.site, len(order))):
+        first = gaps.setdefault((gap.kind, gap.op), gap)
+        if first is not gap:
+            gaps[gap.kind, gap.op] = replace(first, sites=first.sites + 1)
+    return tuple(gaps.values())
+
+
+def findings_on_gaps(context: CheckContext, code: str, advice: str) -> Iterator[Finding]:
+    """Yield a finding for each gap that has this code."""
+    for gap in gaps_of(context):
+        if gap.kind.code == code:
+            several = gap.sites > 1 and gap.kind is not GapKind.UNCHECKED_TWIN
+            more = f", at {gap.sites} sites" if several else ""
+            yield finding_at(context, context.site[gap.site], code, f"{gap.in_words}{more}", advice)
+
+
+def find_uncovered(context: CheckContext) -> Iterator[Finding]:
+    """Yield one note per op that could not be observed, at its first site."""
+    return findings_on_gaps(context, "AMP901", "judge this op by hand; the sites after it are audited")
+
+
+def find_unmentioned(context: CheckContext) -> Iterator[Finding]:
+    """Yield one note per op; ATen ops without a rule are counted in the report's coverage."""
+    reported: set[str] = set()
+    for site in () if context.ranges_only else foreign_sites(context):
+        if not site.decision.explicit and site.op not in reported:
+            reported.add(site.op)
+            cause = f"{site.op} is not an ATen op, and no rule mentions it: it gets the dtype of its inputs"
+            advice = "add a rule that names it, with what its kernel can hold"
+            yield finding_at(context, site, "AMP902", cause, advice, confidence="rule")
+
+
+def modules_not_run(context: CheckContext) -> Gap | None:
+    """Return the modules and experts whose parameters no batch used, with their share of all parameters."""
+    used, sizes, parts = context.parameters
+    idle = {name: size for name, size in sizes.items() if name not in used}
+    modules = _whole_modules(idle, used)
+    experts = [
+        f"{part.unused} of {part.of} experts of {layer or '(top module)'}" for layer, part in parts.items()
+    ]
+    if not modules and not experts:
+        return None
+    unused = sum(idle.values()) + sum(part.elements for part in parts.values())
+    share = unused / sum(sizes.values())
+    names = listed([*modules, *experts], 3)
+    few = f"{share:.0%}" if share >= 0.005 else "less than 1%"
+    site = SiteId(f"{[*modules, *parts][0]}/unused")
+    count = len(modules) + len(experts)
+    return Gap(site, GapKind.NOT_RUN, f"{names} ({few} of the weights)", "no input takes it", count)
+
+
+def _whole_modules(idle: Iterable[str], used: Collection[str]) -> list[str]:
+    """Return the largest modules of which no layer is used, in the order of their layers."""
+    running = {"", *used, *(layer[:end] for layer in used for end in range(len(layer)) if layer[end] == ".")}
+    found: dict[str, None] = {}
+    for layer in idle:
+        parts = layer.split(".")
+        wholes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        found[next((whole for whole in wholes if whole not in running), layer) or "(top module)"] = None
+    return list(found)
+
+
+def find_not_taken(context: CheckContext) -> Iterator[Finding]:
+    """Yield one note about all modules that did not run."""
+    gap = modules_not_run(context)
+    if gap is not None:
+        cause = f"no input runs {gap.op}"
+        advice = "also scan inputs that take them"
+        layer = gap.site.rpartition("/")[0]
+        yield finding_about("AMP903", gap.site, layer, cause, advice)
+
+
+def find_opaque(context: CheckContext) -> Iterator[Finding]:
+    """Yield one note per op without a twin, at its first site."""
+    advice = "say what it computes with ampaudit.twin(), and its inside is audited"
+    for finding in findings_on_gaps(context, "AMP904", advice):
+        of_onnx = str(finding.op).startswith("onnxruntime")
+        yield replace(finding, advice=_OPAQUE_OF_ONNX) if of_onnx else finding
+
+
+def find_unchecked(context: CheckContext) -> Iterator[Finding]:
+    """Yield one note per op whose twin could not be compared with its kernel."""
+    advice = "scan on a device that has the kernel, or compare the two in a test of your own"
+    return findings_on_gaps(context, "AMP905", advice)
+
+
+def find_no_kernel(context: CheckContext) -> Iterator[Finding]:
+    """Find such ops with 16-bit input."""
+    for site in context.graph_sites:
+        said = _lacking(context, site)
+        if said is not None:
+            cause, severity = said
+            advice = _NO_KERNEL_OF_ONNX if severity is Severity.NOTE else _NO_KERNEL_ADVICE
+            yield finding_at(context, site, "AMP306", cause, advice, severity=severity, confidence="rule")
+
+
+def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
+    """Return the device that has no kernel for a site, and the severity."""
+    base, form = context.flow.base(site), context.number_format.name
+    node = context.flow.node(site)
+    if isinstance(node.target, OpOverload) and is_fourier(node.target):
+        return _fourier(node, node.target, site, form)
+    if isinstance(node.target, OpOverload) and node.target.namespace == "onnxruntime":
+        return f"{base} is run by ONNX Runtime in float32, and stays in float32", Severity.NOTE
+    if site.decision is NO_KERNEL:
+        where = context.record.device
+        foreign = isinstance(node.target, OpOverload) and is_foreign(node.target)
+        lacks = f"{base} refuses {form}" if foreign else f"torch has no {form} kernel for {base}"
+        cause = f"{lacks} on this device ({where}); the audit continued in float32"
+        if isinstance(node.target, OpOverload) and foreign and has_kernel(node.target, where.upper()):
+            return cause, Severity.WARNING  # another device's kernel may take it
+        return cause, Severity.ERROR
+    if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
+        return None
+    if any(_is_low_precision(context, source) for source in node.all_input_nodes):
+        return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING
+    return None
+
+
+def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
+    """CUDA transforms float16 if the size is a power of two; a CPU has only float32 and float64."""
+    base = base_name(op)
+    args, kwargs = fake_arguments(node)
+    odd = [size for size in signal_sizes(op, args, kwargs) if size & (size - 1)]
+    if site.decision is NO_KERNEL and not (form == "float16" and odd):
+        return f"{base} has no {form} kernel on any device; the audit continued in float32", Severity.ERROR
+    half = any(
+        getattr(v, "dtype", None) in (torch.float16, torch.complex32) for v in pytree.tree_leaves(args)
+    )
+    if odd and (site.decision is NO_KERNEL or half):
+        cause = f"{base} has float16 kernels on CUDA only for powers of two, and {odd[0]} is not one"
+        return cause, Severity.ERROR
+    if not half:
+        return None
+    return f"{base} has no float16 kernel on a CPU; CUDA has one for powers of two", Severity.WARNING
+
+
+def _is_low_precision(context: CheckContext, node: object) -> bool:
+    value = getattr(node, "meta", {}).get("val")
+    return str(getattr(value, "dtype", "")) == f"torch.{context.number_format.name}"
+
+
+CHECKS = (
+    Check("AMP901", find_uncovered),
+    Check("AMP902", find_unmentioned),
+    Check("AMP903", find_not_taken),
+    Check("AMP904", find_opaque),
+    Check("AMP905", find_unchecked),
+    Check("AMP306", find_no_kernel),
+)

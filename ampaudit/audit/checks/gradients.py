@@ -1,0 +1,298 @@
+"""Gradients: overflow, underflow, errors, and backwards that nobody compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ampaudit.audit.checks.interface import Check, CheckContext, evidence_of, finding_about, finding_source
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import format_number, format_power, format_scale, short_op
+from ampaudit.report.finding import Evidence, Finding, Severity
+from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientStats
+from ampaudit.run.backward.scale import advice_on_scale, highest_exponent
+from ampaudit.trace import Role, Site
+
+__all__ = ["CHECKS", "VANISHED", "gradient_finding", "name_of", "vanishes"]
+
+_NOTHING_LEFT_DB = 6.0  # half of the gradient is gone
+_LISTED = 5
+_FOLLOWABLE = "use torch.where or torch.clamp in it instead of Python's control flow and .item()"
+_TEXTS = {
+    "": ("no gradient is known before {}, which no trace can follow", _FOLLOWABLE),
+    "left out": ("gradients are audited as if there were no {}, which no trace can follow", _FOLLOWABLE),
+    "as a whole": (
+        "{} runs as a whole, because no trace can follow it",
+        "its result is audited; an overflow inside it is not located",
+    ),
+}
+VANISHED = 0.5  # share of a gradient's elements that is flushed
+CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gradient
+
+
+def vanishes(stats: GradientStats) -> bool:
+    """Return whether most of a 16-bit gradient is flushed to zero and the rest is inaccurate."""
+    if not stats.low_precision or stats.cancelled or stats.flushed_share < VANISHED:
+        return False
+    sqnr = stats.values.sqnr_db
+    return sqnr is not None and sqnr < CARRIED_DB
+
+
+def name_of(context: CheckContext, value: str, is_parameter: bool) -> str:
+    """Return the display name of a gradient: its parameter, even behind a cast, or its site."""
+    site = None if is_parameter else next((s for s in context.sites if s.id == value), None)
+    if site is not None and site.role is Role.WEIGHT_CAST and site.weight is not None:
+        return site.weight
+    return value
+
+
+def gradient_finding(
+    context: CheckContext,
+    site: Site,
+    code: str,
+    stats: GradientStats | None,
+    cause: str,
+    advice: str,
+    *,
+    name: str = "",
+    severity: Severity | None = None,
+) -> Finding:
+    """Return a finding about the backward of the op at a site; ``name`` is whose gradient was measured."""
+    made = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
+    evidence = Evidence()
+    if stats is not None:
+        measured = evidence_of(stats.values, context.number_format)
+        # of gradients no elements are sampled
+        evidence = replace(measured, flushed=stats.flushed_share, subnormal=None, about=f"gradient of {name}")
+    return replace(made, phase="backward", op=site.op, source=finding_source(site), evidence=evidence)
+
+
+def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
+    """Find the op where each overflow begins; those that a lower scale (1 or more) cures are one finding."""
+    record = context.record.gradients
+    if record is None:
+        return
+    curable: list[tuple[int, GradientOrigin]] = []
+    for origin in record.origins:
+        stats = record.broken_at(origin)
+        highest = highest_exponent(stats.peak if stats is not None else 0.0, context.number_format)
+        if highest >= 0 and _overflows(context, stats):
+            curable.append((highest, origin))
+        else:
+            yield _finding(context, record, origin, highest)
+    if curable:
+        highest, worst = min(curable, key=lambda item: item[0])
+        found = _finding(context, record, worst, highest)
+        others = len(curable) - 1
+        ops = "op overflows" if others == 1 else "ops overflow"
+        more = f"; under this scale {others} other {ops} too" if others else ""
+        yield replace(found, cause=f"{found.cause}{more}")
+
+
+def _overflows(context: CheckContext, stats: GradientStats | None) -> bool:
+    """Return whether FP32's gradient exceeds the format; if not, the op itself makes NaN or infinity."""
+    return stats is None or stats.values.ref_peak >= context.number_format.overflow_at
+
+
+def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrigin, highest: int) -> Finding:
+    form, site = context.number_format, context.site[origin.site]
+    stats = record.broken_at(origin)
+    name = name_of(context, origin.value, origin.is_parameter)
+    own = origin.value == origin.site
+    by = f"{short_op(origin.op)} in {origin.custom}" if origin.op else origin.custom or "its backward"
+    what = (
+        "the gradient of its own output"
+        if own and not origin.custom
+        else f"{by} makes a gradient of {name} that"
+    )
+    reaches = format_number(stats.values.ref_peak) if stats is not None else "an unknown size"
+    scaled = f" under the loss scale {format_scale(record.scale)}" if record.scale != 1 else ""
+    severity = Severity.ERROR
+    if _overflows(context, stats):
+        cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {format_number(form.max)}"
+        advice = f"a loss scale of at most {format_power(highest)} fits"
+        suits = context.scale_advice
+        use = suits.suggested if suits is not None else None
+        if use is not None and 0 <= use < highest:
+            advice += f" here, and {format_power(use)} suits the whole model"
+        whole = min(highest, suits.high) if suits is not None else highest
+        if highest < 0:
+            kept = f"layer {site.layer!r}" if site.layer else "this op"
+            advice += f": less than no scaling at all; keep {kept} in float32, or use bfloat16"
+        elif whole < 0 and suits is not None:
+            kept = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
+            advice += (
+                f" this op, but the whole model needs {format_power(whole)} or less, which is less than no"
+            )
+            advice += f" scaling at all: keep {kept} in float32, or use bfloat16"
+        elif record.dynamic and 2.0**highest >= record.least:
+            advice += "; until then the scaler skips steps and lowers the scale"
+            severity = Severity.WARNING
+    else:
+        cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
+        advice = "keep this op in float32: no loss scale cures it"
+    made = gradient_finding(context, site, "AMP701", stats, cause, advice, name=name, severity=severity)
+    if origin.source is not None:
+        made = replace(made, source=finding_source(replace(site, source=origin.source, caller=None)))
+    return replace(made, origin=True, batch=context.record.names.get(origin.batch))
+
+
+def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
+    """Find where gradients begin to vanish in the backward pass, and list those that follow."""
+    record = context.record.gradients
+    if record is None:
+        return
+    behind: dict[SiteId, list[SiteId]] = {}
+    starts: dict[SiteId, SiteId] = {}
+    for site in reversed(context.graph_sites):
+        stats = record.sites.get(site.id)
+        before = next((starts[r.id] for r in context.flow.readers(site) if r.id in starts), None)
+        if stats is None and before is not None:
+            starts[site.id] = before  # it only hands on
+        if stats is None or not vanishes(stats):
+            continue
+        starts[site.id] = before or site.id
+        behind.setdefault(starts[site.id], []).append(site.id)
+    for start in reversed(list(behind)):
+        others = tuple(other for other in behind[start] if other != start)
+        name = name_of(context, start, False)
+        yield _made(context, record, context.site[start], record.sites[start], name, others)
+    yield from _parameters(context, record, set(starts))
+
+
+def _parameters(context: CheckContext, record: GradientRecord, known: set[SiteId]) -> Iterator[Finding]:
+    """Return parameters stored in 16 bits whose gradient vanishes first."""
+    for name, stats in record.parameters.items():
+        site = next((s for s in context.graph_sites if _uses(context, s, name)), None)
+        if vanishes(stats) and site is not None and site.id not in known:
+            yield _made(context, record, site, stats, name, ())
+
+
+def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
+    return any(
+        place is not None and place.name == parameter
+        for place in map(context.flow.given, context.flow.node(site).all_input_nodes)
+    )
+
+
+def _made(
+    context: CheckContext,
+    record: GradientRecord,
+    site: Site,
+    stats: GradientStats,
+    name: str,
+    others: tuple[SiteId, ...],
+) -> Finding:
+    form = context.number_format
+    at = (
+        f" under the loss scale {format_scale(record.scale)}"
+        if record.scale != 1
+        else " without loss scaling"
+    )
+    cause = (
+        f"{stats.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
+        f"element is {format_number(stats.peak)} in FP32; "
+        f"{format_number(form.flush_below / record.scale)} and less is lost"
+    )
+    sqnr = stats.values.sqnr_db
+    severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
+    made = gradient_finding(
+        context, site, "AMP702", stats, cause, _advice(context, record), name=name, severity=severity
+    )
+    return replace(made, poisons=others)
+
+
+def _advice(context: CheckContext, record: GradientRecord) -> str:
+    found = context.scale_advice
+    if found is not None and found.exists and 2.0**found.low > record.scale:
+        return (
+            f"use a loss scale of at least {format_power(found.low)}; "
+            f"nothing overflows up to {format_power(found.high)}"
+        )
+    return "keep the layers behind it in float32, or use bfloat16: no loss scale suits all layers"
+
+
+def find_no_loss_scale(context: CheckContext) -> Iterator[Finding]:
+    """Report whether, at every scale without overflow, some layer loses most of its gradient."""
+    record, form = context.record.gradients, context.number_format
+    if record is None:
+        return
+    counted = [gradient for gradient in context.gradients if not gradient.stats.cancelled]
+    found = advice_on_scale(counted, form, record.scale, share=VANISHED)
+    if found is None or found.exists:
+        return
+    low, high = found.low_at or "(top module)", found.high_at or "(top module)"
+    cause = (
+        f"the gradients of {high} overflow from 2^{found.high + 1} on; those of {low} need "
+        f"{format_power(found.low)} for half of them not to be zero in {form.name}"
+    )
+    advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients closer together"
+    made = finding_about(
+        "AMP703", SiteId(f"{low}/gradient"), found.low_at, cause, advice, confidence="observed"
+    )
+    yield replace(made, phase="backward")
+
+
+def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
+    """Find the least accurate parameter gradients, unless a graver finding explains them."""
+    record = context.record.gradients
+    if record is None or record.origins or context.record.origins:
+        return
+    if any(vanishes(gradient.stats) for gradient in context.gradients):
+        return
+    found: list[tuple[float, Site, GradientStats]] = []
+    for site in context.graph_sites:
+        stats = record.sites.get(site.id) if site.role is Role.WEIGHT_CAST else None
+        if stats is None or stats.cancelled or not stats.values.ref_peak:
+            continue
+        sqnr = stats.values.sqnr_db
+        if sqnr is not None and sqnr < context.min_sqnr:
+            found.append((sqnr, site, stats))
+    for sqnr, site, stats in sorted(found, key=lambda item: item[0])[:_LISTED]:
+        name = name_of(context, site.id, False)
+        cause = (
+            f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB are required"
+        )
+        advice = "look for a sum in the backward pass that cancels, or keep the layers after it in float32"
+        yield gradient_finding(context, site, "AMP704", stats, cause, advice, name=name)
+
+
+def find_no_gradient(context: CheckContext) -> Iterator[Finding]:
+    """Yield one finding per layer."""
+    record = context.record.gradients
+    layers: dict[str, list[str]] = {}
+    for name in record.unused if record is not None else ():
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    for layer, names in layers.items():
+        cause = f"no batch's loss depends on {', '.join(names)}"
+        advice = "freeze it, or find out why it is not used; DDP needs find_unused_parameters=True for it"
+        made = finding_about(
+            "AMP705", SiteId(f"{names[0]}/gradient"), layer, cause, advice, confidence="observed"
+        )
+        yield replace(made, phase="backward")
+
+
+def find_own_backward(context: CheckContext) -> Iterator[Finding]:
+    """Yield one finding for each; a note if it could be run as a whole."""
+    record = context.record.gradients
+    for custom in record.untraced if record is not None else ():
+        site = context.site[custom.site]
+        cause, advice = _TEXTS[custom.instead]
+        cause = f"{cause.format(custom.name)}: {custom.reason}"
+        if "same dtype" in custom.reason:
+            advice = "it fails in training as well: decorate it with torch.amp.custom_fwd and custom_bwd"
+        severity = Severity.NOTE if custom.instead == "as a whole" else Severity.WARNING
+        made = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
+        if custom.source is not None:
+            made = replace(made, source=finding_source(replace(site, source=custom.source, caller=None)))
+        yield made
+
+
+CHECKS = (
+    Check("AMP701", find_gradient_overflow),
+    Check("AMP702", find_gradient_vanishes),
+    Check("AMP703", find_no_loss_scale),
+    Check("AMP704", find_gradient_error),
+    Check("AMP705", find_no_gradient),
+    Check("AMP706", find_own_backward),
+)

@@ -1,0 +1,284 @@
+"""What the model's code does about precision: casts of its own, branches, values that leave torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, source_of
+from ampaudit.core.decibels import signal_to_noise_db
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import plural
+from ampaudit.policy.schema import Cast
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.run.code_record import OutputDifference
+from ampaudit.run.path_record import ReadStats
+from ampaudit.trace import Role, Site
+from ampaudit.trace.compare import CodeDifference
+from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.path.reads import ReadKind
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
+
+__all__ = ["CHECKS", "code_finding", "describe_difference", "names_dtype"]
+
+_CODE_UNKNOWN_ADVICE = "compare the outputs of the 16-bit model and of the FP32 model yourself"
+_FLIPPED_BRANCH_ADVICE = (
+    "compute what is decided on in float32, or decide with a margin that rounding does not cross"
+)
+_LEFT_TORCH_ADVICE = "compute with tensors, or judge by hand what this code makes of 16-bit values"
+_WRITTEN = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|float32|half|float)\b")
+_ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+    "pow",
+    "copy",
+    "index_add",
+    "scatter_add",
+)
+_CODE_DIFFERS_ADVICE = "write the line so that it does the same in every precision"
+
+
+def find_code_differs(context: CheckContext) -> Iterator[Finding]:
+    """Yield one finding: the line where the code differs, and the output that suffers most."""
+    code = context.record.code
+    graded = [(severity, d) for d in code.outputs.values() if (severity := _severity(context, d)) is not None]
+    if not graded:
+        return
+    severity, worst = min(graded, key=lambda item: (-item[0].rank, item[1].code_sqnr_db))
+    more = f"; {len(graded) - 1} more of the outputs differ" if len(graded) > 1 else ""
+    effect = _effect(worst) + more
+    if code.place is not None:
+        what = describe_difference(code.place, context.number_format.name)
+    else:
+        others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
+        what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
+    found = code_finding(
+        context, code.place, "AMP212", f"{what}: {effect}", _CODE_DIFFERS_ADVICE, severity, worst.name
+    )
+    if code.place is None and code.reads:
+        found = replace(found, source=source_of(code.reads[0]))
+    yield found
+
+
+def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
+    """Return an error if the code spoils an output, a warning if it adds more error than rounding."""
+    code, limit = context.record.code, context.min_sqnr
+    mostly = 2 * seen.code_err_sq >= seen.err_sq
+    if seen.problem is not None or (seen.sqnr_db < limit and (mostly or seen.code_sqnr_db < limit)):
+        return Severity.ERROR
+    if seen.agrees or code.place is None:
+        return None  # FP32's own noise
+    return Severity.WARNING if mostly else Severity.NOTE
+
+
+def _effect(seen: OutputDifference) -> str:
+    if seen.problem is not None:
+        return f"{seen.name} {seen.problem}"
+    if seen.integers:
+        return f"{seen.name} differs from FP32 in {seen.err_sq:,.0f} of {seen.ref_sq:,.0f} integers"
+    if not math.isfinite(seen.code_sqnr_db):
+        return f"{seen.name} has nothing in common with FP32"
+    total = f"has {seen.sqnr_db:.0f} dB against FP32"
+    if not math.isfinite(seen.sqnr_db):
+        total = "is exact" if seen.sqnr_db > 0 else "is inf or NaN"
+    return f"{seen.name} {total}, {seen.code_sqnr_db:.0f} dB from this difference alone"
+
+
+def describe_difference(place: CodeDifference, dtype: str) -> str:
+    """Describe what a line does in 16 bits and in FP32."""
+    where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
+    if place.fp32 is None:
+        does = f"runs {place.low} in {dtype} and nothing in FP32"
+    elif place.low is None:
+        does = f"runs {place.fp32} in FP32 and nothing in {dtype}"
+    else:
+        does = f"runs {place.low} in {dtype} and {place.fp32} in FP32"
+    others = f" (first of {place.lines} such lines)" if place.lines > 1 else ""
+    return f"{where} {does}{others}"
+
+
+def code_finding(
+    context: CheckContext,
+    place: CodeDifference | None,
+    code: str,
+    cause: str,
+    advice: str,
+    severity: Severity,
+    output: str,
+) -> Finding:
+    """Return a finding at the op where the code differs, or else at the output."""
+    made = next((site for name, site, _ in context.outputs if name == output), None)
+    if place is None and made is not None:
+        return finding_at(context, context.site[made], code, cause, advice, severity=severity)
+    if place is None:
+        return finding_about(code, SiteId("(top)/output"), "", cause, advice, severity=severity)
+    if place.low is not None and place.site in context.site:
+        return finding_at(context, context.site[place.site], code, cause, advice, severity=severity)
+    source = source_of(place.source, place.caller)
+    about = finding_about(code, place.site, place.layer, cause, advice, severity=severity)
+    return replace(about, phase="forward", source=source)
+
+
+def _name(line: SourceLine) -> str:
+    return f"{Path(line.file).name}:{line.line}"
+
+
+def find_code_unknown(context: CheckContext) -> Iterator[Finding]:
+    """Yield a warning if the traces differ, otherwise a note."""
+    code = context.record.code
+    if code.failure is None or code.outputs:
+        return
+    place = code.place
+    severity = Severity.NOTE if place is None and not code.untraced else Severity.WARNING
+    alike = "nor traced" if code.untraced else "its trace is alike"
+    if place is not None:
+        alike = describe_difference(place, context.number_format.name)
+    cause = f"the FP32 model could not be run eagerly ({code.failure}); {alike}"
+    first = context.flow.traced.outputs[0] if context.flow.traced.outputs else ""
+    yield code_finding(context, place, "AMP213", cause, _CODE_UNKNOWN_ADVICE, severity, first)
+
+
+def find_flipped_branch(context: CheckContext) -> Iterator[Finding]:
+    """Yield a warning per line, and an error if an overflow is the reason."""
+    dtype = context.number_format.name
+    for stats in context.record.path.reads.values():
+        if not stats.differing:
+            continue
+        times = "" if stats.reads == 1 else f" {stats.differing} of {plural(stats.reads, 'time')}"
+        verb = f"{stats.name} returns" if stats.sizes else "it reads"
+        values = f"{verb} {stats.fp32} in FP32 and {stats.low} in {dtype}"
+        why = "because of a value that overflows before; " if stats.faults else ""
+        cause = f"this line decides differently in {dtype}{times}: {values}; {why}the audit follows FP32"
+        severity = Severity.ERROR if stats.faults else None
+        yield finding_at_read(context, stats, "AMP214", cause, _FLIPPED_BRANCH_ADVICE, severity)
+
+
+def finding_at_read(
+    context: CheckContext,
+    stats: ReadStats,
+    code: str,
+    cause: str,
+    advice: str,
+    severity: Severity | None = None,
+) -> Finding:
+    """Return a finding at a line that reads values, with the measurements of the op that made them."""
+    made = context.site.get(stats.place)
+    if made is None:
+        found = finding_about(code, stats.place, stats.layer, cause, advice, severity=severity)
+    else:
+        found = finding_at(context, made, code, cause, advice, severity=severity)
+    source = source_of(stats.source, stats.caller)
+    return replace(found, phase="forward", layer=stats.layer, source=source or found.source)
+
+
+def find_left_torch(context: CheckContext) -> Iterator[Finding]:
+    """Yield a note per line that takes an array of floats."""
+    dtype = context.number_format.name
+    for stats in context.record.path.reads.values():
+        if stats.kind is not ReadKind.ARRAY:
+            continue
+        sqnr = signal_to_noise_db(stats.signal_sq, stats.error_sq)
+        accuracy = "" if sqnr is None else f"; they have {sqnr:.0f} dB in {dtype}"
+        cause = f"{stats.name}() hands values to code outside torch, which runs on FP32's{accuracy}"
+        yield finding_at_read(context, stats, "AMP215", cause, _LEFT_TORCH_ADVICE)
+
+
+def names_dtype(site: Site) -> bool:
+    """Return whether the code casts to a dtype that it names."""
+    return site.role is Role.CAST and site.source is not None and bool(_WRITTEN.search(site.source.code))
+
+
+def find_hard_cast(context: CheckContext) -> Iterator[Finding]:
+    """Find casts in the code to the other 16-bit format, or to float32 where the policy undoes them."""
+    for site in context.graph_sites:
+        if not names_dtype(site):
+            continue
+        other = site.dtype in LOW_PRECISION_DTYPES and not context.low_precision(site)
+        if other and site.decision.reason != "author":
+            name = dtype_name(site.dtype)
+            cause = f"the code asks for {name}, and this run is in {context.number_format.name}"
+            yield finding_at(context, site, "AMP302", cause, "write x.to(y.dtype) of a tensor y beside it")
+        elif site.dtype is torch.float32 and (undone := _undone(context, site)) is not None:
+            cause = f"the code asks for float32, and the policy casts the value down again for {undone.id}"
+            advice = "switch autocast off for that line: with torch.autocast(device, enabled=False)"
+            yield finding_at(context, site, "AMP302", cause, advice)
+
+
+def _undone(context: CheckContext, site: Site) -> Site | None:
+    """Return the op for which the policy casts an upcast value down, if that is its only use."""
+    node = context.flow.node(site)
+    users = [context.flow.site(user) for user in node.users]
+    if not users or not all(
+        u and u.role is Role.INSERTED_CAST and u.dtype in LOW_PRECISION_DTYPES for u in users
+    ):
+        return None
+    source = node.all_input_nodes[0].meta.get("val")
+    if getattr(source, "dtype", None) not in LOW_PRECISION_DTYPES:
+        return None
+    return next(iter(context.flow.readers(site)), None)
+
+
+def find_double(context: CheckContext) -> Iterator[Finding]:
+    """Find the first float64 op of each layer that depends on the model's weights or input."""
+    reported: set[str] = set()
+    for site in context.graph_sites:
+        if site.dtype is not torch.float64 or site.role is not Role.COMPUTE or site.layer in reported:
+            continue
+        if site.id not in context.flow.constants and site.shape:
+            reported.add(site.layer)
+            cause = "this op computes in float64, which no cast of the policy touches"
+            advice = "look for a Python or NumPy number that became a float64 tensor; give it dtype=x.dtype"
+            yield finding_at(context, site, "AMP303", cause, advice, confidence="rule")
+
+
+def find_probabilities(context: CheckContext) -> Iterator[Finding]:
+    """Find ``binary_cross_entropy`` with 16-bit input, unless the policy forbids it anyway (AMP601)."""
+    for site in context.graph_sites:
+        if context.flow.base(site) != "binary_cross_entropy" or site.decision.cast is Cast.FORBID:
+            continue
+        made = context.flow.maker(context.flow.node(site).all_input_nodes[0])
+        if context.low_precision(site) or (made is not None and context.low_precision(made)):
+            cause = f"a probability in {context.number_format.name} is 1 long before its logit is large"
+            advice = "pass the logits to binary_cross_entropy_with_logits"
+            yield finding_at(context, site, "AMP304", cause, advice, confidence="rule")
+
+
+def find_in_place(context: CheckContext) -> Iterator[Finding]:
+    """Find writes of float32 values into a tensor that the policy made 16-bit."""
+    for site in context.graph_sites:
+        node = context.flow.node(site)
+        if site.dtype not in LOW_PRECISION_DTYPES or context.flow.base(site) not in _ARITHMETIC:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload) or not mutated_arguments(node.target):
+            continue
+        wide = [
+            n for n in node.all_input_nodes[1:] if getattr(n.meta.get("val"), "dtype", None) is torch.float32
+        ]
+        maker = context.flow.maker(wide[0]) if wide else None
+        if wide:
+            what = maker.id if maker else "a float32 tensor"
+            cause = f"{what} is float32 and is rounded to {context.number_format.name} as it is written"
+            advice = "write it out of place (x = x + y), which widens, if the precision is wanted"
+            yield finding_at(context, site, "AMP305", cause, advice, confidence="rule")
+
+
+CHECKS = (
+    Check("AMP212", find_code_differs),
+    Check("AMP213", find_code_unknown),
+    Check("AMP214", find_flipped_branch),
+    Check("AMP215", find_left_torch),
+    Check("AMP302", find_hard_cast),
+    Check("AMP303", find_double),
+    Check("AMP304", find_probabilities),
+    Check("AMP305", find_in_place),
+)

@@ -1,0 +1,193 @@
+"""Values near the end of the format's range, or clamped to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.core.formats import FLOAT16
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import format_number
+from ampaudit.policy.schema import Cast
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.trace import Site
+
+__all__ = ["CHECKS", "limited_peak"]
+
+_HIDING = frozenset(
+    """
+    clamp clamp_max clamp_min clip minimum maximum nan_to_num hardtanh
+    relu6 tanh sigmoid where hardsigmoid hardswish
+    """.split()
+)
+_CLAMPS = frozenset("clamp clamp_max clamp_min clip minimum maximum hardtanh".split())
+_NEAR = 0.9  # of float16's largest number: clamps to 64504 and 6e4 stand for its limit as well
+
+
+def find_headroom(context: CheckContext) -> Iterator[Finding]:
+    """Find healthy 16-bit sites with too little headroom; masks are large by design."""
+    if context.ranges_only:
+        return
+    form = context.number_format
+    for site in context.sites:
+        seen = context.observed(site.id)
+        exempt = site.id in context.broken_sites or site.id in context.record.by_design
+        if (
+            exempt
+            or site.id in context.parameter_free
+            or not seen.elements
+            or not context.low_precision(site)
+        ):
+            continue
+        bits = form.headroom_bits(seen.finite_peak)
+        if bits < context.min_headroom and seen.bad == 0:
+            cause = (
+                f"a peak of {format_number(seen.finite_peak)} leaves "
+                f"{bits:.2f} bits of headroom below {format_number(form.max)}"
+            )
+            advice = (
+                f"values {2 ** max(bits, 0):.3g} times as large overflow here; check more data with --batches"
+            )
+            yield finding_at(context, site, "AMP102", cause, advice)
+
+
+def find_what_if(context: CheckContext) -> Iterator[Finding]:
+    """Find sites whose FP32 peak would round to infinity, except masks and constants."""
+    if not context.ranges_only:
+        return
+    form = context.number_format
+    for site in context.sites:
+        seen = context.observed(site.id)
+        meant = site.id in context.parameter_free or site.id in context.record.by_design
+        if not seen.elements or seen.ref_peak < form.overflow_at or meant:
+            continue
+        cause = (
+            f"FP32 values reach {format_number(seen.ref_peak)}; {form.name} ends at {format_number(form.max)}"
+        )
+        advice = "run a full scan: it says whether the policy computes this in 16 bits, and what that breaks"
+        yield finding_at(context, site, "AMP110", cause, advice)
+
+
+def find_saturated(context: CheckContext) -> Iterator[Finding]:
+    """Under ``--contract saturate``: find values beyond the format in FP32, except masks and constants."""
+    if not context.saturating:
+        return
+    form = context.number_format
+    for site in context.low_precision_sites:
+        seen = context.observed(site.id)
+        meant = site.id in context.flow.constants or site.id in context.record.by_design
+        makers = context.flow.makers(site)
+        inherited = any(context.observed(maker.id).ref_peak >= form.overflow_at for maker in makers)
+        if seen.ref_peak >= form.overflow_at and not meant and not inherited:
+            cause = (
+                f"in FP32 the values reach {format_number(seen.ref_peak)}; "
+                f"they become {format_number(form.max)} here"
+            )
+            yield finding_at(context, site, "AMP116", cause, "treat it as an overflow: no later op shows it")
+
+
+def find_mask(context: CheckContext) -> Iterator[Finding]:
+    """Find saturated masks: harmless here, NaN in a fully masked row."""
+    for site in context.sites:
+        if site.id in context.record.masks:
+            cause = "a mask value rounds to -inf; every value that depends on it came out finite"
+            advice = "nothing to do unless a whole row can be masked; then use torch.finfo(x.dtype).min"
+            yield replace(finding_at(context, site, "AMP104", cause, advice), fate="intended")
+
+
+def find_hidden_clamp(context: CheckContext) -> Iterator[Finding]:
+    """Find bounded ops that make the infinity of an origin finite, and limits of float16 that act in FP32."""
+    seen: set[SiteId] = set()
+    for origin in context.record.origins:
+        for hidden in origin.hidden_at:
+            site = context.site[hidden]
+            if context.flow.base(site) not in _HIDING:
+                continue
+            seen.add(site.id)
+            db = origin.hidden_sqnr_db
+            right = db is None or db >= context.min_sqnr
+            how = "with the right values" if right else f"and wrong ({db:.0f} dB against FP32)"
+            if site.id in context.only_in_low_precision:
+                how = "which the FP32 model does not run"
+            peak = limited_peak(context, site)
+            if peak is not None:
+                how = f"{how}; in FP32 it limits {format_number(peak)} as well"
+            yield finding_at(
+                context,
+                site,
+                "AMP111",
+                f"{origin.site} overflows, and this op makes it finite again, {how}",
+                "cure the overflow where it happens; a limit in 16 bits only hides it",
+                severity=Severity.NOTE if right and peak is None else Severity.WARNING,
+            )
+    for site in context.graph_sites:
+        peak = limited_peak(context, site) if site.id not in seen else None
+        if peak is not None:
+            limit = format_number(context.observed(site.id).ref_peak)
+            yield finding_at(
+                context,
+                site,
+                "AMP111",
+                f"in FP32 the values reach {format_number(peak)}, and this op limits them to {limit}",
+                "a limit for float16 changes what the model computes; scale the values instead (--advise)",
+            )
+
+
+def limited_peak(context: CheckContext, site: Site) -> float | None:
+    """Return the largest FP32 magnitude before a limit at float16's range; ``None`` if it does not act."""
+    if context.flow.base(site) not in _CLAMPS:
+        return None
+    limit = context.observed(site.id).ref_peak
+    makers = (context.observed(maker.id).ref_peak for maker in context.flow.makers(site)[:1])
+    peak = next(makers, 0.0)
+    at_the_end = _NEAR * FLOAT16.max <= limit < FLOAT16.overflow_at
+    node = context.flow.node(site)
+    bounds = [b for b in (*node.args[1:], *node.kwargs.values()) if isinstance(b, int | float)]
+    if bounds and all(abs(bound) < _NEAR * FLOAT16.max for bound in bounds):
+        return None  # it cuts something else, such as what is negative
+    return peak if at_the_end and peak >= FLOAT16.overflow_at else None
+
+
+def find_inside_norm(context: CheckContext) -> Iterator[Finding]:
+    """Find norms with 16-bit input whose squares exceed the limit; a note if the kernel is fused."""
+    form = context.number_format
+    for site in context.graph_sites:
+        inside = context.observed(site.id).inside_peak
+        if inside < form.overflow_at or site.id in context.broken_sites:
+            continue
+        if context.fused:
+            what = (
+                "a kernel with float32 inside is assumed here; taken apart, as in many exports, it overflows"
+            )
+        else:
+            what = "taken apart into 16-bit ops it overflows, and the norm returns zeros"
+        yield finding_at(
+            context,
+            site,
+            "AMP112",
+            f"a square inside reaches {format_number(inside)}; "
+            f"{form.name} ends at {format_number(form.max)}; {what}",
+            "keep this norm and its input in float32, or divide the input by its peak first",
+            severity=Severity.NOTE if context.fused else Severity.ERROR,
+        )
+
+
+def find_forbidden(context: CheckContext) -> Iterator[Finding]:
+    """Find forbidden sites; the run continued in float32 so that the rest is audited."""
+    for site in context.sites:
+        if site.decision.cast is Cast.FORBID and site.decision.explicit:
+            cause = f"rule {site.decision.rule} forbids {site.op}: {site.decision.why}"
+            advice = "replace the op; under real autocast this line raises an error"
+            yield finding_at(context, site, "AMP601", cause, advice)
+
+
+CHECKS = (
+    Check("AMP102", find_headroom),
+    Check("AMP110", find_what_if),
+    Check("AMP116", find_saturated),
+    Check("AMP104", find_mask),
+    Check("AMP111", find_hidden_clamp),
+    Check("AMP112", find_inside_norm),
+    Check("AMP601", find_forbidden),
+)

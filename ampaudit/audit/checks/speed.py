@@ -1,0 +1,148 @@
+"""What 16 bits do not speed up: sizes, casts, and islands of float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
+from ampaudit.report.finding import Finding
+from ampaudit.trace import Role, Site
+from ampaudit.trace.flow import Flow
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
+
+__all__ = ["CHECKS"]
+
+_COSTLY_ISLAND_PRODUCTS = (
+    "linear",
+    "matmul",
+    "bmm",
+    "mm",
+    "addmm",
+    "baddbmm",
+    "einsum",
+    "scaled_dot_product_attention",
+)
+MIN_SITES = 4
+MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, NVIDIA's "Matrix Multiplication Background" guide
+SMALL = 16  # of smaller products, padding is no news
+_ALIGNMENT_PRODUCTS = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
+
+
+def find_alignment(context: CheckContext) -> Iterator[Finding]:
+    """Find 16-bit products with a weight whose inner or outer size is no multiple of eight."""
+    for site in context.low_precision_sites:
+        sizes = _sizes(context, site)
+        odd = [f"{name} = {size}" for name, size in sizes.items() if size % MULTIPLE and size > SMALL]
+        if odd:
+            cause = (
+                f"{', '.join(odd)}: not a multiple of {MULTIPLE}, so tensor cores run padded or not at all"
+            )
+            yield finding_at(
+                context, site, "AMP501", cause, f"pad to a multiple of {MULTIPLE}", confidence="rule"
+            )
+
+
+def _sizes(context: CheckContext, site: Site) -> dict[str, int]:
+    if context.flow.base(site) not in _ALIGNMENT_PRODUCTS:
+        return {}
+    given = context.flow.arguments(site)
+    weight = given.get("weight", given.get("mat2"))
+    value = getattr(weight, "meta", {}).get("val")
+    if value is None or value.ndim < 2 or given.get("groups", 1) != 1:
+        return {}
+    return {"out": int(value.shape[0]), "in": int(value.shape[1])}
+
+
+def find_ping_pong(context: CheckContext) -> Iterator[Finding]:
+    """Find casts of casts, with only views between them, that end in the original dtype."""
+    for site in context.graph_sites:
+        if not site.role.converts or site.role is Role.WEIGHT_CAST:
+            continue
+        before = _behind_views(context.flow.node(site).all_input_nodes[0], context.flow)
+        first = context.flow.site(before)
+        if first is None or not first.role.converts or first.role is Role.WEIGHT_CAST:
+            continue
+        source = context.flow.node(first).all_input_nodes[0].meta.get("val")
+        if getattr(source, "dtype", None) == site.dtype != first.dtype:
+            cause = (
+                f"{first.id} casts this value, and it is cast back here: two passes over memory for nothing"
+            )
+            lost = " and its precision is gone" if context.low_precision(first) else ""
+            advice = "give both users the same precision, so that one cast is left"
+            yield finding_at(context, site, "AMP502", f"{cause}{lost}", advice, confidence="rule")
+
+
+def _behind_views(node: fx.Node, flow: Flow) -> fx.Node:
+    while (site := flow.site(node)) is not None and site.role is Role.VIEW and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def find_costly_island(context: CheckContext) -> Iterator[Finding]:
+    """Find 16-bit ops, except products, between float32 ops."""
+    for site in context.low_precision_sites:
+        base = context.flow.base(site)
+        if site.role is not Role.COMPUTE or base in _COSTLY_ISLAND_PRODUCTS or base.startswith("conv"):
+            continue
+        casts = _casts(context, site)
+        if casts is None:
+            continue
+        moved = sum(count * (4 + 2) for count in casts)
+        saved = sum(count * 2 for count in casts)
+        cause = f"its casts from and to float32 move {moved:,} bytes to save the op {saved:,}"
+        yield finding_at(context, site, "AMP503", cause, "leave this op in float32", confidence="rule")
+
+
+def _casts(context: CheckContext, site: Site) -> list[int] | None:
+    """Count the elements cast around an op, if all of its inputs and results are cast."""
+    node = context.flow.node(site)
+    around = [context.flow.site(n) for n in (*_tensors(node), *node.users)]
+    ours = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]
+    down = [s for s in ours if s.dtype in LOW_PRECISION_DTYPES]
+    if not around or len(ours) != len(around) or not down or len(down) == len(ours):
+        return None
+    if any(UNKNOWN_SIZE in s.shape for s in ours):
+        return None
+    return [math.prod(s.shape) for s in ours]
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if getattr(n.meta.get("val"), "is_floating_point", bool)()]
+
+
+def find_float32_spread(context: CheckContext) -> Iterator[Finding]:
+    """Find ops promoted by a float32 operand that no rule asks for, and the float32 ops after them."""
+    behind: dict[str, str] = {}
+    spread: dict[str, list[Site]] = {}
+    for site in context.graph_sites:
+        if site.dtype is not torch.float32 or site.decision.explicit or site.role is not Role.COMPUTE:
+            continue
+        start = next((behind[m.id] for m in context.flow.makers(site) if m.id in behind), None)
+        start = start or (site.id if _promotes(context, site) else None)
+        if start is not None:
+            behind[site.id] = start
+            spread.setdefault(start, []).append(site)
+    for sites in spread.values():
+        if len(sites) >= MIN_SITES:
+            cause = (
+                f"type promotion makes this op and {len(sites) - 1} after it float32: {some_sites(sites[1:])}"
+            )
+            advice = "cast the float32 operand down here, if 16 bits are intended"
+            yield finding_at(context, context.site[sites[0].id], "AMP504", cause, advice, confidence="rule")
+
+
+def _promotes(context: CheckContext, site: Site) -> bool:
+    dtypes = {getattr(n.meta.get("val"), "dtype", None) for n in context.flow.node(site).all_input_nodes}
+    return torch.float32 in dtypes and bool(dtypes & set(LOW_PRECISION_DTYPES))
+
+
+CHECKS = (
+    Check("AMP501", find_alignment),
+    Check("AMP502", find_ping_pong),
+    Check("AMP503", find_costly_island),
+    Check("AMP504", find_float32_spread),
+)
