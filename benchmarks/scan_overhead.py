@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.cli.memory import keep_freed_memory
+from ampaudit.cli.loading import keep_freed_memory
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, Runner

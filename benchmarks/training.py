@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampaudit
-from ampaudit.cli.memory import keep_freed_memory
+from ampaudit.cli.loading import keep_freed_memory
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale

@@ -38,8 +38,7 @@ PATCHING = {
     "ampaudit.trace.autocast_state",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn
     "ampaudit.trace.interpose",  # the method of the tracer that records ops
-    "ampaudit.trace.path.hidden",  # what tells code that it is being traced
-    "ampaudit.trace.path.recorder",  # reads of fake tensors by Python
+    "ampaudit.trace.path.recorder",  # what tells code that it is being traced; reads of fake tensors
     "ampaudit.trace.capture",  # torch's functions about autocast
 }
 # private modules of torch that the whole package may name: types of ops, nested containers, dispatch modes

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
 
+import psutil
 import torch
 
 from ampaudit.audit.advise import advised
 from ampaudit.audit.against import beside
-from ampaudit.audit.backward import differentiated
 from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.audit.checks.against import against_report
 from ampaudit.audit.checks.interface import CheckContext
@@ -20,31 +20,39 @@ from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
-from ampaudit.audit.segments import by_segment
 from ampaudit.audit.sensitivity import probing, probing_gradients, sensitivity_of
 from ampaudit.audit.stress import stressed
 from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.config import with_options
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import parse_size
 from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy.scaling import StartingScale, starting_scale
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.against.reference import ReferenceModel
-from ampaudit.run.audit import Audit, RunConfig, run_audits
-from ampaudit.run.config import Steps
+from ampaudit.run.audit import Audit, run_audits
+from ampaudit.run.backward.gradients import GradientAudit
+from ampaudit.run.config import RunConfig, Steps
 from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
+from ampaudit.run.sensitivity.gradients import GradientProbe
 from ampaudit.run.share import ALONE
-from ampaudit.source import ModelSource
+from ampaudit.source import Batch, ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
 from ampaudit.trace.isolation import preserved
+from ampaudit.trace.loss import WithLoss, item_apart
 
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
+
+_WHOLE = ("static", "backward", "steps", "sensitivity", "against")
+_OF_HOST = 0.5  # of what is free; the rest is for others, and for what the run itself needs
+_OF_DEVICE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +280,72 @@ def _report(
     reference = source.reference
     against = None if reference is None else against_report(context, reference.location)
     return replace(made, notes=(*source.notes, *made.notes), against=against)
+
+
+def by_segment(plans: Sequence[RunConfig], source: ModelSource, config: ScanConfig) -> list[RunConfig]:
+    """Set the memory of runs by segment: where it is asked for, and where several batches stream weights.
+
+    Raises:
+        UsageError: a pipeline is asked for with an option that needs the whole model.
+    """
+    memory = parse_size(config.memory) if config.memory else None
+    whole = next((option for option in _WHOLE if getattr(config, option)), "")
+    share = config.share or ALONE
+    if share.route.stages() > 1 and whole:
+        raise UsageError(
+            f"--pipeline cannot be combined with --{whole}, which needs the whole model",
+            hint=f"leave out --{whole}",
+        )
+    streams = source.release is not None and len(source.batches) > 1
+    if memory is None and not whole and (streams or share.route.stages() > 1):
+        memory = usual_memory(plans[0].device)
+    return [replace(plan, memory=memory) for plan in plans]
+
+
+def usual_memory(device: torch.device) -> int:
+    """Return how many bytes a run may take where nothing else is said: a share of what is free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _OF_DEVICE)
+    return int(psutil.virtual_memory().available * _OF_HOST)
+
+
+def differentiated(
+    source: ModelSource, plans: Sequence[RunConfig], settings: ScanConfig
+) -> tuple[ModelSource, list[RunConfig]]:
+    """Return the source with its loss, and the configurations with a backward pass.
+
+    Raises:
+        UsageError: an option that goes forward only.
+        InputError: no parameter asks for a gradient.
+    """
+    _refuse_forward_only(settings, source)
+    if not any(parameter.requires_grad for parameter in source.model.parameters()):
+        raise InputError(
+            "no parameter of the model requires a gradient",
+            hint="call requires_grad_() on the parameters to train",
+        )
+    model = WithLoss(source.model, settings.loss or source.loss)
+    batches = tuple(
+        Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)), name=batch.name)
+        for batch in source.batches
+    )
+    return replace(source, model=model, batches=batches), [_with_backward(plan, settings) for plan in plans]
+
+
+def _with_backward(plan: RunConfig, settings: ScanConfig) -> RunConfig:
+    assert plan.rules is not None, "--ranges has no backward pass"
+    scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
+    if settings.loss_scale is not None:
+        scale = StartingScale(settings.loss_scale, False, "as given")
+    kind = GradientProbe if settings.sensitivity else GradientAudit
+    return replace(plan, differentiator=lambda p: kind(p, scale))
+
+
+def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:
+    if source.release is not None:
+        raise UsageError("--backward cannot be combined with --stream", hint="leave out --stream")
+    if source.kind in ("pt2", "converted"):
+        raise UsageError(
+            f"--backward: {source.location} is an exported program, which has no loss",
+            hint="scan the Python model",
+        )

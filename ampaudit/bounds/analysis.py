@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
 from ampaudit.bounds import indexing as elements
 from ampaudit.bounds.interval import Interval, between, symmetric
-from ampaudit.bounds.memory import without_visible_writes, written_memory
+from ampaudit.bounds.shapes import without_visible_writes, written_memory
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, any_value, format_of, stored
 from ampaudit.bounds.table import Bound, BoundTable
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer, arguments_of

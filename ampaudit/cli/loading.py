@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import TYPE_CHECKING
 
 from ampaudit.core.source_config import SourceConfig
@@ -9,7 +11,11 @@ from ampaudit.core.source_config import SourceConfig
 if TYPE_CHECKING:
     from ampaudit.source import ModelSource
 
-__all__ = ["load_source"]
+__all__ = ["keep_freed_memory", "load_source"]
+
+# <malloc.h>
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_NEVER = (1 << 31) - 1
 
 
 def load_source(location: str, config: SourceConfig, *, limited: bool = False) -> ModelSource:
@@ -23,7 +29,7 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
     Raises:
         AuditError: see ``ampaudit.source``.
     """
-    from ampaudit.cli.memory import keep_freed_memory, return_freed_memory
+    from ampaudit.cli.loading import keep_freed_memory, return_freed_memory
     from ampaudit.source.open import open_source
 
     if config.stream or limited:  # which is there to save memory
@@ -31,3 +37,32 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
     else:
         keep_freed_memory()
     return open_source(location, config)
+
+
+def keep_freed_memory() -> bool:
+    """Set the allocator's thresholds for this process; return False if the C library is not glibc.
+
+    Without it, every tensor beyond 32 MiB is returned to the kernel when it is freed and faulted in,
+    page by page, when the next one is made. Only the program does this, never the library.
+    """
+    return _set(((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, 256 << 20)))
+
+
+def return_freed_memory() -> bool:
+    """Set the thresholds so that freed large tensors are returned to the system.
+
+    Without it, glibc raises the size from which it asks the kernel to that of the largest tensor freed so
+    far; the others then lie in its heap, where a small block behind a hole keeps the hole. Statistics of
+    each value are such blocks, and with many batches they kept three times what was alive.
+    """
+    return _set(((_M_MMAP_THRESHOLD, 1 << 17), (_M_TRIM_THRESHOLD, 1 << 20)))
+
+
+def _set(settings: tuple[tuple[int, int], ...]) -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.errors import OutputError
-from ampaudit.render.plaintext import as_text
+from ampaudit.render.terminal import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,25 +7,36 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ampaudit.core import interrupts
-from ampaudit.core.errors import OutputError
-from ampaudit.core.temporary import SUFFIX, directory_beside, file_beside, temporary_directory
+from ampaudit.core.errors import OutputError, SourceError
 
 __all__ = [
+    "FileState",
     "check_directory",
+    "check_unchanged",
     "check_writable",
     "replace_bytes",
     "staged_directory",
+    "states_of",
     "temporary_directory",
     "write_bytes",
     "write_private",
     "write_text",
 ]
 
+_LOCKS_DIRECTORIES = os.name != "nt"  # Windows opens no directories
+SUFFIX = ".tmp"
+_OURS = "ampaudit-"  # in the system's folder, only names that begin and end so are removed
+_MAX_ATTEMPTS = 5  # against another process or thread that does something to the same directory
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
@@ -232,3 +243,203 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@contextlib.contextmanager
+def temporary_directory(prefix: str) -> Iterator[Path]:
+    """Create a directory in the system's temporary folder, which is removed at the end.
+
+    It is removed also if a signal ends the program. If nothing can, as after SIGKILL, the next command of
+    this user that makes such a directory removes it; so does a process whose child was killed.
+
+    Args:
+        prefix: of its name, beginning with ``ampaudit-``.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    folder = Path(tempfile.gettempdir())
+    try:
+        with _temporary(tempfile.mkdtemp, folder, prefix, leftovers=_OURS) as directory:
+            yield directory
+    finally:
+        _remove_leftovers(folder, _OURS)
+
+
+def file_beside(target: Path) -> AbstractContextManager[Path]:
+    """Create an empty file, which is removed if it is still there at the end.
+
+    The next one beside the same target removes one that a killed process has left.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    return _temporary(_make_file, target.parent, f".{target.name}.")
+
+
+def directory_beside(target: Path) -> AbstractContextManager[Path]:
+    """Create a directory as ``file_beside`` does a file."""
+    return _temporary(tempfile.mkdtemp, target.parent, f".{target.name}.part-")
+
+
+@contextlib.contextmanager
+def _temporary(
+    make: Callable[..., str], parent: Path, prefix: str, leftovers: str | None = None
+) -> Iterator[Path]:
+    """Create a file or directory that is locked while this process lives, and remove it at the end.
+
+    First, those whose maker has died are removed. A rival may remove this one before it is locked, and then
+    another is created.
+
+    Args:
+        make: creates it, as ``tempfile.mkdtemp`` does.
+        parent: where.
+        prefix: of its name.
+        leftovers: prefix of the names of those that are removed, if it is another.
+    """
+    _remove_leftovers(parent, leftovers or prefix)
+    create = partial(make, suffix=SUFFIX, prefix=prefix, dir=parent)
+    with contextlib.ExitStack() as stack:
+        for _ in range(_MAX_ATTEMPTS):
+            path = stack.enter_context(_removed_at_end(create))
+            release = locked(path)
+            if release is not None:
+                stack.callback(release)
+                if path.exists():
+                    break
+        yield path
+
+
+@contextlib.contextmanager
+def _removed_at_end(make: Callable[[], str]) -> Iterator[Path]:
+    with interrupts.Deferred():
+        path = Path(make())
+        remove = partial(_remove, path)
+        interrupts.at_end(remove)
+    try:
+        yield path
+    finally:
+        with interrupts.Deferred():
+            interrupts.forget(remove)
+            remove()
+
+
+def _make_file(suffix: str, prefix: str, dir: Path) -> str:
+    handle, name = tempfile.mkstemp(suffix, prefix, dir)
+    os.close(handle)
+    return name
+
+
+def _remove(path: Path) -> None:
+    for _ in range(_MAX_ATTEMPTS):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if not path.exists():
+            return
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Remove temporary files and directories whose maker has died, which releases their locks."""
+    with contextlib.suppress(OSError):  # a folder may be writable and not readable
+        for name in os.listdir(parent):
+            path = parent / name
+            ours = name.startswith(prefix) and name.endswith(SUFFIX) and _is_own(path)
+            if ours and (release := locked(path)) is not None:
+                _remove(path)
+                release()
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether it is a file or directory of this user, and no link."""
+    try:
+        found = path.lstat()
+    except OSError:  # somebody else has removed it
+        return False
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        return False
+    return not hasattr(os, "getuid") or found.st_uid == os.getuid()
+
+
+def locked(path: Path) -> Callable[[], None] | None:
+    """Lock a file or directory while its writer lives, and return what releases it.
+
+    ``None`` if it is gone, locked, or cannot be locked.
+    """
+    if not _LOCKS_DIRECTORIES:
+        return _locked_by_file(path)
+    import fcntl
+
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return partial(os.close, handle)
+
+
+def _locked_by_file(path: Path) -> Callable[[], None] | None:
+    """Lock a file beside it that stands for it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError):
+        return None
+
+    def release() -> None:
+        lock.release()
+        with contextlib.suppress(OSError):
+            Path(lock.lock_file).unlink(missing_ok=True)
+
+    return release
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells a file from another one at its path, and from itself before a write."""
+
+    path: Path
+    identity: tuple[int, ...] | None  # None: there is no such file
+
+
+def states_of(paths: Iterable[Path]) -> tuple[FileState, ...]:
+    """Return the states of files, and of the files in directories."""
+    return tuple(FileState(file, _identity(file)) for path in paths for file in _files(path))
+
+
+def check_unchanged(states: Iterable[FileState]) -> None:
+    """Compare states with those of now.
+
+    Raises:
+        SourceError: a file was replaced, written or removed.
+    """
+    for state in states:
+        if _identity(state.path) != state.identity:
+            raise SourceError(f"{state.path} changed while it was read", hint="run again when it is complete")
+
+
+def _files(path: Path) -> Iterable[Path]:
+    """Yield a file, or the files of a directory; an index of shards counts for its directory."""
+    directory = path.parent if path.name.endswith(".index.json") else path
+    if not directory.is_dir():
+        yield path
+        return
+    for parent, directories, names in os.walk(directory):
+        directories[:] = [name for name in directories if not name.startswith(".")]
+        yield from (Path(parent) / name for name in names if not name.startswith("."))
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -22,9 +22,8 @@ from ampaudit.checkpoint.write import write_part
 from ampaudit.core.arguments import given_path
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import SourceError, UsageError
-from ampaudit.core.files import staged_directory
+from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.unchanged import check_unchanged, states_of
 from ampaudit.export.config import ConvertConfig, ConvertOptions
 from ampaudit.export.convert_weights import conversion_of
 from ampaudit.export.dynamic import DynamicShapes

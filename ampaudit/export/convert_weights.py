@@ -8,9 +8,8 @@ from pathlib import Path
 from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
-from ampaudit.core.files import staged_directory
+from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import low_precision_format
-from ampaudit.core.unchanged import check_unchanged, states_of
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.storage import decide_by_name

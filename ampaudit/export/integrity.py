@@ -18,7 +18,7 @@ from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.untrusted import describe_path
 from ampaudit.export.manifest import FileRecord, Manifest, digest_of
 from ampaudit.export.weight_files import StoredTensor
-from ampaudit.report.problem import Problem
+from ampaudit.report.verification import Problem
 from ampaudit.trace.converted import clipped
 
 __all__ = ["check_files", "check_rounding", "file_problem", "is_own_file"]

@@ -16,7 +16,7 @@ from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import Manifest, read_manifest
 from ampaudit.export.reference import compare_output, digest_of_tensors, run_program
 from ampaudit.report.conversion import OutputRecord
-from ampaudit.report.problem import Problem
+from ampaudit.report.verification import Problem
 from ampaudit.source.exported import ExportedModel
 from ampaudit.source.pt2.program import StoredProgram, read_program
 

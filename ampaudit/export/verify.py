@@ -18,8 +18,7 @@ from ampaudit.core.untrusted import validate
 from ampaudit.export.config import VerifyConfig, VerifyOptions
 from ampaudit.export.integrity import check_files, check_rounding
 from ampaudit.export.manifest import Manifest, read_manifest
-from ampaudit.report.problem import Problem
-from ampaudit.report.verification import Verification
+from ampaudit.report.verification import Problem, Verification
 
 __all__ = ["verify"]
 

@@ -49,8 +49,7 @@ from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_che
 from ampaudit.linter.rules.branches import check_branches, check_stepped_either_way, check_zeroed_either_way
 from ampaudit.linter.rules.constants import check_constants
 from ampaudit.linter.rules.deprecated_names import check_deprecated_names
-from ampaudit.linter.rules.half_accumulators import check_half_accumulators
-from ampaudit.linter.rules.half_layers import check_half_layers
+from ampaudit.linter.rules.half_layers import check_half_accumulators, check_half_layers
 from ampaudit.linter.rules.managed_loops import (
     check_lightning_module,
     check_managed_loops,

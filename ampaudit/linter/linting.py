@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
-from ampaudit.linter.config import LintConfig
-from ampaudit.linter.diagnostic import Diagnostic
+from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.discovery import find_files, leaves_tree
 from ampaudit.linter.flow.relevance import is_worth_reading
 from ampaudit.linter.flow.script import ScriptTooLong, parse, read_script
 from ampaudit.linter.flow.values import Value
-from ampaudit.linter.notebook_lines import lines_of_cells
 from ampaudit.linter.processes import processes
-from ampaudit.linter.repairs import repaired
-from ampaudit.linter.reporting import to_findings
-from ampaudit.linter.selection import UNUSED_SUPPRESSION, RuleSelection
+from ampaudit.linter.reporting import Suppressions, severity_of, to_findings
+from ampaudit.linter.selection import UNUSED_SUPPRESSION, LintConfig, RuleSelection
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.linter.source_tree import SourceTree
 from ampaudit.report.lint import LintFinding, UnreadFile
 
-__all__ = ["LintedFile", "RuleSelection", "lint_bytes", "lint_file", "lint_files", "lint_text"]
+__all__ = [
+    "LintedFile",
+    "RuleSelection",
+    "lines_of_cells",
+    "lint_bytes",
+    "lint_file",
+    "lint_files",
+    "lint_text",
+]
 
+_MAX_ROUNDS = 10
+_Analyze: TypeAlias = Callable[[str], list[Diagnostic]]
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},]')
 _MANY = 64  # files from which several processes are faster
 _PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
@@ -275,3 +287,138 @@ def _reason(error: Exception) -> str:
     reason = error.msg.splitlines()[0]
     old = "Missing parentheses in call to 'print'" in reason or "multiple exception types" in reason
     return f"not valid Python: {reason}" + (" (Python 2?)" if old else "")
+
+
+class _Analyzed(NamedTuple):
+    """A text with its diagnostics."""
+
+    text: str
+    diagnostics: list[Diagnostic]
+
+
+def repaired(
+    text: str, diagnostics: list[Diagnostic], analyze: _Analyze, selection: RuleSelection
+) -> tuple[str, list[Diagnostic], int]:
+    """Fix until nothing fixable remains; return the text, what remains, and how many were fixed.
+
+    If all fixes together leave a mistake that was not there, each is tried by itself. ``analyze`` returns
+    the diagnostics of a text.
+    """
+    start = _Analyzed(text, diagnostics)
+    if re.search(r"\r(?!\n)", text):
+        return text, diagnostics, 0  # libcst does not preserve line ends of classic Mac OS
+    end = _fix_all(start, analyze, selection)
+    if _has_new_mistakes(end, start):
+        end = _fix_one_by_one(start, analyze, selection)
+    fixed = max(len(diagnostics) - len(end.diagnostics), 0) if end.text != text else 0
+    return end.text, end.diagnostics, fixed
+
+
+def _fix_all(now: _Analyzed, analyze: _Analyze, selection: RuleSelection) -> _Analyzed:
+    seen = {now.text}
+    for _ in range(_MAX_ROUNDS):
+        fixes = _fixes(now, selection)
+        after = _applied(now.text, fixes, analyze) if fixes else None
+        if after is None or after.text in seen:  # no fix could be applied, or one undoes another
+            break
+        seen.add(after.text)
+        now = after
+    return now
+
+
+def _fix_one_by_one(now: _Analyzed, analyze: _Analyze, selection: RuleSelection) -> _Analyzed:
+    tried: set[tuple[str, ...]] = set()
+    while True:
+        lines = now.text.split("\n")
+        left = {(fix.kind, *fix.details, lines[fix.line - 1]): fix for fix in _fixes(now, selection)}
+        key = next((key for key in left if key not in tried), None)
+        if key is None:
+            return now
+        tried.add(key)
+        after = _applied(now.text, [left[key]], analyze)
+        if after is not None and not _has_new_mistakes(after, now):
+            now = after
+
+
+def _fixes(now: _Analyzed, selection: RuleSelection) -> list[Fix]:
+    suppressions = Suppressions(now.text)
+    return [
+        item.fix
+        for item in now.diagnostics
+        if item.fix is not None
+        and selection.applies(item.fix)
+        and selection.includes(item.code, severity_of(item))
+        and not suppressions.matching(item)
+    ]
+
+
+def _applied(text: str, fixes: Sequence[Fix], analyze: _Analyze) -> _Analyzed | None:
+    """Apply fixes and analyze the result; ``None`` if it cannot be read."""
+    import libcst
+
+    from ampaudit.linter.fixes import apply_fixes
+
+    try:
+        fixed = apply_fixes(text, fixes)
+        return _Analyzed(fixed, analyze(fixed))
+    except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, ScriptTooLong):
+        return None
+
+
+def _has_new_mistakes(after: _Analyzed, before: _Analyzed) -> bool:
+    def counts(analyzed: _Analyzed) -> Counter[str]:
+        return Counter(item.code for item in analyzed.diagnostics)
+
+    return bool(counts(after) - counts(before))
+
+
+@dataclass(slots=True)
+class _Level:
+    """An object or array around a token: its current key or index, and whether a key comes next."""
+
+    is_object: bool
+    key: str | int
+    awaits_key: bool
+
+
+def lines_of_cells(text: str) -> dict[int, list[int]]:
+    """Return the line in the file of each line of each cell, by the cell's number from 1.
+
+    Args:
+        text: a notebook, which is valid JSON.
+    """
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    levels: list[_Level] = []
+    line, end = 1, 0
+    for token in _TOKEN.finditer(text):
+        line += text.count("\n", end, token.start())
+        end, word = token.start(), token[0]
+        if word in "{[":
+            levels.append(_Level(word == "{", "" if word == "{" else 0, word == "{"))
+        elif word in "}]":
+            levels.pop()
+        elif word == ",":
+            _next(levels[-1])
+        elif levels and levels[-1].awaits_key:
+            levels[-1].key, levels[-1].awaits_key = json.loads(word), False
+        else:
+            _take(found, [level.key for level in levels], json.loads(word), line)
+    return dict(found)
+
+
+def _next(level: _Level) -> None:
+    level.awaits_key = level.is_object
+    if isinstance(level.key, int):
+        level.key += 1
+
+
+def _take(found: dict[int, list[int]], path: list[str | int], value: str, line: int) -> None:
+    """Note the lines of a string, if it is the source of a cell or a piece of it."""
+    if len(path) in (3, 4) and path[0] == "cells" and path[2] == "source" and isinstance(path[1], int):
+        rows = found[path[1] + 1]
+        for number, text in enumerate(value.split("\n")):
+            if number == 0 and rows and rows[-1]:
+                continue  # the line began with the piece before
+            if number == 0 and rows:
+                rows.pop()
+            rows.append(line if text or number < value.count("\n") else 0)  # 0: nothing is on it yet

@@ -10,8 +10,7 @@ from ampaudit.core.config import Progress
 from ampaudit.parallel.board import Board
 from ampaudit.parallel.ranks import RankShare
 from ampaudit.run.record import RunRecord
-from ampaudit.run.route import Again, Route
-from ampaudit.run.share import Failure, PartRecords
+from ampaudit.run.share import Again, Failure, PartRecords, Route
 
 __all__ = ["PipelineShare"]
 

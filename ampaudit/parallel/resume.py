@@ -15,8 +15,7 @@ from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.parallel.parts import PartFile
 from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_to_json, records_to_json
 from ampaudit.run.record import RunRecord
-from ampaudit.run.route import Route
-from ampaudit.run.share import ALONE, PartRecords, Share
+from ampaudit.run.share import ALONE, PartRecords, Route, Share
 
 __all__ = ["ResumedShare"]
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from ampaudit.core.text import escape_control, format_number, format_power, format_scale
 from ampaudit.render.blocks import Section, facts, tabulate
 from ampaudit.render.findings import TOP
-from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.scales import ScaleAdvice
+from ampaudit.report.gradients import BackwardReport, ScaleAdvice
 
 __all__ = ["gradient_sections", "scales_that_suit"]
 

@@ -8,7 +8,7 @@ are called in full where their output is small, and have no local error otherwis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -25,16 +25,17 @@ from ampaudit.run.backends import Backend
 from ampaudit.run.decisions import differing_choices
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_cpu, measure_on_device
 from ampaudit.run.observer import Observer, StepCall
-from ampaudit.run.path_values import PathValues
 from ampaudit.run.samples import Samples, SampleStatistics
 from ampaudit.run.step import Step
 from ampaudit.run.views import components, flat_pair
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
+from ampaudit.trace.marks import VALUE_READ, mark_number
 from ampaudit.trace.opnames import base_name, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["FULL_CALL", "MeasuredValue", "Meter", "float_outputs"]
+__all__ = ["FULL_CALL", "MeasuredValue", "Meter", "PathValues", "float_outputs"]
+
 
 FULL_CALL = 1 << 13  # output elements up to which any op is simply called again in full
 _ROWS = 8
@@ -480,3 +481,51 @@ NORMS: dict[str, Callable[[torch.Tensor, Named], torch.Tensor]] = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _over_axes),
     **dict.fromkeys(("linalg_vector_norm", "norm", "cosine_similarity", "frobenius_norm"), _plain),
 }
+
+
+class PathValues:
+    """Collects what the model's code reads during one run; values stay on their device until the end.
+
+    Attributes:
+        resized: sites whose result has another size in 16 bits, with that size.
+    """
+
+    def __init__(self) -> None:
+        self._read: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.resized: list[tuple[SiteId, str]] = []
+
+    def observe(self, step: Step, reference: Any, call: StepCall) -> None:
+        """Keep the values of a read, and the sizes that choices decide."""
+        if call.resized is not None and step.site is not None:
+            self.resized.append((step.site.id, call.resized))
+        if step.target is VALUE_READ:
+            ((reference, value),) = call.inputs.values()
+            copied = reference.detach().clone()
+            low = copied if value is reference else value.detach().clone()
+            self._read.append((mark_number(step.node), copied, low))
+
+    def state(self) -> dict[str, Any]:
+        """Return what was read, as plain data and tensors."""
+        return {"read": self._read, "resized": self.resized}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take what another process has read."""
+        self._read, self.resized = state["read"], state["resized"]
+
+    def results(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return both values of each read, fetched from their device together."""
+        numbers = [number for number, _, _ in self._read]
+        fp32 = _fetched([reference for _, reference, _ in self._read])
+        low = _fetched([value for _, _, value in self._read])
+        return dict(zip(numbers, zip(fp32, low, strict=True), strict=True))
+
+
+def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors to the CPU, those of one dtype at once."""
+    found: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        group = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in group]).cpu()
+        parts = flat.split([tensor.numel() for _, tensor in group])
+        found |= {i: part.reshape(tensor.shape) for (i, tensor), part in zip(group, parts, strict=True)}
+    return [found[i] for i in range(len(tensors))]

@@ -15,9 +15,9 @@ from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.meter import PathValues
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.path import shape_of
-from ampaudit.run.path_values import PathValues
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.marks import VALUE_READ, mark_number, marked_values

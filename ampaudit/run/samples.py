@@ -7,18 +7,39 @@ to 512 per site and batch are kept and reduced together, a block of sites at a t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, PlainSerializer
 
-from ampaudit.run.bins import Bins
 from ampaudit.run.views import sample
 
-__all__ = ["SampleStatistics", "Samples"]
+__all__ = ["AS_RUN", "SampleStatistics", "Samples"]
+
 
 # float32 exponents from -150 (below the smallest subnormal) to 128
 EXPONENT_LOW = -150
 _BINS = 279
 _FLUSH_AT = 128  # rows held before they are reduced: at most half a MiB
+
+
+def _run_of(counts: dict[int, int]) -> list[int]:
+    """Return the lowest exponent, and the counts of all up to the highest."""
+    if not counts:
+        return []
+    low, high = min(counts), max(counts)
+    return [low, *(counts.get(exponent, 0) for exponent in range(low, high + 1))]
+
+
+def _counts_of(found: Any) -> Any:
+    """Return the counts again; whatever is no list of integers is left to the type's own validation."""
+    if not isinstance(found, list) or not all(type(item) is int for item in found):
+        return found
+    return {found[0] + place: count for place, count in enumerate(found[1:]) if count}
+
+
+AS_RUN = (BeforeValidator(_counts_of), PlainSerializer(_run_of, return_type=list[int]))
+Bins = Annotated[dict[int, int], *AS_RUN]
 
 
 @dataclass(slots=True)

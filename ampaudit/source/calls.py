@@ -2,32 +2,282 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import hashlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from ampaudit.checkpoint.header import Shape
 from ampaudit.checkpoint.layout import CALL_FILES, RECORDING, call_file
 from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.checkpoint.parts import misfit
 from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.core.text import format_bytes, plural
 from ampaudit.core.untrusted import MAX_TABLE, describe, describe_path, read_json, validate
 from ampaudit.report.inputs import InputsInfo
 from ampaudit.source.interface import Batch
-from ampaudit.source.rebuild import KnownClasses, Rebuilder
 from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["recorded_calls", "structure_of"]
 
+_CACHES = "transformers.cache_utils"
+_TRANSFORMERS = (_CACHES, "transformers.modeling_outputs")
+_MAX_ELEMENTS = 1 << 60
+_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _HINT = "record the calls again"
 _Number = Annotated[int, Field(ge=0, le=10**12)]
+
+
+class _Tensor(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    tensor: str
+    dtype: str
+    shape: Annotated[Shape, Field(strict=False)]
+    stride: Annotated[Shape, Field(strict=False)]
+    offset: Annotated[int, Field(ge=0, le=_MAX_ELEMENTS)]
+
+
+_TENSOR = TypeAdapter(_Tensor)
+
+
+class KnownClasses:
+    """The classes that a recording may name; nothing is imported for it.
+
+    They are dataclasses, named tuples and enumerations in the modules that define the model's classes, and
+    the caches and outputs of Transformers, if the model is one of its models.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        own = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+        places = sorted(name for name in own if not name.startswith("torch."))
+        places += _TRANSFORMERS if any(name.startswith("transformers.") for name in own) else ()
+        self._named: dict[str, type] = {}
+        self._short: dict[str, type] = {}
+        for place in (*places, "torch.nn.utils.rnn"):
+            for found in vars(sys.modules[place]).values() if place in sys.modules else ():
+                if isinstance(found, type) and _holds_data(found):
+                    self._named[f"{found.__module__}:{found.__qualname__}"] = found
+                    self._short.setdefault(found.__qualname__, found)
+
+    def find(self, name: str) -> type | None:
+        """Return the class of a name, also where a script defined it that the model file imports."""
+        return self._named.get(name) or self._short.get(name.rpartition(":")[2])
+
+
+def _holds_data(kind: type) -> bool:
+    fields = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return fields or dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or _is_cache(kind)
+
+
+def _is_cache(kind: type) -> bool:
+    return any(base.__module__ == _CACHES for base in kind.__mro__)
+
+
+class Rebuilder:
+    """Rebuilds the arguments of one call.
+
+    Args:
+        path: of the file, for errors.
+        tensors: those beside it, by name.
+        classes: that it may name.
+        widened: whether 16-bit dtypes stand for float32.
+
+    Attributes:
+        needs: bytes of all tensors.
+    """
+
+    def __init__(
+        self, path: Path, tensors: dict[str, torch.Tensor], classes: KnownClasses, *, widened: bool
+    ) -> None:
+        self.needs = 0
+        self._path, self._tensors, self._classes, self._widened = path, tensors, classes, widened
+        self._made: dict[_Place, torch.Tensor] = {}
+
+    def rebuild(self, value: Any, place: str) -> Any:
+        """Return the value that JSON stands for.
+
+        Raises:
+            InputError: it stands for none, or for one of an unknown class.
+        """
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list):
+            return self._items(value, place)
+        if "tensor" in value:
+            return self._tensor(value, place)
+        if len(value) != 1:
+            self._refuse(place, "is not one value")
+        ((kind, content),) = value.items()
+        build = _BUILDERS.get(kind)
+        if build is None:
+            self._refuse(place, f"is of the unknown kind {describe(kind)!r}")
+        try:
+            return build(self, content, place)
+        except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise self._error(place, f"is not a valid {kind}") from error
+
+    def _items(self, values: Any, place: str) -> list[Any]:
+        if not isinstance(values, list):
+            self._refuse(place, "is not a list")
+        return [self.rebuild(item, f"{place}[{index}]") for index, item in enumerate(values)]
+
+    def _tensor(self, value: dict[str, Any], place: str) -> torch.Tensor:
+        view = validate(_TENSOR, value, self._path, InputError, _HINT)
+        key = view.tensor, view.dtype, view.shape, view.stride, view.offset
+        if key in self._made:
+            return self._made[key]
+        stored, dtype = self._tensors.get(view.tensor), getattr(torch, view.dtype, None)
+        if stored is None:
+            self._refuse(
+                place, f"is the tensor {describe(view.tensor)!r}, which is not in the file beside it"
+            )
+        if not isinstance(dtype, torch.dtype) or len(view.stride) != len(view.shape):
+            self._refuse(place, f"is no tensor of {describe(view.dtype)}")
+        raw = stored.reshape(-1).view(torch.uint8)
+        flat = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        why = misfit(view.shape, view.stride, view.offset, flat.numel(), _MAX_ELEMENTS)
+        if why:
+            self._refuse(place, why)
+        made = flat.as_strided(view.shape, view.stride, view.offset)
+        self.needs += made.numel() * dtype.itemsize
+        return self._made.setdefault(key, made)
+
+    def _named_class(self, name: Any, place: str) -> type:
+        found = self._classes.find(name) if isinstance(name, str) else None
+        if found is None:
+            raise InputError(
+                f"{describe_path(self._path)}: {describe(place)} is of the class {describe(name)}, "
+                "which the model's code does not know",
+                hint="import the class in the file that defines the model",
+            )
+        return found
+
+    def _instance(self, content: Any, place: str, allowed: Callable[[type], bool]) -> Any:
+        """Return an object with recorded attributes; only classes of outputs have a constructor called."""
+        name, attributes = content
+        kind = self._named_class(name, place)
+        values = {key: self.rebuild(item, f"{place}.{key}") for key, item in attributes.items()}
+        strange = any(key.startswith("__") or callable(getattr(kind, key, None)) for key in values)
+        if strange or not allowed(kind):
+            self._refuse(place, f"is not a valid {kind.__name__}")
+        if issubclass(kind, dict):  # the outputs of Transformers and diffusers
+            return kind(**{key: item for key, item in values.items() if item is not None})
+        _register(kind)
+        return _filled(kind, values)
+
+    def _dataclass(self, content: Any, place: str) -> Any:
+        def complete(kind: type) -> bool:
+            return dataclasses.is_dataclass(kind) and {f.name for f in dataclasses.fields(kind)} == set(
+                content[1]
+            )
+
+        return self._instance(content, place, complete)
+
+    def _namedtuple(self, content: Any, place: str) -> Any:
+        name, items = content
+        kind = self._named_class(name, place)
+        if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(items):
+            self._refuse(place, f"is not a valid {kind.__name__}")
+        return tuple.__new__(kind, self._items(items, place))
+
+    def _enum(self, content: Any, place: str) -> Any:
+        name, member = content
+        kind = self._named_class(name, place)
+        if not issubclass(kind, enum.Enum) or member not in kind.__members__:
+            self._refuse(place, f"is not a valid {kind.__name__}")
+        return kind.__members__[member]
+
+    def _dict(self, content: Any, place: str) -> dict[Any, Any]:
+        pairs = [(self.rebuild(key, place), key, item) for key, item in content]
+        return {made: self.rebuild(item, f"{place}[{describe(key)!r}]") for made, key, item in pairs}
+
+    def _torch_value(self, content: Any, place: str, kind: str) -> Any:
+        found = getattr(torch, content, None)
+        if not isinstance(found, _KINDS[kind]):
+            self._refuse(place, f"is not a valid {kind}")
+        return torch.float32 if self._widened and found in LOW_PRECISION_DTYPES else found
+
+    def _refuse(self, place: str, what: str) -> NoReturn:
+        raise self._error(place, what)
+
+    def _error(self, place: str, what: str) -> InputError:
+        return InputError(f"{describe_path(self._path)}: {describe(place)} {what}", hint=_HINT)
+
+
+_Place = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
+_Builder = Callable[[Rebuilder, Any, str], Any]
+
+
+def _of_items(make: Callable[[list[Any]], Any]) -> _Builder:
+    return lambda rebuilder, content, place: make(rebuilder._items(content, place))
+
+
+_BUILDERS: dict[str, _Builder] = {
+    "tuple": _of_items(tuple),
+    "set": _of_items(set),
+    "frozenset": _of_items(frozenset),
+    "size": _of_items(torch.Size),
+    "slice": _of_items(lambda items: slice(*items)),
+    "range": _of_items(lambda items: range(*items)),
+    "dict": Rebuilder._dict,
+    "namedtuple": Rebuilder._namedtuple,
+    "dataclass": Rebuilder._dataclass,
+    "object": lambda rebuilder, content, place: rebuilder._instance(content, place, _is_cache),
+    "class": Rebuilder._named_class,
+    "enum": Rebuilder._enum,
+    "array": lambda rebuilder, content, place: rebuilder._tensor(content, place).numpy(),
+    "scalar": lambda rebuilder, content, place: rebuilder._tensor(content, place).numpy()[()],
+    "bytes": lambda _, content, __: bytes.fromhex(content),
+    "float": lambda _, content, __: float(content),
+    "complex": lambda _, content, __: complex(content),
+    # the audit runs where its options say; the tensors of a recording are on the CPU as well
+    "device": lambda _, content, __: torch.device("cpu"),
+    "generator": lambda _, content, __: torch.Generator().manual_seed(content),
+} | {kind: partial(Rebuilder._torch_value, kind=kind) for kind in _KINDS}
+
+
+def _filled(kind: type, values: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _register(kind: type) -> None:
+    """Let torch look into the objects of a class, so that the tensors in them are inputs of a trace."""
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        attributes = _attributes(value)
+        return list(attributes.values()), tuple(attributes)
+
+    def unflatten(values: Iterable[Any], names: Any) -> Any:
+        return _filled(kind, dict(zip(names, values, strict=True)))
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        attributes = _attributes(value)
+        return [(pytree.GetAttrKey(name), item) for name, item in attributes.items()], tuple(attributes)
+
+    with suppress(ValueError):  # somebody registered it
+        pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dict(vars(value))
 
 
 class _Record(BaseModel):

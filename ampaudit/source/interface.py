@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.unchanged import FileState
+from ampaudit.core.files import FileState
 from ampaudit.report.inputs import GIVEN, InputsInfo
 
 __all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "Sized"]

@@ -11,9 +11,9 @@ from pathlib import Path
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PROGRAM
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.core.errors import InputError, SourceError, UsageError
+from ampaudit.core.files import states_of
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.unchanged import states_of
 from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.source.interface import ModelSource
 from ampaudit.source.model_config import CONFIG_FILE

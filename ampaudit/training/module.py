@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ampaudit.core.config import silent
 from ampaudit.core.errors import UsageError
@@ -16,20 +18,31 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import RunConfig, measure
+from ampaudit.run.backends import rounded
+from ampaudit.run.step import differentiable
 from ampaudit.source import Batch
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import trace
 from ampaudit.trace.backward.patches import CHECKPOINT
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.graph import Slot
+from ampaudit.trace.functional import OnCopy, functionalized
+from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.state import PythonState, apply_changes
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
-from ampaudit.training.executable import emulated, native
-from ampaudit.training.model_proxy import ModelProxy, in_float32
-from ampaudit.training.tensor_parallel import Executable, is_spread, on_shards, without_plan
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype, widened
+from ampaudit.training.model_proxy import (
+    Executable,
+    ModelProxy,
+    by_parts,
+    in_float32,
+    is_spread,
+    on_shards,
+    replicated,
+    without_plan,
+)
 
-__all__ = ["KEEPS_ACTIVATIONS", "MixedModule", "ModuleConfig"]
+__all__ = ["KEEPS_ACTIVATIONS", "MixedModule", "ModuleConfig", "round_through"]
+
 
 KEEPS_ACTIVATIONS = "activations that the model's code recomputes are kept: the same values, in more memory"
 _MAX_RETRACES = 3  # from then on it is no value that is worked out once
@@ -218,3 +231,96 @@ class MixedModule(ModelProxy):
                 buffer = self.get_buffer(compiled.names[place.name])
                 # batch norm keeps them for its backward, which in training does not read them
                 buffer.data.copy_(buffer.to(place.dtype))
+
+
+class _RoundFunction(torch.autograd.Function):
+    """Rounds a value and its gradient to the format."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Round the value."""
+        ctx.dtype = dtype
+        return by_parts(partial(rounded, dtype=dtype), value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Round the gradient."""
+        return _RoundFunction.apply(gradients[0], ctx.dtype), None
+
+
+def round_through(value: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Round a float32 tensor, and later its gradient, to the 16-bit format."""
+    return _RoundFunction.apply(value, dtype)
+
+
+def native(traced: TracedModel) -> Executable:
+    """Run the graph in its own dtypes; it takes a value for each placeholder and returns the outputs."""
+    return _transformed(traced, lambda graph, node, copied: copied)
+
+
+def emulated(traced: TracedModel) -> Executable:
+    """Run the graph in float32 with each 16-bit value and gradient rounded; placeholders take float32.
+
+    Where several ops use a value, their gradients are added up before they are rounded.
+    """
+    # buffers are rounded by their owner: a copy could not be written to
+    stored = {place.node: place.dtype for place in traced.placeholders if place.slot is not Slot.BUFFER}
+
+    def round_result(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
+        copied.args, copied.kwargs = widened(copied.args), widened(dict(copied.kwargs))
+        dtype = stored.get(node.name) if node.op == "placeholder" else _dtype(node)
+        if dtype not in LOW_PRECISION_DTYPES:
+            return copied
+        return graph.call_function(round_through, (copied, dtype))
+
+    return _transformed(functionalized(traced, write_back=True), round_result)
+
+
+def _transformed(
+    traced: TracedModel, transform: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
+) -> Executable:
+    """Copy the graph with each result transformed, and stop gradients where the code does."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], lambda n: known[n]))
+            continue
+        known[node] = transform(graph, node, graph.node_copy(node, lambda n: known[n]))
+        if node.op == "call_function" and not differentiable(node):
+            known[node] = _detached(graph, node, known[node])
+    return _callable(graph)
+
+
+def _replicate_constants(graph: fx.Graph) -> None:
+    """Let a graph's own tensors stand next to shards: those that it computes from no other value."""
+    like = next((node for node in graph.nodes if node.op == "placeholder"), None)
+    for node in list(graph.nodes):
+        if like is not None and node.op == "call_function" and not node.all_input_nodes:
+            with graph.inserting_after(node):
+                made = graph.call_function(replicated, (node, like))
+            node.replace_all_uses_with(made, lambda user, made=made: user is not made)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _detached(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
+    """Detach what the model's code computes with gradients off."""
+    value = node.meta.get("val")
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    if not is_float or node.target is operator.getitem or isinstance(node.target, OnCopy):
+        return copied
+    return graph.call_function(torch.ops.aten.detach.default, (copied,))
+
+
+def _callable(graph: fx.Graph) -> Executable:
+    _replicate_constants(graph)
+    graph.lint()
+    for node in graph.nodes:
+        node.meta = {}  # fake tensors and stack traces are not needed any more
+    module = fx.GraphModule(nn.Module(), graph)
+    run: Callable[..., Any] = module.forward
+    return lambda values: tuple(run(*values))

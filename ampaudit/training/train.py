@@ -27,8 +27,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.structure import structural_copy
 from ampaudit.training.config import TrainConfig, TrainOptions
-from ampaudit.training.divergence import diverged_at, smoothed_end
-from ampaudit.training.findings import training_report
+from ampaudit.training.findings import diverged_at, smoothed_end, training_report
 from ampaudit.training.module import KEEPS_ACTIVATIONS, MixedModule
 from ampaudit.training.prepare import How, is_master_free
 from ampaudit.training.step import (

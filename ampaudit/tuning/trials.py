@@ -10,11 +10,14 @@ from typing import Any, NoReturn
 from ampaudit.audit.advice.residual import ResidualRescale
 from ampaudit.audit.config import MIN_SQNR, ScanConfig
 from ampaudit.audit.metric import mean_metric, metric_of, metrics_of, within_drop
+from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.audit.sensitivity import probing
 from ampaudit.core.errors import InputError, RunFailed
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.text import plural
 from ampaudit.policy import RuleSet, load_policy
+from ampaudit.report.tuning import TuningReport
 from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import environment_of, pick_device
@@ -26,12 +29,12 @@ from ampaudit.source import ModelSource
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.config import TuneConfig
 from ampaudit.tuning.problem import Chosen
-from ampaudit.tuning.rescaled import rescaled_source
 from ampaudit.tuning.rule_file import loaded
 from ampaudit.tuning.search import Accuracy
 
-__all__ = ["Trials", "follow"]
+__all__ = ["Trials", "follow", "rescale_text"]
 
+_POLICY = "ampaudit"  # whose norms are in float32, as those of a tuned policy
 BASE = "16-bit"
 
 
@@ -188,3 +191,24 @@ def _base(source: ModelSource) -> RuleSet:
     rules = load_policy("strongly-typed")
     static = tuple(rule for rule in rules.file.rules if not rule.measured)
     return RuleSet(rules.file.model_copy(update={"rules": static}), None, rules.environment, rules.location)
+
+
+def rescaled_source(
+    source: ModelSource, dtype: str, config: TuneConfig
+) -> tuple[ModelSource, tuple[ResidualRescale, ...]]:
+    """Return a model whose residual streams are rescaled where they overflow, and the changes."""
+    if source.kind == "onnx":
+        return source, ()
+    settings = ScanConfig(dtype=dtype, device=config.device, seed=config.seed)
+    found = rescaled_model(source, load_policy(_POLICY), settings)
+    return found.source, found.changes
+
+
+def rescale_text(changes: tuple[ResidualRescale, ...], after: TuningReport) -> str:
+    """Return the changes in words and as code, with what must stay in float32 after them."""
+    ops = f"{len(after.kept)} of {plural(after.ops, 'op')} in float32"
+    accuracy = "" if after.measured_db is None else f", {after.measured_db:.1f} dB"
+    written = f"then: {ops}{accuracy}; written by: ampaudit convert --rescale --tune DB"
+    said = "\n".join(change.change for change in changes)
+    code = "\n\n".join(change.paste for change in changes)
+    return f"{said}\n{written}\n\n{code}"

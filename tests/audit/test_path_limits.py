@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import ampaudit
 from ampaudit.core.errors import AuditError, RunFailed, TraceFailed
 from ampaudit.run import executors
-from ampaudit.trace.path import values
+from ampaudit.trace.path import recorder
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -46,7 +46,7 @@ class WritesArray(Branch):
 
 
 def test_a_path_that_does_not_end_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MAX_OPS", 300)
+    monkeypatch.setattr(recorder, "MAX_OPS", 300)
     with pytest.raises(TraceFailed, match="more than 300 ops") as raised:
         ampaudit.scan(Endless(), X)
     assert "test_path_limits.py:" in str(raised.value)

@@ -27,8 +27,7 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.text import parse_size
 from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
-from ampaudit.linter.config import LintConfig
-from ampaudit.linter.selection import RuleSelection
+from ampaudit.linter.selection import LintConfig, RuleSelection
 from ampaudit.report.budgets import Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.model import Report

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from ampaudit.core import temporary
+from ampaudit.core import files
 from ampaudit.core.errors import OutputError
-from ampaudit.core.files import staged_directory, write_private, write_text
-from ampaudit.core.temporary import temporary_directory
+from ampaudit.core.files import staged_directory, temporary_directory, write_private, write_text
 
 OURS = "manifest.json"
 
@@ -199,7 +198,7 @@ def test_without_exchange_two_renames_do_it(tmp_path: Path, monkeypatch: pytest.
 HOLDS = """
     import sys, time
     from pathlib import Path
-    from ampaudit.core.temporary import file_beside, temporary_directory
+    from ampaudit.core.files import file_beside, temporary_directory
     {code}
         (path / "weights" if path.is_dir() else path).write_text("half")
         print("ready", flush=True)
@@ -297,7 +296,7 @@ def test_a_directory_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.M
 def test_a_rival_that_removes_a_directory_before_it_is_locked_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, seen = temporary.locked, list[Path]()
+    lock, seen = files.locked, list[Path]()
 
     def late(path: Path) -> Callable[[], None] | None:
         seen.append(path)
@@ -309,7 +308,7 @@ def test_a_rival_that_removes_a_directory_before_it_is_locked_does_no_harm(
         return release
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(temporary, "locked", late)
+    monkeypatch.setattr(files, "locked", late)
     with temporary_directory("ampaudit-check-") as directory:
         assert directory == seen[2]
         assert directory.is_dir()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from ampaudit.core import confinement, files, locks, text
+from ampaudit.core import confinement, files, text
 from ampaudit.core.child import ChildProcess, child_environment
 from ampaudit.core.text import model_file
 from ampaudit.render import sarif
@@ -87,14 +87,14 @@ def test_a_staging_directory_is_removed_when_its_writer_has_died(
 ) -> None:
     if directories and os.name == "nt":
         pytest.skip("Windows opens no directories")
-    monkeypatch.setattr(locks, "_LOCKS_DIRECTORIES", directories)
+    monkeypatch.setattr(files, "_LOCKS_DIRECTORIES", directories)
     dead, alive = tmp_path / ".out.part-dead.tmp", tmp_path / ".out.part-alive.tmp"
     for place in (dead, alive):
         place.mkdir()
-    release = locks.locked(alive)
+    release = files.locked(alive)
     assert release is not None
     with files.staged_directory(tmp_path / "out", force=False, ours="ours.json") as stage:
-        assert locks.locked(stage) is None, "another writer cannot take it"
+        assert files.locked(stage) is None, "another writer cannot take it"
         (stage / "ours.json").write_text("{}")
     assert not dead.exists()
     assert alive.exists()
@@ -106,12 +106,12 @@ def test_a_staging_directory_is_removed_when_its_writer_has_died(
 
 
 def test_a_lock_of_another_process_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "_LOCKS_DIRECTORIES", False)
+    monkeypatch.setattr(files, "_LOCKS_DIRECTORIES", False)
     place = tmp_path / ".out.part-rival"
     place.mkdir()
     with FileLock(f"{place}.lock"):
-        assert locks.locked(place) is None
-    assert locks.locked(place) is not None
+        assert files.locked(place) is None
+    assert files.locked(place) is not None
 
 
 GRANDCHILD = """

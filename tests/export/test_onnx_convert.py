@@ -13,8 +13,8 @@ from onnx import TensorProto
 from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
+from ampaudit.export.onnx.check import write_model
 from ampaudit.export.onnx.outputs import Original, WrittenFile
-from ampaudit.export.onnx.write import write_model
 from ampaudit.export.verify import verify
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.source.open import open_source

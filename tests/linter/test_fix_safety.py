@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ampaudit.linter import repairs
+from ampaudit.linter import linting
 from ampaudit.linter.declared_torch import declared_torch
 from ampaudit.linter.fix_safety import is_bound
 from ampaudit.linter.flow.script import read_script
@@ -197,7 +197,7 @@ def test_a_repair_that_leaves_another_mistake_is_not_kept(monkeypatch: pytest.Mo
     linted = lint(text, fix=True)
     assert linted.after == text
     assert linted.fixed == 0
-    assert repairs.repaired(text, [], {}, None) == (text, [], 0)  # type: ignore[arg-type]
+    assert linting.repaired(text, [], {}, None) == (text, [], 0)  # type: ignore[arg-type]
 
 
 def test_one_bad_repair_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,15 +27,14 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import load_policy, plain_fp32
 from ampaudit.report.model import Report
-from ampaudit.run import passage, segmented
 from ampaudit.run import program as program_module
+from ampaudit.run import segmented
 from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.lockstep import GraphState
-from ampaudit.run.passage import moved_to, pack_state, unpack_state
 from ampaudit.run.program import Program, compile_program
-from ampaudit.run.route import Route
+from ampaudit.run.segmented import moved_to, pack_state, unpack_state
 from ampaudit.run.segments import Group, Segment, best_ends, cut_evenly, cut_program
-from ampaudit.run.share import Share
+from ampaudit.run.share import Route, Share
 from ampaudit.source.open import open_source
 from ampaudit.trace import trace
 
@@ -177,7 +176,7 @@ def test_boundaries_may_wait_on_disk(name: str, monkeypatch: pytest.MonkeyPatch)
         written.append(path.name)
         real(path, data, force=force)
 
-    monkeypatch.setattr(passage, "write_bytes", spy)
+    monkeypatch.setattr(segmented, "write_bytes", spy)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=1 << 40))
     assert scanned(name, "torch-cuda", MEMORY) == plain
     assert written
@@ -209,7 +208,7 @@ def test_another_process_goes_on_with_a_packed_state(name: str, monkeypatch: pyt
     plain = scanned(name, "torch-cuda", "")
     share = Share()
     share.route = route = Handed()
-    monkeypatch.setattr(passage.Passage, "fresh", property(lambda self: True))
+    monkeypatch.setattr(segmented.Passage, "fresh", property(lambda self: True))
     build, batches = CASES[name]
     torch.manual_seed(0)
     made = ampaudit.scan(

@@ -24,9 +24,8 @@ from ampaudit.render.render import as_file, for_terminal
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs
+from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, sounds
 from ampaudit.source.open import open_source
-from ampaudit.source.samples import sounds
 from tests.support.processors import TEXT, VISION, VOCABULARY, bert, clip, image_processor, tokenizer, whisper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

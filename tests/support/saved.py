@@ -20,11 +20,10 @@ from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.lint import LintFinding, LintReport, UnreadFile
 from ampaudit.report.model import Report
-from ampaudit.report.problem import Problem
 from ampaudit.report.public import diff
 from ampaudit.report.saved import parse_document
 from ampaudit.report.site import SiteReport
-from ampaudit.report.verification import Verification
+from ampaudit.report.verification import Problem, Verification
 from tests.support.paths import ROOT
 from tests.support.tuned import SENSITIVITY, tuned
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import ampaudit
 from ampaudit.training import module
-from ampaudit.training.executable import round_through
+from ampaudit.training.module import round_through
 from tests.support.paths import ROOT
 
 __all__ = ["BROKEN", "SCALE", "STEPS", "Seen", "alone", "seen_by_ranks"]

@@ -22,7 +22,7 @@ from ampaudit.render.render import for_terminal
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.training.config import TrainConfig
-from ampaudit.training.divergence import diverged_at
+from ampaudit.training.findings import diverged_at
 from ampaudit.training.train import train
 from tests.support.saved import saved
 from tests.support.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows

@@ -13,8 +13,8 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import listed
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
+from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.pages import page_of
-from ampaudit.report.scales import ScaleAdvice
 from ampaudit.report.steps import StepsReport
 from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
 from ampaudit.run.observation import Observation

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
-from ampaudit.core.files import staged_directory
+from ampaudit.core.files import check_unchanged, staged_directory
 from ampaudit.core.text import format_number, plural
-from ampaudit.core.unchanged import check_unchanged
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
-from ampaudit.export.onnx.check import checking
+from ampaudit.export.onnx.check import ONNX_FLOATS, casts_in, checking, write_model
 from ampaudit.export.onnx.metadata import annotate_graph
 from ampaudit.export.onnx.other_inputs import OtherBatch, other_batches
 from ampaudit.export.onnx.outputs import (
@@ -29,7 +28,6 @@ from ampaudit.export.onnx.plan import OnnxPlan, PlanWishes, decisions_of, plan_o
 from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
 from ampaudit.export.onnx.types import is_float32, strangers_in
-from ampaudit.export.onnx.write import ONNX_FLOATS, casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.weight_files import WeightFiles
 from ampaudit.render.json import to_json

@@ -14,8 +14,8 @@ from ampaudit.core.errors import RunFailed
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
+from ampaudit.export.onnx.check import ONNX_FLOATS
 from ampaudit.export.onnx.decisions import comparable_outputs, orderings
-from ampaudit.export.onnx.write import ONNX_FLOATS
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import AS_IS

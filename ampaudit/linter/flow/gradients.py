@@ -21,7 +21,7 @@ from ampaudit.linter.flow.facts import (
     ZEROED,
     Stepped,
 )
-from ampaudit.linter.flow.gradient_facts import (
+from ampaudit.linter.flow.gradient_uses import (
     advice_for,
     are_distinct,
     gradient_contributions,

@@ -22,7 +22,7 @@ from ampaudit.linter.flow.facts import (
     PerhapsHalf,
 )
 from ampaudit.linter.flow.fields import bind_fields
-from ampaudit.linter.flow.gradient_facts import clear_gradients
+from ampaudit.linter.flow.gradient_uses import clear_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.model_calls import call_model, guessed_model, method_of
 from ampaudit.linter.flow.tensors import dtype_named, requested_dtype

@@ -25,7 +25,7 @@ from ampaudit.linter.flow.facts import (
     Stepped,
     Zeroed,
 )
-from ampaudit.linter.flow.gradient_facts import (
+from ampaudit.linter.flow.gradient_uses import (
     clear_gradients,
     gradient_contributions,
     has_single_optimizer,

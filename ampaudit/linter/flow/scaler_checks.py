@@ -22,7 +22,7 @@ from ampaudit.linter.flow.facts import (
     Stepped,
     Zeroed,
 )
-from ampaudit.linter.flow.gradient_facts import (
+from ampaudit.linter.flow.gradient_uses import (
     are_distinct,
     gradient_contributions,
     has_single_optimizer,

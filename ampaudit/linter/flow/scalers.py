@@ -33,7 +33,7 @@ from ampaudit.linter.flow.facts import (
     EarlyUpdate,
     Stepped,
 )
-from ampaudit.linter.flow.gradient_facts import (
+from ampaudit.linter.flow.gradient_uses import (
     gradient_contributions,
     has_single_optimizer,
 )

@@ -10,7 +10,7 @@ from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo, Inst
 from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered
 from ampaudit.linter.flow.expressions import truth_of
-from ampaudit.linter.flow.gradient_facts import replace_gradients
+from ampaudit.linter.flow.gradient_uses import replace_gradients
 from ampaudit.linter.flow.half_ops import check_same_dtype
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
 from ampaudit.linter.flow.joining import item_of

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.flow.events import Event, HalfLayer, ScalerStep, ScalerUnscale, of_type
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.torch_names import DTYPES, MAKES_TENSORS, canonical_name
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_half_layers"]
+__all__ = ["check_half_accumulators", "check_half_layers"]
 
 
 def check_half_layers(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
@@ -28,3 +33,43 @@ def check_half_layers(interpreter: Interpreter, events_by_entry: list[list[Event
             "make the layer in float32 and let autocast choose the dtype of each op",
             certainty=Certainty.LIKELY,
         )
+
+
+def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
+    """Report tensors that are made in 16 bits and to which a later line adds again and again."""
+    if "float16" not in script.text and "half" not in script.text:
+        return
+    made = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}
+    for node in script.nodes() if made else ():
+        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
+            continue
+        if isinstance(node.target, ast.Subscript) and any(map(_is_slice, ast.walk(node.target.slice))):
+            continue  # a region, of which each element may get few numbers
+        name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
+        if name in made:
+            largest = "256" if made[name] == "bfloat16" else "2048"
+            yield Diagnostic(
+                "AMP873",
+                node,
+                f"this total is {made[name]} and rounded at each addition: above {largest} times what is "
+                "added, it stands still",
+                "keep the total in float32",
+                certainty=Certainty.LIKELY,
+            )
+
+
+def _is_slice(node: ast.AST) -> bool:
+    return isinstance(node, ast.Slice)
+
+
+def _dtype(script: Script, value: ast.expr) -> str:
+    """Return the 16-bit dtype in which ``torch.zeros`` and the like make a tensor; empty otherwise."""
+    function = dotted_name(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+    if not isinstance(value, ast.Call) or function not in MAKES_TENSORS:
+        return ""
+    given = next((keyword.value for keyword in value.keywords if keyword.arg == "dtype"), None)
+    name = "" if given is None else dotted_name(given)
+    values = script.assigned.get(name, [])
+    name = dotted_name(values[0]) if len(values) == 1 else name
+    dtype = DTYPES.get(canonical_name(name), "")
+    return dtype if dtype in ("float16", "bfloat16") else ""

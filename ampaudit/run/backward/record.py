@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.run.bins import AS_RUN
 from ampaudit.run.observation import Observation
+from ampaudit.run.samples import AS_RUN
 
 __all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UntracedBackward"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ampaudit.core.formats import NumberFormat
-from ampaudit.report.scales import LayerScales, ScaleAdvice, ScaleRow
+from ampaudit.report.gradients import LayerScales, ScaleAdvice, ScaleRow
 from ampaudit.run.backward.record import GradientStats
 
 __all__ = [

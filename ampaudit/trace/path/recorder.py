@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.fake_model import fake_like
+from ampaudit.core.errors import TraceFailed
+from ampaudit.trace.eager_call import without_low_precision, writable
+from ampaudit.trace.entry import layer_path
+from ampaudit.trace.fake_model import fake_like, named_tensors
 from ampaudit.trace.internals import (
+    NO_VALUE,
     FakeTensor,
     ProxyTorchDispatchMode,
     Replacement,
+    compiler,
     export_trace,
+    fx_tracing,
+    looking_up_fake_tensors,
     patched,
     proxy_of,
     recording_mode,
     track_tensor_tree,
+    without_autocast,
+    without_modes,
     without_symbols,
+    without_torch_function,
 )
+from ampaudit.trace.isolation import preserved
 from ampaudit.trace.marks import VALUE_READ, VALUE_SIZED
 from ampaudit.trace.op_calls import OpCalled
-from ampaudit.trace.opnames import base_name
-from ampaudit.trace.path.arrays import HalfArray, tensor_of
-from ampaudit.trace.path.hidden import hidden_trace
+from ampaudit.trace.opnames import base_name, converts, written_values
 from ampaudit.trace.path.reads import ReadValues, python_value
-from ampaudit.trace.path.values import Fp32Values, computing
-from ampaudit.trace.values import CASTABLE_DTYPES
+from ampaudit.trace.stack import calling_line, is_tool_file
+from ampaudit.trace.values import CASTABLE_DTYPES, storage_id, widened
 
 __all__ = ["READING", "GivenValues", "PathRecorder", "PathTracing"]
 
+# the attribute of a fake tensor that holds its value: Module.to swaps no tensor that is weakly referenced
+_VALUE = "ampaudit_fp32_value"
+MAX_OPS = 100_000  # minutes of tracing
 aten = torch.ops.aten
 # ops that return numbers to Python, by what Python calls them
 READING = {
@@ -248,3 +263,181 @@ def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(data, list | tuple):
         return torch.stack([_stacked(item, dtype) for item in data])
     return data.detach().to(dtype) if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
+
+
+class HalfArray(np.ndarray[Any, Any]):
+    """The FP32 values of an array that is float16 in the 16-bit run, as is what NumPy computes from it.
+
+    Unless its code asks for another dtype, a tensor made of it is float16 as well.
+    """
+
+    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        """Convert to another dtype; to float16, the values stay those of FP32."""
+        if np.dtype(dtype) == np.float16:
+            return self.copy()
+        return np.asarray(self).astype(dtype, *args, **kwargs)
+
+
+def tensor_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a function that makes a tensor of an array: of a ``HalfArray``, it is cast to float16."""
+
+    def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(data, HalfArray):
+            return function(data, *args, **kwargs)
+        made = function(np.asarray(data), *args, **kwargs)
+        asked = args or kwargs.get("dtype") is not None
+        return made.to(torch.float16) if made.dtype is torch.float32 and not asked else made
+
+    return make
+
+
+class _TrueInsideTorch:
+    """A flag that is true in torch's own code only, whatever name a function that returns it has."""
+
+    def __bool__(self) -> bool:
+        return is_tool_file(sys._getframe(1).f_code.co_filename)
+
+
+class _NoTensor:
+    """Stands for the class of fake tensors in a model's code: no tensor is an instance."""
+
+
+class _FakeTensorInsideTorch(ModuleType):
+    """A module that gives the class of fake tensors to torch's own code only."""
+
+    @property
+    def FakeTensor(self) -> type:  # noqa: N802
+        return FakeTensor if is_tool_file(sys._getframe(1).f_code.co_filename) else _NoTensor
+
+
+@contextmanager
+def hidden_trace() -> Iterator[None]:
+    """Answer with no while active if a model's code asks whether it is being traced."""
+    flag = _TrueInsideTorch()
+
+    @contextmanager
+    def flags_set() -> Iterator[None]:
+        names = ("_is_compiling_flag", "_is_exporting_flag")
+        with patched(Replacement(compiler, name, flag) for name in names):
+            yield
+
+    replacements = (
+        Replacement(export_trace, "_compiling_state_context", flags_set),
+        Replacement(fx_tracing, "is_fx_tracing", lambda: flag),
+    )
+    with patched(replacements), looking_up_fake_tensors(_FakeTensorInsideTorch):
+        yield
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Compute with real tensors while a trace is being made."""
+    with without_modes(), without_torch_function(), without_autocast(), torch.no_grad():
+        yield
+
+
+class Fp32Values:
+    """The FP32 values of fake tensors, each for as long as its fake tensor exists.
+
+    They are those of the reference: 16-bit dtypes are widened to float32, and arguments that the policy
+    changed are taken as the FP32 model has them. The user's own tensors are never written to.
+    """
+
+    def __init__(self) -> None:
+        self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # real tensors, kept alive
+        self._shared: set[int] = set()  # storages of the user's own weights
+        self._count = 0
+
+    def give_model(
+        self, model: nn.Module, fake_model: nn.Module, buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Give the fake parameters and buffers of a model the values of the real ones.
+
+        Buffers may have others of earlier steps.
+        """
+        real = named_tensors(model)
+        for name, fake in named_tensors(fake_model).items():
+            if name not in real or _VALUE in vars(fake):
+                continue
+            if isinstance(real[name], nn.Parameter):
+                value = without_low_precision(real[name], None)
+                self._shared.add(storage_id(value))
+            else:
+                value = writable(buffers.get(layer_path(name), real[name]), None)
+            vars(fake)[_VALUE] = value
+
+    def give_input(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Give a fake input the value of a real one."""
+        vars(fake)[_VALUE] = writable(tensor, None)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the FP32 value of a tensor of the trace; a real one is a constant."""
+        if isinstance(tensor, FakeTensor):
+            if _VALUE not in vars(tensor):
+                raise RuntimeError(NO_VALUE)  # made by a fake kernel: the op stays whole
+            found: torch.Tensor = vars(tensor)[_VALUE]
+            return found
+        if id(tensor) not in self._constants:
+            self._constants[id(tensor)] = tensor, writable(tensor, None)
+        return self._constants[id(tensor)][1]
+
+    def call(self, called: OpCalled, original_args: Mapping[int | str, Any]) -> Any:
+        """Return the result of an op on FP32 values."""
+        with computing():
+            self._keep_own_weights(called)
+            args = tuple(original_args.get(i, value) for i, value in enumerate(called.args))
+            kwargs = {name: original_args.get(name, value) for name, value in called.kwargs.items()}
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self.of, (widened(args), widened(kwargs)))
+            result = called.op(*args, **kwargs)
+            if converts(called.op) and result is args[0] and storage_id(result) not in self._shared:
+                return result.clone()  # in 16 bits, a cast is a copy
+            return result
+
+    def runs(self, called: OpCalled) -> bool:
+        """Return whether the kernel of an op takes these tensors in the dtypes of the trace.
+
+        What torch describes the result of fake tensors with may be stricter, as for ``_grouped_mm``.
+        """
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return self.of(tensor).to(tensor.dtype, copy=True)
+
+        try:
+            with computing(), preserved():
+                args, kwargs = pytree.tree_map_only(torch.Tensor, copied, (called.args, called.kwargs))
+                called.op(*args, **kwargs)
+        except Exception:  # whatever a kernel raises
+            return False
+        return True
+
+    def follow(self, called: OpCalled, original_args: Mapping[int | str, Any], result: Any) -> None:
+        """Compute an op that was recorded on fake tensors.
+
+        Raises:
+            TraceFailed: the path has too many ops to be one that ends.
+        """
+        self._count += 1
+        if self._count > MAX_OPS:
+            line = calling_line()
+            where = f"{line.file}:{line.line}: " if line is not None else ""
+            raise TraceFailed(
+                f"{where}the path of these inputs has more than {MAX_OPS:,} ops",
+                hint="if a loop does not end, give it a limit; otherwise audit a smaller input",
+            )
+        self.give_result(result, self.call(called, original_args))
+
+    def give_result(self, result: Any, values: Any) -> None:
+        """Give the fake tensors among an op's results their values."""
+        fakes, found = pytree.tree_leaves(result), pytree.tree_leaves(values)
+        for fake, value in zip(fakes, found, strict=True):
+            if isinstance(fake, torch.Tensor):
+                vars(fake)[_VALUE] = value
+
+    def _keep_own_weights(self, called: OpCalled) -> None:
+        """Copy a weight of the user before an op writes to it."""
+        for written in written_values(called.op, called.args, called.kwargs):
+            if not isinstance(written, FakeTensor):
+                continue
+            value = self.of(written)
+            if storage_id(value) in self._shared:
+                vars(written)[_VALUE] = value.clone()

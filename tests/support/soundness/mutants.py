@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from ampaudit.bounds import Interval, analysis, patterns, stored
+from ampaudit.bounds import Interval, analysis, elementwise, stored
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -105,7 +105,7 @@ def _any_value(node: fx.Node, beside: fx.Node | None = None) -> fx.Node | None:
     return _ROUNDED(node, beside) if beside is not None else None
 
 
-_ROUNDED = patterns._rounded
+_ROUNDED = elementwise._rounded
 
 
 def _positive(transfer: Callable[[OpCall], Any], call: OpCall) -> Any:
@@ -124,8 +124,10 @@ MUTANTS = {
     "a linear layer has no bias": Mutant(("linear",), _given(bias=None)),
     "a convolution has no negative weights": Mutant(("conv1d", "conv2d"), _span(_nonpositive)),
     "masked_fill fills nothing": Mutant(("masked_fill",), _unfilled),
-    "a maximum without keepdim is one with it": Mutant(patches=((patterns, "_kept_shape", lambda *_: True),)),
-    "any root is the root of this value": Mutant(patches=((patterns, "_rounded", _any_value),)),
+    "a maximum without keepdim is one with it": Mutant(
+        patches=((elementwise, "_kept_shape", lambda *_: True),)
+    ),
+    "any root is the root of this value": Mutant(patches=((elementwise, "_rounded", _any_value),)),
     "integers do not wrap around": Mutant(patches=((stored, "_as_integer", lambda x, dtype: x),)),
     "results are not rounded": Mutant(patches=((analysis, "stored", lambda x, dtype: x),)),
 }  # fmt: skip

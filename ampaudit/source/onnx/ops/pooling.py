@@ -6,15 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.products import pads_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand
+from ampaudit.source.onnx.values import NodeCall, Operand, check_size
 
-__all__: list[str] = []
-
+Array = np.ndarray[Any, Any]
+_LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 _AVERAGES = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 _MAXIMA = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
@@ -173,3 +175,195 @@ def max_unpool(call: NodeCall, x: Operand, indices: Operand, shape: Operand = No
     spread = made.flatten().scatter(0, places.flatten(), tensor.flatten()).reshape(made.shape)
     ends = [w for new, old in zip(sizes[::-1], made.shape[::-1], strict=True) for w in (0, new - old)]
     return torch.constant_pad_nd(spread, ends) if any(ends) else spread
+
+
+@operator("Resize", "Upsample")
+def resize(call: NodeCall, x: Operand, *rest: Operand) -> torch.Tensor:
+    """Interpolate along axes: as one op where torch has the same coordinates, else axis by axis."""
+    tensor = call.tensor(x)
+    axes, sizes, scales, crop = _target(call, tensor, rest)
+    check_size(sizes)
+    mode = attribute_text(call, "mode", "nearest")
+    places = {
+        axis: _coordinates(call, tensor.shape[axis], size, scale, crop.get(axis))
+        for axis, size, scale in zip(axes, sizes, scales, strict=True)
+        if size != tensor.shape[axis] or scale != 1 or axis in crop
+    }
+    if mode == "nearest":
+        return _nearest(call, tensor, places)
+    whole = _as_one_op(call, tensor, places, mode)
+    if whole is not None:
+        return whole
+    by_axis = dict(zip(axes, scales, strict=True))
+    for axis, found in places.items():
+        matrix = torch.tensor(
+            _weights(call, found, tensor.shape[axis], by_axis[axis], mode).tolist(), dtype=tensor.dtype
+        )
+        tensor = torch.matmul(tensor.movedim(axis, -1), matrix.T).movedim(-1, axis)
+    if crop:
+        outside = torch.zeros(tensor.shape, dtype=torch.bool)
+        for axis, found in places.items():
+            out = torch.tensor(((found < 0) | (found > call.tensor(x).shape[axis] - 1)).tolist())
+            outside = outside | out.reshape([-1 if a == axis else 1 for a in range(tensor.ndim)])
+        tensor = torch.where(outside, call.attribute("extrapolation_value", 0.0), tensor)
+    return tensor
+
+
+def _target(
+    call: NodeCall, tensor: torch.Tensor, rest: tuple[Operand, ...]
+) -> tuple[list[int], list[int], list[float], dict[int, tuple[float, float]]]:
+    """Return the axes, their new sizes and scales, and the cropped range of each axis."""
+    axes = [axis % tensor.ndim for axis in call.attribute("axes") or range(tensor.ndim)]
+    old = [tensor.shape[axis] for axis in axes]
+    roi, scales, sizes = (*rest, None, None, None)[:3]
+    if call.version < 11 or call.node.op_type == "Upsample":
+        roi, scales, sizes = None, roi, None
+    given = list(call.attribute("scales") or []) or ([] if scales is None else call.floats(scales))
+    if given:
+        new = [math.floor(size * scale) for size, scale in zip(old, given, strict=True)]
+    else:
+        new = call.ints(sizes)
+        given = [size / before for size, before in zip(new, old, strict=True)]
+        policy = attribute_text(call, "keep_aspect_ratio_policy", "stretch")
+        if policy != "stretch":
+            given = [min(given) if policy == "not_larger" else max(given)] * len(given)
+            new = [int(before * scale + 0.5) for before, scale in zip(old, given, strict=True)]
+    crop: dict[int, tuple[float, float]] = {}
+    if attribute_text(call, "coordinate_transformation_mode", "") == "tf_crop_and_resize":
+        ends = call.floats(roi)
+        crop = {axis: (ends[i], ends[len(axes) + i]) for i, axis in enumerate(axes)}
+    return axes, new, given, crop
+
+
+def _coordinates(call: NodeCall, old: int, new: int, scale: float, crop: tuple[float, float] | None) -> Array:
+    """Return the place in the input for each element of an axis of the output."""
+    usual = "half_pixel" if call.node.op_type == "Resize" and call.version > 10 else "asymmetric"
+    mode = attribute_text(call, "coordinate_transformation_mode", usual)
+    y, width = np.arange(new, dtype=np.float64), scale * old
+    if mode == "align_corners":
+        return np.zeros(new) if width == 1 else y * (old - 1) / (width - 1)
+    if mode == "asymmetric":
+        return y / scale
+    if mode == "tf_crop_and_resize":
+        assert crop is not None
+        begin, end = crop
+        if width == 1:
+            return np.full(new, (end - begin) * (old - 1) / 2 + begin * (old - 1))
+        return y * (end - begin) * (old - 1) / (width - 1) + begin * (old - 1)
+    if mode == "pytorch_half_pixel" and width == 1:
+        return np.full(new, -0.5)
+    shift = old / 2 * (1 - new / width) if mode == "half_pixel_symmetric" else 0.0
+    return shift + (y + 0.5) / scale - 0.5
+
+
+def _nearest(call: NodeCall, tensor: torch.Tensor, places: dict[int, Array]) -> torch.Tensor:
+    old = call.node.op_type == "Upsample" or call.version < 11
+    how = attribute_text(call, "nearest_mode", "floor" if old else "round_prefer_floor")
+    rounding: Any = {
+        "floor": np.floor,
+        "ceil": np.ceil,
+        "round_prefer_floor": lambda v: np.ceil(v - 0.5),
+        "round_prefer_ceil": lambda v: np.floor(v + 0.5),
+    }[how]
+    chosen = {
+        axis: np.clip(rounding(found), 0, tensor.shape[axis] - 1).astype(np.int64)
+        for axis, found in places.items()
+    }
+    usual = all(
+        np.array_equal(found, np.arange(len(found)) * tensor.shape[axis] // max(len(found), 1))
+        for axis, found in chosen.items()
+    )
+    if usual and tensor.ndim in _LINEAR and min(chosen, default=2) > 1 and tensor.is_floating_point():
+        sizes = _sizes(tensor, chosen)
+        return F.interpolate(tensor, size=sizes, mode="nearest")
+    for axis, found in chosen.items():
+        tensor = tensor.index_select(axis, torch.tensor(found.tolist(), dtype=torch.int64))
+    return tensor
+
+
+def _sizes(tensor: torch.Tensor, places: dict[int, Array]) -> list[int]:
+    """Return the new sizes of the axes after the channels."""
+    return [len(places[axis]) if axis in places else tensor.shape[axis] for axis in range(2, tensor.ndim)]
+
+
+def _as_one_op(
+    call: NodeCall, tensor: torch.Tensor, places: dict[int, Array], mode: str
+) -> torch.Tensor | None:
+    """Return what torch interpolates at the same places; ``None`` if its places are others."""
+    name = _LINEAR.get(tensor.ndim) if mode == "linear" else "bicubic" if tensor.ndim == 4 else None
+    plain = not call.attribute("antialias", 0) and not call.attribute("exclude_outside", 0)
+    plain = plain and call.attribute("cubic_coeff_a", -0.75) == -0.75
+    if name is None or not plain or min(places, default=2) < 2:
+        return None
+    sizes = _sizes(tensor, places)
+    for aligned in (False, True):
+        same = True
+        for axis, found in places.items():
+            old, new = tensor.shape[axis], len(found)
+            y = np.arange(new)
+            theirs = y * ((old - 1) / max(new - 1, 1)) if aligned else (y + 0.5) * (old / new) - 0.5
+            same = same and np.allclose(theirs, found, rtol=0, atol=1e-6)
+        if same:
+            return F.interpolate(tensor, size=sizes, mode=name, align_corners=aligned)
+    return None
+
+
+def _weights(call: NodeCall, places: Array, old: int, scale: float, mode: str) -> Array:
+    """Return the matrix that makes an axis of the output from one of the input."""
+    whole = np.floor(places).astype(np.int64)
+    exact = places == whole
+    ratio, base = np.where(exact, 1.0, places - whole), np.where(exact, whole - 1, whole)
+    less = min(scale, 1.0) if call.attribute("antialias", 0) else 1.0
+    reach = (1 if mode == "linear" else 2) / less
+    first, last = math.floor(-reach) + 1, -(math.floor(-reach) + 1) + 1
+    steps = np.arange(first, last + 1)
+    kernel = _triangle if mode == "linear" else _cubic(call.attribute("cubic_coeff_a", -0.75))
+    taps = kernel(np.abs(less * (steps[None, :] - ratio[:, None])))
+    index = base[:, None] + steps[None, :]
+    if call.attribute("exclude_outside", 0):
+        taps = np.where((index < 0) | (index >= old), 0.0, taps)
+    taps = taps / taps.sum(1, keepdims=True)
+    matrix = np.zeros((len(places), old))
+    np.add.at(matrix, (np.arange(len(places))[:, None], np.clip(index, 0, old - 1)), taps)
+    return matrix
+
+
+def _triangle(distance: Array) -> Array:
+    made: Array = np.clip(1 - distance, 0, 1)
+    return made
+
+
+def _cubic(a: float) -> Any:
+    def kernel(d: Array) -> Array:
+        near = (a + 2) * d**3 - (a + 3) * d**2 + 1
+        far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
+        return np.where(d <= 1, near, np.where(d < 2, far, 0.0))
+
+    return kernel
+
+
+@operator("GridSample")
+def grid_sample(call: NodeCall, x: Operand, grid: Operand) -> torch.Tensor:
+    """Take values at computed places."""
+    mode = attribute_text(call, "mode", "bilinear")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    tensor = call.tensor(x)
+    if mode == "bicubic" and tensor.ndim != 4:
+        raise call.fault("torch has no cubic interpolation of volumes")
+    padding = attribute_text(call, "padding_mode", "zeros")
+    aligned = bool(call.attribute("align_corners", 0))
+    return F.grid_sample(tensor, call.tensor(grid), mode, padding, aligned)
+
+
+@operator("Col2Im")
+def col2im(call: NodeCall, x: Operand, image: Operand, block: Operand) -> torch.Tensor:
+    """Add up blocks."""
+    sizes, kernel = call.ints(image), call.ints(block)
+    if len(sizes) != 2:
+        raise call.fault("torch adds up only blocks with two axes")
+    pads = list(call.attribute("pads") or [0] * 4)
+    strides, dilations = (list(call.attribute(name) or [1, 1]) for name in ("strides", "dilations"))
+    wide = [size + before + after for size, before, after in zip(sizes, pads[:2], pads[2:], strict=True)]
+    fold: Any = F.fold  # whose annotations leave out lists
+    made: torch.Tensor = fold(call.tensor(x), wide, kernel, dilations, 0, strides)
+    return made.narrow(2, pads[0], sizes[0]).narrow(3, pads[1], sizes[1])

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ampaudit.source.onnx.ops.indexing import axes_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.ops.shapes import axes_of
 from ampaudit.source.onnx.values import NodeCall, Operand
 
 __all__: list[str] = []
