@@ -11,7 +11,6 @@ if TYPE_CHECKING:  # the program handles interrupts once this is imported, so th
     from typing import Any
 
 _HOMES: dict[str, tuple[str, str]] = {}
-_RENAMED = {"ConvertOptions": "ConvertConfig", "Watch": "TrainingMonitor", "convert_model": "convert"}
 
 
 def __getattr__(name: str) -> Any:
@@ -21,8 +20,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(homes)
     if name not in homes:
-        new = f"; it is now ampaudit.{_RENAMED[name]}" if name in _RENAMED else ""
-        raise AttributeError(f"module 'ampaudit' has no attribute {name!r}{new}")
+        raise AttributeError(f"module 'ampaudit' has no attribute {name!r}")
     module, original = homes[name]
     return getattr(import_module(module), original)
 

@@ -26,8 +26,8 @@ from ampaudit.export.config import ConvertConfig as ConvertConfig
 from ampaudit.export.config import VerifyConfig as VerifyConfig
 from ampaudit.export.convert import convert as convert
 from ampaudit.export.verify import verify as verify
-from ampaudit.linter.config import LintConfig as LintConfig
 from ampaudit.linter.lint import lint as lint
+from ampaudit.linter.selection import LintConfig as LintConfig
 from ampaudit.policy import Policy as Policy
 from ampaudit.policy import load_policy as load_policy
 from ampaudit.recording.calls import record as record
@@ -50,10 +50,10 @@ from ampaudit.report.tuning import TuningReport as TuningReport
 from ampaudit.report.verification import Verification as Verification
 from ampaudit.trace.twins import twin as twin
 from ampaudit.training.config import TrainConfig as TrainConfig
+from ampaudit.training.prepare import LossScaler as LossScaler
 from ampaudit.training.prepare import Prepared as Prepared
 from ampaudit.training.prepare import prepare as prepare
-from ampaudit.training.scaler import LossScaler as LossScaler
-from ampaudit.training.scaler import scaler as scaler
+from ampaudit.training.prepare import scaler as scaler
 from ampaudit.training.train import train as train
 from ampaudit.training.watch import TrainingMonitor as TrainingMonitor
 from ampaudit.training.watch import watch as watch

@@ -370,14 +370,6 @@ def test_ignored_findings_are_counted(model: nn.Module) -> None:
         ampaudit.scan(model, x, ignore=["AMPX"])
 
 
-def test_former_names_say_what_they_are_called_now() -> None:
-    names = {"convert_model": "convert", "ConvertOptions": "ConvertConfig", "Watch": "TrainingMonitor"}
-    for name, new in names.items():
-        with pytest.raises(AttributeError, match=rf"{name}'; it is now ampaudit\.{new}$"):
-            getattr(ampaudit, name)
-        assert new in ampaudit.__all__
-
-
 def test_one_model_in_every_way(model: nn.Module, path: Path, tmp_path: Path) -> None:
     x = torch.linspace(-1, 1, 32).reshape(4, 8)
     report = ampaudit.scan(model, x, policy="half")

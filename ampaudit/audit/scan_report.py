@@ -90,7 +90,7 @@ def build_report(
         outputs=tuple(_output(context, *output) for output in context.outputs),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
-        raised=promoted,
+        promoted=promoted,
         proofs=_proofs(context),
         tails=_tails(context),
         path=path_report(context),

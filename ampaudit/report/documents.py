@@ -39,24 +39,8 @@ DOCUMENTS: dict[str, type[Document]] = {
     for field in fields(document)
     if field.name == "kind"
 }
-# documents saved before they had a field for their kind are known by fields that only they have
-_FIELDS = {
-    "comparison": {"reports"},
-    "training": {"variants", "steps"},
-    "tuning": {"frontier", "tried"},
-    "scan": {"findings", "coverage", "run"},
-    "bench": {"rows", "repeats", "device_name"},
-    "check": {"targets"},
-    "lint": {"linted", "unread"},
-    "plan": {"policy", "rules", "cast_bytes"},
-    "conversion": {"bytes_before", "stored"},
-    "verification": {"problems", "directory"},
-    "diff": {"pairs", "decibels"},
-}
 
 
 def kind_of(data: Mapping[str, Any]) -> str | None:
     """Return the kind of document in parsed JSON; ``None`` if it is not ours."""
-    if "kind" in data:
-        return next((kind for kind in DOCUMENTS if kind == data["kind"]), None)
-    return next((kind for kind, fields in _FIELDS.items() if fields <= data.keys()), None)
+    return next((kind for kind in DOCUMENTS if kind == data.get("kind")), None)

@@ -157,9 +157,9 @@ class Report(Shown):
     ``verdict`` is what was found: ``fail`` if there is an error, ``warn`` if ranges would overflow. ``gate``
     is what ``fail_on`` makes of it, and the exit code.
 
-    ``raised`` is schema 1's name for ``promoted``; ``against`` compares with a reference model; ``path`` is
-    given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed; ``advised``
-    says that changes were tried (``--advise``).
+    ``promoted`` are sites in float32 because of measurements; ``against`` compares with a reference model;
+    ``path`` is given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed;
+    ``advised`` says that changes were tried (``--advise``).
     """
 
     schema: Literal[1]
@@ -177,7 +177,7 @@ class Report(Shown):
     notes: tuple[str, ...]
     environment: Environment
     timings: dict[str, float] = field(default_factory=dict)
-    raised: tuple[SiteId, ...] = ()
+    promoted: tuple[SiteId, ...] = ()
     proofs: Proofs | None = None
     changed: tuple[VerdictChange, ...] = ()
     stressed: tuple[Stressed, ...] = ()
@@ -225,11 +225,6 @@ class Report(Shown):
     def stored_in_16_bits(self) -> bool:
         """Whether the model came with 16-bit weights, which FP32 then computes with as well."""
         return self.run.policy == AS_IS and self.weights.working_bytes > 0
-
-    @property
-    def promoted(self) -> tuple[SiteId, ...]:
-        """Sites promoted to float32 because of measurements."""
-        return self.raised
 
     @property
     def low_precision_sites(self) -> tuple[SiteReport, ...]:

@@ -90,7 +90,7 @@ def test_without_the_fixture() -> None:
     assert "\x1b" not in str(caught.value)
     report = ampaudit.assert_safe(overflowing(), torch.ones(2, 8), policy="half", allow=["AMP101"])
     assert report.findings[0].code == "AMP101"
-    assert ampaudit.assert_safe(overflowing(), torch.ones(2, 8)).raised  # the default policy cures it
+    assert ampaudit.assert_safe(overflowing(), torch.ones(2, 8)).promoted  # the default policy cures it
 
 
 def test_budgets_of_headroom_and_accuracy() -> None:

@@ -115,16 +115,6 @@ def test_json_follows_the_schema_of_its_kind(kind: str) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(as_file(sample(kind), "json")))
 
 
-@pytest.mark.parametrize("kind", DOCUMENTS)
-def test_a_document_that_does_not_say_its_kind_is_read(kind: str) -> None:
-    """As every document was saved before there was a field for it."""
-    data = json.loads(as_file(sample(kind), "json"))
-    del data["kind"]
-    if kind in ("plan", "conversion", "verification"):
-        del data["schema"]
-    assert parse_document(json.dumps(data), kind) == sample(kind)
-
-
 def questions(path: Path) -> Iterator[str]:
     """Names of documents that a module asks a value for: ``isinstance``, ``case Name():``, ``type(x) is``."""
     names = {document.__name__ for document in DOCUMENTS.values()}

@@ -64,19 +64,6 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
     assert parse_document(json.dumps(data), "r") == saved("overflow")
 
 
-def test_fields_that_an_earlier_version_did_not_write_have_their_defaults() -> None:
-    data = json.loads(text_of("overflow"))
-    for late in ("raised", "proofs", "changed", "stressed", "tails", "backward"):
-        del data[late]
-    for site in data["sites"]:
-        for late in ("gradient", "bound", "bound_inside", "inside", "what_if"):
-            del site[late]
-    found = parse_document(json.dumps(data), "r")
-    assert isinstance(found, Report)
-    assert found.proofs is None
-    assert len(found.sites) == len(saved_report().sites)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
 def test_a_truncated_report_is_one_clear_line(name: str, share: float) -> None:

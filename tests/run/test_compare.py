@@ -207,8 +207,8 @@ def test_what_a_measured_policy_raises_is_told_and_is_enough() -> None:
     healed = scan(Down().eval(), x)
     assert {f.site for f in broken.findings if f.code == "AMP101"} == {"down/linear", "next/cast"}
     assert not healed.findings
-    assert set(healed.raised) == {"down/linear", "next/linear"}
+    assert set(healed.promoted) == {"down/linear", "next/linear"}
     assert healed.run.policy == "ampaudit"
     healthy = scan(Down().eval(), x * 1e-3)
-    assert healthy.raised == ()
+    assert healthy.promoted == ()
     assert "first pass" not in healthy.timings

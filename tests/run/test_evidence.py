@@ -28,33 +28,33 @@ class Wide(nn.Module):
 def test_torch_tensorrt_judges_by_inputs_and_users_only() -> None:
     """As the system does: the linear of 40000 stays in 16 bits, the op that takes it does not."""
     report = scan(Wide().eval(), torch.ones(2, 4), policy="torch-tensorrt")
-    assert report.raised == ("(top)/tanh",)
+    assert report.promoted == ("(top)/tanh",)
     producer = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     for layer, value in zip(producer, (0.25, 300.0), strict=True):
         nn.init.constant_(layer.weight, value)
-    assert scan(producer.eval(), torch.ones(2, 4), policy="torch-tensorrt").raised == ("0/linear",)
+    assert scan(producer.eval(), torch.ones(2, 4), policy="torch-tensorrt").promoted == ("0/linear",)
 
 
 def test_modelopt_judges_by_inputs_outputs_and_weights() -> None:
-    assert scan(Wide().eval(), torch.ones(2, 4), policy="modelopt").raised == ("a/linear", "(top)/tanh")
+    assert scan(Wide().eval(), torch.ones(2, 4), policy="modelopt").promoted == ("a/linear", "(top)/tanh")
     heavy = Wide(70000.0).eval()
-    assert scan(heavy, torch.zeros(2, 4), policy="modelopt").raised == ("a/linear",)
-    assert scan(Wide(100.0).eval(), torch.ones(2, 4), policy="modelopt").raised == ()
+    assert scan(heavy, torch.zeros(2, 4), policy="modelopt").promoted == ("a/linear",)
+    assert scan(Wide(100.0).eval(), torch.ones(2, 4), policy="modelopt").promoted == ()
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_batches_of_different_shapes_count_together(order: int) -> None:
     batches = [torch.ones(2, 4), torch.ones(3, 4) * 1e-6][::order]
     report = scan(Wide().eval(), batches=batches)
-    assert report.raised == ("a/linear", "(top)/tanh")
+    assert report.promoted == ("a/linear", "(top)/tanh")
     assert not report.findings
 
 
 def test_masks_are_no_evidence() -> None:
     keep = torch.ones(2, 8)
     keep[0, 5:] = 0
-    assert scan(AdditiveMask().eval(), (torch.randn(2, 16), keep)).raised == ()
-    assert scan(MaskedAttention().eval(), torch.randn(2, 8, 16)).raised == ()
+    assert scan(AdditiveMask().eval(), (torch.randn(2, 16), keep)).promoted == ()
+    assert scan(MaskedAttention().eval(), torch.randn(2, 8, 16)).promoted == ()
 
 
 class LowMask(nn.Module):
@@ -73,7 +73,7 @@ class LowMask(nn.Module):
 def test_a_mask_in_16_bits_is_no_evidence_either() -> None:
     report = scan(LowMask().eval(), torch.randn(2, 16))
     assert next(s.precision for s in report.sites if s.site == "(top)/add") == "float16"
-    assert report.raised == ()
+    assert report.promoted == ()
 
 
 def test_measurements_of_two_runs_keep_the_larger_peaks() -> None:
@@ -86,7 +86,7 @@ def test_measurements_of_two_runs_keep_the_larger_peaks() -> None:
 def test_healthy_architectures_are_left_alone(name: str) -> None:
     zoo = ZOO[name]()
     report = scan(zoo.model.eval(), zoo.kwargs)
-    assert report.raised == ()
+    assert report.promoted == ()
     assert not [f for f in report.findings if f.severity != "note"]
 
 
