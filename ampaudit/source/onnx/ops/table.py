@@ -17,9 +17,6 @@ from ampaudit.source.onnx.ops import (  # noqa: F401
     quantized,
     recurrent,
     reductions,
-    resizing,
-    sequences,
-    shapes,
 )
 from ampaudit.source.onnx.ops.registry import OPERATORS, Operator
 
