@@ -35,12 +35,12 @@ from ampaudit.recording.config import RecordConfig as RecordConfig
 from ampaudit.report.bench import BenchReport as BenchReport
 from ampaudit.report.check import CheckResults as CheckResults
 from ampaudit.report.compare import DiffConfig as DiffConfig
-from ampaudit.report.comparison import Comparison as Comparison
 from ampaudit.report.conversion import Conversion as Conversion
 from ampaudit.report.difference import Differences as Differences
 from ampaudit.report.finding import Finding as Finding
 from ampaudit.report.finding import Severity as Severity
 from ampaudit.report.lint import LintReport as LintReport
+from ampaudit.report.model import Comparison as Comparison
 from ampaudit.report.model import Report as Report
 from ampaudit.report.plan import PlanReport as PlanReport
 from ampaudit.report.public import diff as diff

@@ -20,7 +20,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.inputs import inputs_from, unknown_axis
 from ampaudit.source.interface import Sized
 from ampaudit.source.open import open_source
-from ampaudit.source.training_step import runnable
+from ampaudit.source.python_file import runnable
 from ampaudit.source.unwrapping import auditable
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.isolation import preserved

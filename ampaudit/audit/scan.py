@@ -31,8 +31,7 @@ from ampaudit.core.text import parse_size
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.scaling import StartingScale, starting_scale
 from ampaudit.policy.schema import AS_IS
-from ampaudit.report.comparison import Comparison
-from ampaudit.report.model import ModelInfo, Report, RunInfo
+from ampaudit.report.model import Comparison, ModelInfo, Report, RunInfo
 from ampaudit.run.against.reference import ReferenceModel
 from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.backward.gradients import GradientAudit

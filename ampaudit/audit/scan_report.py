@@ -20,12 +20,13 @@ from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOnGaps
 from ampaudit.report.gap import Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient
-from ampaudit.report.input_path import InputPath, ReadLine
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
     Environment,
+    InputPath,
     ModelInfo,
+    ReadLine,
     Report,
     RunInfo,
     ToolInfo,

@@ -19,7 +19,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.inputs import save_inputs, with_tensors
 from ampaudit.trace import Role, Site
 from ampaudit.trace.entry import tensor_leaves
-from ampaudit.trace.path.limits import refuse_path
+from ampaudit.trace.path.recorder import refuse_path
 
 __all__ = ["stressed"]
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from ampaudit.benchmarking.batches import moved
 from ampaudit.benchmarking.memory import live_bytes, measure_peak
-from ampaudit.benchmarking.modes import BenchSetup, ModeRunner, NotSupported, build_mode
+from ampaudit.benchmarking.modes import BenchSetup, ModeRunner, NotSupported, build_mode, moved
 from ampaudit.benchmarking.predict import predict_step
 from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import AuditError, first_line

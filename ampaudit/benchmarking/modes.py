@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.utils import _pytree as pytree
 
 from ampaudit.audit.plan import trace_under
-from ampaudit.benchmarking.batches import moved, resized
-from ampaudit.core.errors import first_line
+from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.formats import NumberFormat
 from ampaudit.devices.catalogue import Device
 from ampaudit.export.fold import fold_casts, folded_weights
@@ -27,14 +28,19 @@ from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.prepare import is_master_free
-from ampaudit.training.step import (
-    TrainingStep,
-    make_optimizer,
-    model_with_loss,
-    prepare_step,
-)
+from ampaudit.training.step import TrainingStep, make_optimizer, model_with_loss, prepare_step
 
-__all__ = ["BenchSetup", "ModeRunner", "NotSupported", "build_mode", "with_batch_size"]
+__all__ = [
+    "BenchSetup",
+    "ModeRunner",
+    "NotSupported",
+    "batch_size_of",
+    "build_mode",
+    "moved",
+    "resized",
+    "with_batch_size",
+]
+
 
 _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
@@ -212,3 +218,44 @@ def _compiled(setup: BenchSetup) -> ModeRunner:
 def _check_tf32(device: torch.device) -> None:
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         raise NotSupported("TF32 needs an NVIDIA GPU of compute capability 8.0 or later")
+
+
+def batch_size_of(batch: Batch) -> int:
+    """Return the first dimension shared by most tensors of a batch; 1 if there is none."""
+    leaves = pytree.tree_leaves((batch.args, batch.kwargs))
+    counts = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > 0)
+    return counts.most_common(1)[0][0] if counts else 1
+
+
+def resized(batch: Batch, size: int) -> Batch:
+    """Resize a batch to ``size`` samples: repeat or cut every tensor whose first dimension is the batch's.
+
+    Raises:
+        InputError: no tensor has a first dimension, so that there is nothing to repeat.
+    """
+    own = batch_size_of(batch)
+    if own == size:
+        return batch
+    if not any(t.ndim > 0 and t.shape[0] == own for t in _tensors(batch)):
+        raise InputError("the batch has no dimension of samples", hint="leave out --batch-size")
+
+    def change(value: torch.Tensor) -> torch.Tensor:
+        if value.ndim == 0 or value.shape[0] != own:
+            return value
+        return value[torch.arange(size) % own].contiguous()
+
+    return batch.mapped(change)
+
+
+def moved(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+    """Move a batch to a device, and floating-point tensors to another dtype if one is given."""
+
+    def move(value: torch.Tensor) -> torch.Tensor:
+        return value.to(device, dtype if dtype is not None and value.is_floating_point() else value.dtype)
+
+    return batch.mapped(move)
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((batch.args, batch.kwargs, batch.item))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

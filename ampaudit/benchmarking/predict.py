@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampaudit.benchmarking.batches import batch_size_of
 from ampaudit.benchmarking.memory import storage_bytes
-from ampaudit.benchmarking.modes import BenchSetup, ModeRunner
+from ampaudit.benchmarking.modes import BenchSetup, ModeRunner, batch_size_of
 from ampaudit.devices.estimate import OpCost, OpCounter
 from ampaudit.report.bench import Memory
 from ampaudit.trace.fake_model import make_fake_model, named_tensors

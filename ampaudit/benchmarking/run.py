@@ -9,10 +9,16 @@ from typing import Unpack
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
-from ampaudit.benchmarking.batches import batch_size_of
 from ampaudit.benchmarking.config import BenchConfig, BenchOptions
 from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, release_memory, start_run, time_step
-from ampaudit.benchmarking.modes import BenchSetup, ModeRunner, NotSupported, build_mode, with_batch_size
+from ampaudit.benchmarking.modes import (
+    BenchSetup,
+    ModeRunner,
+    NotSupported,
+    batch_size_of,
+    build_mode,
+    with_batch_size,
+)
 from ampaudit.benchmarking.predict import holds_graph, predict_step
 from ampaudit.core import interrupts
 from ampaudit.core.config import Progress, with_options

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ampaudit.bounds.analysis import bound
+from ampaudit.bounds.analysis import Bound, BoundTable, bound
 from ampaudit.bounds.interval import Interval
-from ampaudit.bounds.table import Bound, BoundTable
 
 __all__ = ["Bound", "BoundTable", "Interval", "bound"]

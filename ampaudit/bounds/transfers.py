@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 
 from ampaudit.bounds.interval import Axes, Interval, finite, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, as_number, converted, rounding
-from ampaudit.trace.operands import as_read
 from ampaudit.trace.opnames import base_name, named_arguments
+from ampaudit.trace.values import as_read
 
 __all__ = [
     "ELEMENTARY",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ampaudit.audit.config import ScanOptions
     from ampaudit.audit.inputs import Inputs, ModelLike
     from ampaudit.core.source_config import SourceConfig
-    from ampaudit.report.budgets import Breach
+    from ampaudit.report.check import Breach
     from ampaudit.report.model import Report
 
 __all__ = ["UnsafeModel", "assert_safe"]
@@ -66,7 +66,7 @@ def assert_safe(
         from ampaudit.audit.config import ScanConfig
         from ampaudit.audit.scan import scan
         from ampaudit.ci.judge import check_codes, judge, measured_in
-        from ampaudit.report.budgets import Budgets
+        from ampaudit.report.check import Budgets
 
         allowed = check_codes(allow)
         given: dict[str, Any] = {name: value for name, value in options.items() if name not in _LIMITS}

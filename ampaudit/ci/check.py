@@ -23,9 +23,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import model_file, parse_size
 from ampaudit.core.untrusted import describe_path
 from ampaudit.render.json import to_json
-from ampaudit.report.baseline import Baseline, KnownTarget
-from ampaudit.report.budgets import Budgets
-from ampaudit.report.check import CheckResults, Request, TargetResult
+from ampaudit.report.check import Baseline, Budgets, CheckResults, KnownTarget, Request, TargetResult
 from ampaudit.report.saved import read_record
 
 __all__ = ["BaselineFile", "Limits", "check", "check_all"]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.untrusted import describe
-from ampaudit.report.baseline import KnownFinding, KnownTarget
-from ampaudit.report.budgets import Breach, Budgets, Measurements
+from ampaudit.report.check import Breach, Budgets, KnownFinding, KnownTarget, Measurements
 from ampaudit.report.finding import threshold
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages

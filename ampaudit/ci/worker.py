@@ -24,8 +24,7 @@ from ampaudit.core.torchrun import place_of
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.policy.schema import AS_IS
-from ampaudit.report.budgets import Breach, Budgets, Measurements
-from ampaudit.report.check import Request, TargetResult
+from ampaudit.report.check import Breach, Budgets, Measurements, Request, TargetResult
 from ampaudit.report.gap import gaps_in_words
 from ampaudit.report.model import Report
 from ampaudit.run.share import ALONE, PartDone

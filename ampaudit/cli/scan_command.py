@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from ampaudit.core.errors import AuditError
     from ampaudit.parallel.identity import CommandShare
     from ampaudit.policy import RuleSet
-    from ampaudit.report.comparison import Comparison
-    from ampaudit.report.model import Report
+    from ampaudit.report.model import Comparison, Report
 
     Audits = tuple[list[Report], list[tuple[str, AuditError]]]
 
@@ -134,7 +133,7 @@ def _write_policy(report: Report, path: Path, *, force: bool) -> None:
 
 
 def _document(reports: list[Report], *, compared: bool) -> Report | Comparison:
-    from ampaudit.report.comparison import Comparison
+    from ampaudit.report.model import Comparison
 
     return Comparison(tuple(reports)) if compared else reports[0]
 

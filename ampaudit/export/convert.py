@@ -51,11 +51,11 @@ from ampaudit.report.conversion import Conversion, ProgramShapes
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.float8_weights import open_weights
-from ampaudit.source.weights import model_names
+from ampaudit.source.streamed import model_names
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import preserved
-from ampaudit.trace.path.limits import refuse_path
+from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.tuning.tune import tuned_rules
 
 __all__ = ["convert"]

@@ -20,8 +20,8 @@ from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.untrusted import describe, describe_path, read_table
-from ampaudit.export.integrity import file_problem, is_own_file
 from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from ampaudit.export.verify import file_problem, is_own_file
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Unpack
 
+import torch
 from pydantic import TypeAdapter
 
-from ampaudit.checkpoint.layout import ONNX, PROGRAM, REFERENCE
+from ampaudit.checkpoint.header import FLOAT_TYPES
+from ampaudit.checkpoint.layout import MANIFEST, ONNX, PROGRAM, REFERENCE
+from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
 from ampaudit.core.arguments import given_path
-from ampaudit.core.config import with_options
-from ampaudit.core.errors import CouldNotAudit
+from ampaudit.core.config import Progress, silent, with_options
+from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
-from ampaudit.core.untrusted import validate
+from ampaudit.core.untrusted import describe_path, validate
 from ampaudit.export.config import VerifyConfig, VerifyOptions
-from ampaudit.export.integrity import check_files, check_rounding
-from ampaudit.export.manifest import Manifest, read_manifest
+from ampaudit.export.manifest import FileRecord, Manifest, digest_of, read_manifest
+from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.verification import Problem, Verification
+from ampaudit.trace.converted import clipped
 
-__all__ = ["verify"]
+__all__ = ["file_problem", "is_own_file", "verify"]
+
 
 _TIMEOUT = 3600.0
 _ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
@@ -97,3 +105,134 @@ def _in_sandbox(directory: Path, tolerance_db: float) -> tuple[list[Problem], li
         return validate(_ANSWER, found, directory / PROGRAM, CouldNotAudit, "")
     except CouldNotAudit as error:
         return [Problem("program", PROGRAM, str(error.args[0]))], []
+
+
+def check_files(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
+    """Find missing, truncated, changed and extra files, and name the tensors that differ."""
+    done, total = 0, sum(record.size for record in manifest.files.values())
+    for name, record in manifest.files.items():
+        on_progress("hashing MB of files", done // 10**6, total // 10**6)
+        done += record.size
+        problem = file_problem(directory, name, record)
+        if problem is None:
+            continue
+        yield problem
+        if name.endswith(".safetensors") and is_own_file(directory, name):
+            yield from _changed_tensors(directory / name, name, manifest)
+    for name in _names_under(directory):
+        if name not in manifest.files and name != MANIFEST:
+            yield Problem("extra", name, "is in the directory but not in the manifest")
+
+
+def is_own_file(directory: Path, name: str) -> bool:
+    """Return whether a name is that of a regular file which no link leads to."""
+    path = directory / name
+    try:
+        links = any(part.is_symlink() for part in (path, *path.parents[: len(Path(name).parts) - 1]))
+        return not links and path.is_file()
+    except OSError:
+        return False
+
+
+def file_problem(directory: Path, name: str, record: FileRecord) -> Problem | None:
+    """Return what is wrong with a file of the manifest, if anything."""
+    path = directory / name
+    if not os.path.lexists(path):
+        return Problem("missing", name, "is in the manifest but not in the directory")
+    if not is_own_file(directory, name):
+        return Problem("changed", name, "is a link, or not a regular file, and was not read")
+    try:
+        size = path.stat().st_size
+        if size < record.size:
+            return Problem("truncated", name, f"has {size:,} of {record.size:,} bytes")
+        if size > record.size or digest_of(path).sha256 != record.sha256:
+            return Problem("changed", name, "its SHA-256 is not the one in the manifest")
+    except (AuditError, OSError) as error:
+        return Problem("changed", name, f"cannot be read: {first_line(error)}")
+    return None
+
+
+def _names_under(directory: Path) -> list[str]:
+    """List everything in a directory but directories: also links, wherever they lead, FIFOs and devices."""
+    found: list[str] = []
+    for root, folders, files in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found += [(Path(root) / name).relative_to(directory).as_posix() for name in (*files, *links)]
+    return sorted(found)
+
+
+def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Problem]:
+    try:
+        part = SafetensorsFile(path, name)
+    except AuditError as error:
+        yield Problem("changed", name, str(error.args[0]).removeprefix(f"{describe_path(path)}: "))
+        return
+    expected = _tensors_of(name, manifest)
+    for tensor, (dtype, shape, crc32) in expected.items():
+        where = f"{name}: {tensor}"
+        entry = part.entries.get(tensor)
+        if entry is None:
+            yield Problem("tensor", where, "is missing")
+        elif (entry.dtype, entry.shape) != (dtype, shape):
+            yield Problem("tensor", where, f"is {entry.dtype} {list(entry.shape)}, was {dtype} {list(shape)}")
+        elif _crc32(part, tensor) != crc32:
+            yield Problem("tensor", where, "its values have changed")
+    for tensor in part.entries:
+        if expected and tensor not in expected:
+            yield Problem("tensor", f"{name}: {tensor}", "is not in the manifest")
+
+
+def _tensors_of(file: str, manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for name, stored in manifest.tensors.items():
+        if stored.file == file:
+            tensors[name] = (stored.dtype, stored.shape, stored.crc32)
+        elif stored.master == file and stored.master_dtype is not None and stored.master_crc32 is not None:
+            tensors[name] = (stored.master_dtype, stored.shape, stored.master_crc32)
+    return tensors
+
+
+def _crc32(part: SafetensorsFile, name: str) -> int:
+    value = 0
+    for piece in part.pieces(name):
+        value = zlib.crc32(piece.view(torch.uint8).numpy().data, value)
+    return value
+
+
+def check_rounding(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
+    """Find working weights that are not their rounded masters."""
+    parts: dict[str, SafetensorsFile] = {}
+    readable = cache(partial(is_own_file, directory))
+
+    def part(name: str) -> SafetensorsFile:
+        if name not in parts:
+            parts[name] = SafetensorsFile(directory / name, name)
+        return parts[name]
+
+    for number, (name, stored) in enumerate(manifest.tensors.items()):
+        on_progress("comparing tensors with their masters", number, len(manifest.tensors))
+        if stored.master is None or not all(map(readable, (stored.file, stored.master))):
+            continue  # links and missing files are reported already
+        try:
+            wrong = _count_differences(part(stored.file), part(stored.master), name, stored, manifest)
+        except (AuditError, KeyError):
+            continue  # reported already: the file is damaged, or the tensor is missing
+        if wrong:
+            yield Problem(
+                "rounding", f"{stored.file}: {name}", f"{wrong:,} values differ from their rounded master"
+            )
+
+
+def _count_differences(
+    working: SafetensorsFile, master: SafetensorsFile, name: str, stored: StoredTensor, manifest: Manifest
+) -> int:
+    dtype, wrong = dtype_of(stored.dtype), 0
+    ours, exact = working.entries[name], master.entries[name]
+    if (ours.dtype, exact.dtype) != (stored.dtype, stored.master_dtype):
+        return 0  # reported by the check of the files
+    if dtype is None or dtype.itemsize != 2 or exact.dtype not in FLOAT_TYPES or ours.shape != exact.shape:
+        return ours.elements
+    for values, kept in zip(working.pieces(name), master.pieces(name), strict=True):
+        rounded = (kept if manifest.clip is None else clipped(kept, manifest.clip)).to(dtype)
+        wrong += int((rounded.view(torch.int16) != values.view(torch.int16)).sum())
+    return wrong

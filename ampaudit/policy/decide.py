@@ -8,8 +8,7 @@ from typing import Literal
 
 from ampaudit.core.formats import format_named
 from ampaudit.policy.aten_ops import expand, inner_op
-from ampaudit.policy.facts import Measurement, OpFacts, TargetEnvironment
-from ampaudit.policy.matching import applies, fits_environment
+from ampaudit.policy.matching import Measurement, OpFacts, TargetEnvironment, applies, fits_environment
 from ampaudit.policy.schema import Cast, Rule, RuleFile
 
 __all__ = ["Decision", "NeighborSide", "RuleSet"]

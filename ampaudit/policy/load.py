@@ -19,8 +19,7 @@ from ampaudit.core.untrusted import describe
 from ampaudit.policy.aten_ops import UnknownOp, aten_arguments, expand
 from ampaudit.policy.decide import RuleSet
 from ampaudit.policy.matching import compiled
-from ampaudit.policy.paths import policy_names, rules_directory
-from ampaudit.policy.scaling import profile
+from ampaudit.policy.scaling import policy_names, profile, rules_directory
 from ampaudit.policy.schema import Cast, Match, Rule, RuleFile, When
 from ampaudit.policy.yamlfile import YamlDocument, read_yaml
 

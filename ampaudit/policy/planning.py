@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ampaudit.policy.decide import Decision, NeighborSide, RuleSet
-from ampaudit.policy.facts import OpFacts
+from ampaudit.policy.matching import OpFacts
 from ampaudit.policy.schema import COLORS, Cast
 
 __all__ = ["PlanSite", "color", "plan_graph"]

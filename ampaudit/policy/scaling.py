@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ampaudit.core.errors import PolicyError, did_you_mean
 from ampaudit.core.formats import BFLOAT16, NumberFormat
 from ampaudit.core.untrusted import describe
-from ampaudit.policy.paths import rules_directory
 from ampaudit.policy.schema import LossScale
 from ampaudit.policy.yamlfile import read_yaml
 
@@ -18,8 +18,10 @@ __all__ = [
     "LossScaleProfile",
     "StartingScale",
     "loss_scale_for",
+    "policy_names",
     "profile",
     "profiles",
+    "rules_directory",
     "starting_scale",
 ]
 
@@ -99,3 +101,22 @@ def profile(name: str, where: str = "") -> LossScaleProfile:
         f"{prefix}unknown loss-scale profile {describe(name)!r}",
         hint=f"{meant}one of: {', '.join(profiles())}",
     )
+
+
+@cache
+def rules_directory() -> Path:
+    """Return the directory of the shipped rule files, in the wheel or beside the package.
+
+    Raises:
+        PolicyError: the installation is broken.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package / "_rules", package.parent / "rules"):
+        if (candidate / "torch-cuda.yaml").is_file():
+            return candidate
+    raise PolicyError("the shipped rule files are missing", hint="install ampaudit again")
+
+
+def policy_names() -> list[str]:
+    """Return the names of the shipped policies, sorted."""
+    return sorted(path.stem for path in rules_directory().glob("*.yaml"))

@@ -2,16 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from ampaudit.report.baseline import KnownFinding, KnownTarget
-from ampaudit.report.budgets import Breach, Measurements
+from ampaudit.core.errors import UsageError
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.finding import Gate, pass_or_fail
+from ampaudit.report.finding import FailOnGaps, Gate, Severity, Source, pass_or_fail
 
-__all__ = ["CheckResults", "Request", "TargetResult"]
+__all__ = [
+    "Baseline",
+    "Breach",
+    "Budgets",
+    "CheckResults",
+    "KnownFinding",
+    "KnownTarget",
+    "Measurements",
+    "Request",
+    "TargetResult",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFinding:
+    """A finding or a gap; of several with one code at one site, the worst numbers.
+
+    Attributes:
+        code: of the check.
+        site: where; of a gap, its op.
+        severity: the gravest.
+        headroom_bits: log2(limit / peak), if the finding has it.
+        sqnr_db: accuracy of the site's values against FP32, if the finding has it.
+    """
+
+    code: str
+    site: str
+    severity: Severity
+    headroom_bits: float | None = None
+    sqnr_db: float | None = None
+
+    @classmethod
+    def of_each_site(cls, findings: Iterable[KnownFinding]) -> tuple[KnownFinding, ...]:
+        """Return one for each code and site, sorted."""
+        found: dict[tuple[str, str], KnownFinding] = {}
+        for new in findings:
+            old = found.get((new.code, new.site), new)
+            found[new.code, new.site] = cls(
+                new.code,
+                new.site,
+                max(old.severity, new.severity, key=lambda severity: severity.rank),
+                _least(old.headroom_bits, new.headroom_bits),
+                _least(old.sqnr_db, new.sqnr_db),
+            )
+        return tuple(found[key] for key in sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTarget:
+    """What is accepted of one target under one policy in one format.
+
+    Attributes:
+        target: its path from the directory of the baseline, or an import path.
+        policy: name of the policy.
+        dtype: the format.
+        findings: those that count, sorted by code and site.
+        headroom: bits of each healthy 16-bit site, sorted by its name.
+        measured: the numbers that budgets limit.
+    """
+
+    target: str
+    policy: str
+    dtype: str
+    findings: tuple[KnownFinding, ...]
+    headroom: Mapping[str, float]
+    measured: Measurements
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a result is found by."""
+        return self.target, self.policy, self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What is accepted, sorted by target, policy and format."""
+
+    kind: Literal["baseline"] = "baseline"
+    schema: Literal[1] = 1
+    targets: tuple[KnownTarget, ...] = ()
+
+    def updated(self, targets: Iterable[KnownTarget]) -> Baseline:
+        """Return this with the entries of what was checked, and the others as they are."""
+        entries = {target.key: target for target in (*self.targets, *targets)}
+        return Baseline(targets=tuple(entries[key] for key in sorted(entries)))
+
+
+def _least(*numbers: float | None) -> float | None:
+    return min((round(number, 2) for number in numbers if number is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Limits; ``None`` means unlimited.
+
+    Attributes:
+        fail_on: severity of a finding from which it counts: ``error``, ``warning``, ``note`` or ``never``;
+            ``gap`` for errors and gaps.
+        allow: codes of findings that do not count.
+        min_headroom: bits between the largest value of a 16-bit site and the format's end.
+        min_sqnr: dB of every output, against FP32.
+        max_metric_drop: how much ``metric(output, batch)`` of the model file may fall from FP32 to 16 bits.
+        max_fp32_share: share, from 0 to 1, of computing sites that may stay in float32.
+    """
+
+    fail_on: FailOnGaps = "error"
+    allow: tuple[str, ...] = ()
+    min_headroom: float | None = None
+    min_sqnr: float | None = None
+    max_metric_drop: float | None = None
+    max_fp32_share: float | None = None
+
+    def __post_init__(self) -> None:
+        """Reject limits that nothing can exceed.
+
+        Raises:
+            UsageError: one is NaN.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and math.isnan(value):
+                raise UsageError(f"--{field.name.replace('_', '-')} nan: no limit", hint="give a number")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Budgets:
+        """Build from values by field name, ignoring other names."""
+        own = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in own})
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The quantities that budgets limit; ``None`` if not measured.
+
+    Attributes:
+        headroom_bits: the least of a 16-bit site that is not large by design.
+        headroom_site: where.
+        sqnr_db: the lowest of an output that is finite; null if all are exact.
+        broken: outputs that an overflow or NaN reaches.
+        metric_fp32: the mean of the model file's metric in FP32.
+        metric_lower: the same in 16 bits.
+        fp32_share: share of computing sites in float32.
+    """
+
+    headroom_bits: float | None = None
+    headroom_site: str | None = None
+    sqnr_db: float | None = None
+    broken: tuple[str, ...] = ()
+    metric_fp32: float | None = None
+    metric_lower: float | None = None
+    fp32_share: float = 0.0
+
+    @property
+    def accuracy(self) -> str:
+        """The accuracy of the least accurate output: ``63 dB``, ``exact`` or ``broken``."""
+        if self.broken:
+            return "broken"
+        return f"{self.sqnr_db:.0f} dB" if self.sqnr_db is not None else "exact"
+
+    @property
+    def metric_drop(self) -> float | None:
+        """FP32's metric minus that in 16 bits."""
+        if self.metric_fp32 is None or self.metric_lower is None:
+            return None
+        return self.metric_fp32 - self.metric_lower
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """An exceeded budget.
+
+    Attributes:
+        budget: its name, or a finding's code.
+        where: the site, output or file.
+        what: the value and the limit, in words.
+        severity: of the finding; a budget's own is an error.
+        source: the line, where it is known.
+    """
+
+    budget: str
+    where: str
+    what: str
+    severity: Severity = Severity.ERROR
+    source: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)

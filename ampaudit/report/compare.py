@@ -11,11 +11,10 @@ from annotated_types import Ge
 from ampaudit.core.config import Config, Option
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control, format_number
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Difference, Differences, Direction, ReportSummary, SiteChange
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 from ampaudit.report.site import SiteReport
 
 __all__ = ["DiffConfig", "DiffOptions", "differences"]

@@ -8,11 +8,10 @@ from typing import Any, TypeAlias, get_args
 
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.check import CheckResults
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.conversion import Conversion
 from ampaudit.report.difference import Differences
 from ampaudit.report.lint import LintReport
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import TuningReport

@@ -22,26 +22,83 @@ from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.against import AgainstReport
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
-from ampaudit.report.finding import CRASHED, CombinedPolicy, FailOnGaps, Finding, Gate, Severity, Verdict
+from ampaudit.report.finding import (
+    CRASHED,
+    CombinedPolicy,
+    FailOnGaps,
+    Finding,
+    Gate,
+    Severity,
+    Source,
+    Verdict,
+)
 from ampaudit.report.gap import Gap, gaps_in_words
 from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.input_path import InputPath
 from ampaudit.report.inputs import InputsInfo, of_made_up
 from ampaudit.report.sensitivity import Sensitivity
 from ampaudit.report.site import SiteReport
 from ampaudit.report.steps import StepsReport
 
 __all__ = [
+    "Comparison",
     "Coverage",
     "Environment",
+    "InputPath",
     "ModelInfo",
+    "ReadLine",
     "Report",
     "RunInfo",
     "ToolInfo",
     "WeightMemory",
 ]
 
+
 SCHEMA: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLine:
+    """A line of the model's code that reads values of tensors.
+
+    Attributes:
+        name: how: ``bool``, ``item``, ``tolist``, ``numpy``; or the op whose size depends on values.
+        kind: what Python makes of them: a choice (boolean or integer), a number, or an array.
+        layer: path of the module whose forward reads them.
+        source: the line.
+        reads: how often it was run, over all batches.
+        differing: how often it decides differently on the values of the 16-bit run.
+        batch: number of the first batch in which it does.
+        fp32: the value that was read, of the first read that differs or else the first.
+        low: the same in 16 bits.
+    """
+
+    name: str
+    kind: Literal["choice", "number", "array"]
+    layer: str
+    source: Source | None
+    reads: int
+    differing: int
+    batch: int | None
+    fp32: str
+    low: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputPath:
+    """What an audit along the path of its inputs rests on.
+
+    Attributes:
+        count: different paths that the batches took.
+        lines: what decided them, in the order of the run.
+    """
+
+    count: int
+    lines: tuple[ReadLine, ...]
+
+    @property
+    def reads(self) -> int:
+        """The number of reads."""
+        return sum(line.reads for line in self.lines)
 
 
 def _known_format(name: str) -> str:
@@ -303,3 +360,30 @@ class Report(Shown):
     def card_rows(self) -> CardRows:
         """Return the findings."""
         return [(f.severity, f.code, f.layer, f.cause) for f in self.findings if f.suppressed is None]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Shown):
+    """Reports of one model under several policies."""
+
+    schema: Literal[1] = field(default=1, kw_only=True)
+    reports: tuple[Report, ...]
+    kind: Literal["comparison"] = "comparison"
+
+    @property
+    def exit_code(self) -> int:
+        """The gravest of all: 3 (a check crashed), 1 (findings) or 0."""
+        return max(report.exit_code for report in self.reports)
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        return f"{len(self.reports)} policies: {', '.join(report.run.policy for report in self.reports)}"
+
+    def card_rows(self) -> CardRows:
+        """Return the verdict of each policy, its errors and the accuracy of the outputs."""
+        counts = [counted(report.count(Severity.ERROR), "error") for report in self.reports]
+        return [
+            (report.verdict.upper(), report.run.policy, found, f"output {report.accuracy}")
+            for report, found in zip(self.reports, counts, strict=True)
+        ]

@@ -8,10 +8,9 @@ from typing import Any, Unpack, get_args
 from ampaudit.core.arguments import given_path
 from ampaudit.core.config import with_options
 from ampaudit.report.compare import DiffConfig, DiffOptions, differences
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Differences
 from ampaudit.report.documents import Document
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 from ampaudit.report.saved import read_document
 
 __all__ = ["diff", "read_report"]

@@ -11,13 +11,12 @@ from torch import nn
 
 from ampaudit.core.errors import AuditError, ReferenceBroken, RunFailed, first_line
 from ampaudit.policy import plain_fp32
-from ampaudit.run.code_record import OutputDifference
 from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.observer import Pair
 from ampaudit.run.outputs import output_kind
 from ampaudit.run.program import Program
-from ampaudit.run.record import RunRecord
+from ampaudit.run.record import OutputDifference, RunRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.compare import CodeDifference, first_difference

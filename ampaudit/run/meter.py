@@ -20,17 +20,17 @@ from torch._ops import HigherOrderOperator, OpOverload
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.report.gap import Gap, GapKind
-from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
 from ampaudit.run.decisions import differing_choices
+from ampaudit.run.low_precision import multiplies
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_cpu, measure_on_device
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.samples import Samples, SampleStatistics
 from ampaudit.run.step import Step
 from ampaudit.run.views import components, flat_pair
+from ampaudit.trace.flatten import VALUE_READ, mark_number
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
-from ampaudit.trace.marks import VALUE_READ, mark_number
 from ampaudit.trace.opnames import base_name, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 

@@ -14,13 +14,12 @@ import torch
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.lockstep import Carried, LockStep, shape_of
 from ampaudit.run.meter import PathValues
 from ampaudit.run.observer import Observer, StepCall
-from ampaudit.run.path import shape_of
 from ampaudit.run.step import Step
+from ampaudit.trace.flatten import VALUE_READ, mark_number, marked_values
 from ampaudit.trace.graph import TracedModel
-from ampaudit.trace.marks import VALUE_READ, mark_number, marked_values
 from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import inexact

@@ -15,7 +15,6 @@ from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import OnCopy, for_any_strides, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
-from ampaudit.trace.operands import computing_dtype, converted_numbers, gives_way
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
@@ -25,7 +24,15 @@ from ampaudit.trace.opnames import (
     written_arguments,
 )
 from ampaudit.trace.stacks import StackChoice, stack_choices
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, fake_arguments, widened
+from ampaudit.trace.values import (
+    LOW_PRECISION_DTYPES,
+    SharedMemory,
+    computing_dtype,
+    converted_numbers,
+    fake_arguments,
+    gives_way,
+    widened,
+)
 
 __all__ = ["Program", "call_on", "compile_program"]
 

@@ -7,27 +7,187 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, PlainSerializer
+from torch import fx
 
+from ampaudit.core.decibels import ratio_db
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.gap import Gap
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.backward.record import GradientRecord
-from ampaudit.run.buffers import BufferUpdate
-from ampaudit.run.code_record import CodeRecord
 from ampaudit.run.decisions import DecisionStats
+from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observation import Observation
 from ampaudit.run.outputs import OutputComparison, merge_outputs
 from ampaudit.run.path_record import PathRecord
-from ampaudit.run.sensitivity.record import SensitivityRecord
+from ampaudit.run.sensitivity.probe import SensitivityRecord
+from ampaudit.trace.compare import CodeDifference
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.opnames import base_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Fate", "Origin", "RunRecord", "StateFault", "StepObservation"]
+__all__ = [
+    "Fate",
+    "Origin",
+    "OutputDifference",
+    "RunRecord",
+    "StateFault",
+    "StepObservation",
+    "buffer_updates",
+]
 
+# FP32's own noise in deep models is 100 dB and better, a 16-bit rounding 70 dB
+AGREEMENT_DB = 80.0
 RIGHT_DB = 20.0  # a value that was inf on its way and comes out this accurate was not harmed
 Fate = Literal["reaches the output", "recovered"]
 # the same file each time
 _Sites = Annotated[set[SiteId], PlainSerializer(sorted, return_type=list[SiteId])]
 _Numbers = Annotated[set[int], PlainSerializer(sorted, return_type=list[int])]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferUpdate:
+    """The update of a 16-bit buffer by one forward pass.
+
+    Attributes:
+        name: the buffer's path.
+        site: the op that writes it.
+        moved: elements that FP32 changes.
+        stalled: those among them that are as before in 16 bits.
+        counts: whether what is there before and after is whole numbers.
+        example: value of the first that stalls.
+    """
+
+    name: str
+    site: SiteId
+    moved: int
+    stalled: int
+    counts: bool
+    example: float
+
+
+def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
+    """Return the updates of the last run that stalled."""
+    found: list[BufferUpdate] = []
+    places = {place.node: place for place in executor.program.traced.placeholders}
+    for node, (reference, value) in executor.buffers.items():
+        place, site = places[node.name], _writer(executor, node)
+        if place.dtype not in LOW_PRECISION_DTYPES or site is None:
+            continue
+        before = executor.converted.masters[node.name].detach().to(reference.device)
+        stalled = (reference != before) & (value == executor.backend.represent(before, place.dtype))
+        count = int(stalled.sum())
+        if count:
+            moved = int((reference != before).sum())
+            whole = bool((before == before.round()).all() & (reference == reference.round()).all())
+            example = float(value[stalled][0])
+            found.append(BufferUpdate(place.name, site, moved, count, whole, example))
+    return found
+
+
+_ARITHMETIC = frozenset(
+    """
+    add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ copy_ batch_norm instance_norm _native_batch_norm_legit
+    """.split()
+)
+
+
+def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
+    """Return the last op that computes what it writes to a buffer, or to a view of it."""
+    shown, writer = {buffer}, None
+    for step in executor.program.steps:
+        written = [step.node.args[p] for p in step.mutates if p < len(step.node.args)]
+        if step.site is not None and any(node in shown for node in written):
+            shown.add(step.node)
+            op = overload_of(step.target)
+            writer = step.site.id if op is not None and base_name(op) in _ARITHMETIC else None
+        elif not step.makes_values and shown.intersection(step.node.all_input_nodes):
+            shown.add(step.node)
+    return writer
+
+
+@dataclass(slots=True)
+class OutputDifference:
+    """One output against the FP32 model, summed over the batches that differ.
+
+    Attributes:
+        name: of the output.
+        problem: why it cannot be compared, if so.
+        integers: whether it holds integers; squares are then counts of elements, and of those that differ.
+        ref_sq: sum of squares of the FP32 model's output.
+        err_sq: of the 16-bit run's error.
+        code_err_sq: of the error that the same code has in FP32: what the code alone does.
+    """
+
+    name: str
+    problem: str | None = None
+    integers: bool = False
+    ref_sq: float = 0.0
+    err_sq: float = 0.0
+    code_err_sq: float = 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Accuracy of the 16-bit run; infinite where it is exact."""
+        return ratio_db(self.ref_sq, self.err_sq)
+
+    @property
+    def code_sqnr_db(self) -> float:
+        """Accuracy of the 16-bit code path when computed in FP32."""
+        return ratio_db(self.ref_sq, self.code_err_sq)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the code makes no difference to this output."""
+        return self.problem is None and self.code_sqnr_db >= AGREEMENT_DB
+
+    def merge(self, other: OutputDifference) -> None:
+        """Add another batch."""
+        self.problem = self.problem or other.problem
+        self.integers |= other.integers
+        self.ref_sq += other.ref_sq
+        self.err_sq += other.err_sq
+        self.code_err_sq += other.code_err_sq
+
+
+@dataclass(slots=True)
+class CodeRecord:
+    """The results of the eager runs of the FP32 model.
+
+    Attributes:
+        batches: how many were run and compared.
+        failure: why one could not be run.
+        untraced: whether the FP32 model could not be traced either, to compare the traces.
+        reads: lines that read a precision, of the trace that differs.
+        place: where the traces differ first.
+        outputs: by name; empty where 16 bits take the code of FP32.
+    """
+
+    batches: int = 0
+    failure: str | None = None
+    untraced: bool = False
+    reads: tuple[SourceLine, ...] = ()
+    place: CodeDifference | None = None
+    outputs: dict[str, OutputDifference] = field(default_factory=dict)
+
+    def join(self, later: CodeRecord) -> None:
+        """Add what later batches showed."""
+        self.batches += later.batches
+        self.failure = self.failure or later.failure
+        self.untraced |= later.untraced
+        self.note(later.outputs.values(), later.place, later.reads)
+
+    def note(
+        self, found: Iterable[OutputDifference], place: CodeDifference | None, reads: tuple[SourceLine, ...]
+    ) -> None:
+        """Add a batch whose outputs differ from those of the FP32 model."""
+        self.place = self.place or place
+        self.reads = self.reads or reads
+        for difference in found:
+            if difference.name in self.outputs:
+                self.outputs[difference.name].merge(difference)
+            else:
+                self.outputs[difference.name] = replace(difference)
 
 
 def _in_order(gaps: set[Gap]) -> list[Gap]:

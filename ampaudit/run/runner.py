@@ -14,7 +14,6 @@ from ampaudit.core.errors import ReferenceBroken
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement
 from ampaudit.run.attribution import Attribution, find_culprits
-from ampaudit.run.buffers import buffer_updates
 from ampaudit.run.config import Against, RunConfig
 from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.eager import EagerModel
@@ -28,7 +27,7 @@ from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_output
 from ampaudit.run.prepared import CallResult, Judged, PreparedBatch
 from ampaudit.run.program import Program
 from ampaudit.run.propagation import FaultPropagation
-from ampaudit.run.record import RunRecord
+from ampaudit.run.record import RunRecord, buffer_updates
 from ampaudit.run.repair import RepairingMeter
 from ampaudit.run.step import Step
 from ampaudit.source.interface import Batch

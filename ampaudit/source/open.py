@@ -51,7 +51,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
         source = with_inputs(source, saved)
     source.model.train(options.train)
     if options.weights is not None and not options.stream:
-        from ampaudit.source.weights import load_weights
+        from ampaudit.source.streamed import load_weights
 
         load_weights(source.model, options.weights)
     return replace(source, files=files)

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.trace.flatten import FUNCTION_OUTPUTS, marked_values
 from ampaudit.trace.graph import Slot, TracedModel
-from ampaudit.trace.marks import FUNCTION_OUTPUTS, marked_values
 from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import SharedMemory

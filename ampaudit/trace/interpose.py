@@ -34,6 +34,7 @@ from ampaudit.trace.caster import (
     too_large,
 )
 from ampaudit.trace.entry import layer_of
+from ampaudit.trace.flatten import is_mark
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.internals import (
     ProxyTorchDispatchMode,
@@ -49,7 +50,6 @@ from ampaudit.trace.internals import (
     without_pre_dispatch,
 )
 from ampaudit.trace.kernels import rejected_number, says_no_kernel, takes_low_precision
-from ampaudit.trace.marks import is_mark
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import READING, PathRecorder

@@ -14,9 +14,8 @@ from ampaudit.core.sites import SiteNumbering
 from ampaudit.policy import Decision
 from ampaudit.policy.schema import Cast
 from ampaudit.trace.entry import layer_of
-from ampaudit.trace.flatten import ObjectSource
+from ampaudit.trace.flatten import ObjectSource, is_mark
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
-from ampaudit.trace.marks import is_mark
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects, written_values
 from ampaudit.trace.replay import META_KEY, MODULE_SCOPE, OpRecord
 from ampaudit.trace.stack import source_lines

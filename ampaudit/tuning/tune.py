@@ -48,9 +48,8 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 from ampaudit.tuning.config import TuneConfig, TuneOptions
 from ampaudit.tuning.measured import LowPrecisionRun, run_low_precision
 from ampaudit.tuning.problem import Chosen, TuningProblem
-from ampaudit.tuning.rule_file import loaded, rule_file
 from ampaudit.tuning.search import Accuracy, TuningSearch, accuracy_of, finite_db, noise_of, tried_set
-from ampaudit.tuning.trials import Trials, follow, rescale_text
+from ampaudit.tuning.trials import Trials, follow, loaded, rescale_text, rule_file
 
 __all__ = ["tune", "tuned_rules"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampaudit.benchmarking.batches import batch_size_of, moved, resized
+from ampaudit.benchmarking.modes import batch_size_of, moved, resized
 from ampaudit.core.errors import InputError
 from ampaudit.source import Batch
 

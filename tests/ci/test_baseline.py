@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.ci.judge import judge, known_target, measured_in
-from ampaudit.report.baseline import Baseline, KnownFinding, KnownTarget
-from ampaudit.report.budgets import Budgets, Measurements
+from ampaudit.report.check import Baseline, Budgets, KnownFinding, KnownTarget, Measurements
 from ampaudit.report.finding import Severity
 from tests.support.saved import saved_report
 

@@ -28,8 +28,7 @@ from ampaudit.core.text import parse_size
 from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
 from ampaudit.linter.selection import LintConfig, RuleSelection
-from ampaudit.report.budgets import Budgets, Measurements
-from ampaudit.report.check import Request, TargetResult
+from ampaudit.report.check import Budgets, Measurements, Request, TargetResult
 from ampaudit.report.model import Report
 from ampaudit.source import Batch, ModelSource
 from tests.support.converted import converted, tied

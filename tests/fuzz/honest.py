@@ -19,8 +19,7 @@ from ampaudit.export.convert import convert
 from ampaudit.recording.calls import record
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
-from ampaudit.report.baseline import Baseline
-from ampaudit.report.budgets import Budgets
+from ampaudit.report.check import Baseline, Budgets
 from ampaudit.source import Batch, ModelSource
 from tests.fuzz.mutators import Files
 from tests.linter.corpora import read_set

@@ -22,9 +22,9 @@ from ampaudit.linter.selection import LintConfig
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.lint import LintReport
+from ampaudit.report.model import Comparison
 from ampaudit.report.pages import all_pages
 from ampaudit.report.public import diff
 from tests.support.paths import GOLDEN

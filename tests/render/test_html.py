@@ -14,10 +14,9 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.render.html.page import to_html
 from ampaudit.report.bench import BenchReport
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
 from ampaudit.report.lint import LintReport
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 from tests.support.browser import Open
 from tests.support.saved import HOSTILE, named, sample, saved, saved_report
 

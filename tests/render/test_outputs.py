@@ -37,11 +37,10 @@ from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.sarif import to_sarif
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.report.check import CheckResults
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.extrapolation import Stressed
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 from ampaudit.report.pages import all_pages
 from tests.support.paths import DATA, ROOT
 from tests.support.saved import HOSTILE, NAMES, named, saved, saved_report, text_of

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import MAX_MESSAGE
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Difference
 from ampaudit.report.finding import Severity
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 from ampaudit.report.public import diff
 from ampaudit.report.saved import parse_document, read_document
 from ampaudit.report.site import SiteReport

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.conversion import Conversion, OutputRecord
 from ampaudit.report.difference import Differences
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.lint import LintFinding, LintReport, UnreadFile
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 from ampaudit.report.public import diff
 from ampaudit.report.saved import parse_document
 from ampaudit.report.site import SiteReport

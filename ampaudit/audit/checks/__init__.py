@@ -21,8 +21,7 @@ from ampaudit.audit.checks import (
     steps,
     weights,
 )
-from ampaudit.audit.checks.interface import Check, CheckContext
-from ampaudit.audit.checks.running import run_checks
+from ampaudit.audit.checks.interface import Check, CheckContext, run_checks
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
 
 __all__ = [

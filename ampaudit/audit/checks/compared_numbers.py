@@ -8,8 +8,7 @@ from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.text import format_number
 from ampaudit.trace import Site
 from ampaudit.trace.functional import overload_of
-from ampaudit.trace.operands import computing_dtype, converted_numbers
-from ampaudit.trace.values import fake_arguments
+from ampaudit.trace.values import computing_dtype, converted_numbers, fake_arguments
 
 __all__ = ["RoundedNumber", "rounded_number"]
 

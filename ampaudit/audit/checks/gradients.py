@@ -9,8 +9,13 @@ from ampaudit.audit.checks.interface import Check, CheckContext, evidence_of, fi
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_power, format_scale, short_op
 from ampaudit.report.finding import Evidence, Finding, Severity
-from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientStats
-from ampaudit.run.backward.scale import advice_on_scale, highest_exponent
+from ampaudit.run.backward.record import (
+    GradientOrigin,
+    GradientRecord,
+    GradientStats,
+    advice_on_scale,
+    highest_exponent,
+)
 from ampaudit.trace import Role, Site
 
 __all__ = ["CHECKS", "VANISHED", "gradient_finding", "name_of", "vanishes"]

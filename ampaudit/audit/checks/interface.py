@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -11,12 +12,12 @@ from ampaudit.audit.steps_report import steps_report
 from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import listed
-from ampaudit.report.finding import Evidence, Finding, Severity, Source
+from ampaudit.core.text import listed, plural
+from ampaudit.report.finding import CRASHED, Evidence, Finding, Severity, Source
 from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.pages import page_of
 from ampaudit.report.steps import StepsReport
-from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
+from ampaudit.run.backward.record import NamedGradient, advice_on_scale
 from ampaudit.run.observation import Observation
 from ampaudit.run.record import Origin, RunRecord
 from ampaudit.run.weights import WeightRange
@@ -32,9 +33,11 @@ __all__ = [
     "finding_about",
     "finding_at",
     "finding_source",
+    "run_checks",
     "some_sites",
     "source_of",
 ]
+
 
 _HANDS_ON = (Role.VIEW, Role.SELECT)
 
@@ -315,3 +318,57 @@ def source_of(line: SourceLine | None, caller: SourceLine | None = None) -> Sour
 def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:
     """List the first few ids and count the rest."""
     return listed([site.id if isinstance(site, Site) else str(site) for site in sites], shown)
+
+
+def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding, ...]:
+    """Return all findings, the gravest first, in graph order.
+
+    Errors about finite values come after others, which may be their cause; of warnings about precision the
+    worst comes first.
+    """
+    order = {site.id: position for position, site in enumerate(context.sites)}
+    found = [finding for check in checks for finding in _found(check, context)]
+
+    def rank(finding: Finding) -> tuple[float, bool, float, int, str, str]:
+        own = finding.evidence.local_sqnr_db if finding.kind == "precision" else None
+        accuracy = own if own is not None else 1e3
+        wrong = finding.severity is Severity.ERROR and finding.finite
+        return (
+            -finding.severity.rank,
+            wrong,
+            accuracy,
+            order.get(finding.site, -1),
+            finding.code,
+            finding.layer,
+        )
+
+    ordered = sorted(found, key=rank)
+    return tuple(_one_per_line(ordered) if context.record.path.paths else ordered)
+
+
+def _one_per_line(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Merge findings about one line of one layer: along a path, each turn of a loop has sites of its own."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        line = None if finding.source is None else (finding.source.file, finding.source.line)
+        key = (finding.code, finding.layer, finding.op, finding.severity, line)
+        groups.setdefault(key if line is not None else (number,), []).append(finding)
+    for group in groups.values():
+        worst = max(group, key=lambda finding: finding.evidence.peak or 0.0)
+        sites = dict.fromkeys(site for finding in group for site in finding.poisons)
+        more = f"; the same at {plural(len(group) - 1, 'more op')} of this line" if len(group) > 1 else ""
+        own = {finding.site for finding in group}
+        poisons = tuple(site for site in sites if site not in own)
+        yield replace(worst, cause=f"{worst.cause}{more}", poisons=poisons) if more else worst
+
+
+def _found(check: Check, context: CheckContext) -> list[Finding]:
+    try:
+        return list(check.find(context))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        place = f"{last.name}, line {last.lineno}"
+        cause = f"check {check.code} itself failed: {type(error).__name__}: {text} ({place})"
+        advice = "the other findings stand; please report this one, with the model if you can"
+        return [finding_about(CRASHED, SiteId(f"{check.code}/crashed"), "", cause, advice)]

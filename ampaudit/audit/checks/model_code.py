@@ -16,8 +16,8 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.run.code_record import OutputDifference
 from ampaudit.run.path_record import ReadStats
+from ampaudit.run.record import OutputDifference
 from ampaudit.trace import Role, Site
 from ampaudit.trace.compare import CodeDifference
 from ampaudit.trace.opnames import mutated_arguments

@@ -14,10 +14,9 @@ from ampaudit.render.strip import Strip
 from ampaudit.render.sweep import sweep_words
 from ampaudit.render.verdict import MARKS, VERDICT_STYLES
 from ampaudit.render.view import Row, View, ViewPage
-from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
 from ampaudit.report.gap import gaps_in_words
-from ampaudit.report.model import Report
+from ampaudit.report.model import Comparison, Report
 
 __all__ = ["ComparisonView"]
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ampaudit.core.text import escape_control, format_number, short_op
 from ampaudit.render.against import against_sections
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
-from ampaudit.render.finding_blocks import combined_section, finding_sections
-from ampaudit.render.findings import TOP, Suite, alert_of
+from ampaudit.render.findings import TOP, Suite, alert_of, combined_section, finding_sections
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.paths import relative_path
 from ampaudit.render.scan_summary import summary_rows, weights_in_words

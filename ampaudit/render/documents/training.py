@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ampaudit.core.text import escape_control, format_bytes, format_number, format_scale, plural
 from ampaudit.render.blocks import Block, Line, Section, Table, facts, headline, line, tabulate
-from ampaudit.render.finding_blocks import finding_sections
-from ampaudit.render.findings import Alert, Suite, alert_of
+from ampaudit.render.findings import Alert, Suite, alert_of, finding_sections
 from ampaudit.render.verdict import verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.finding import Severity, threshold

@@ -20,7 +20,7 @@ from ampaudit.run.backward.custom_backward import (
 from ampaudit.run.backward.tape import Tape, TapeEntry
 from ampaudit.run.backward.vjp import vjp
 from ampaudit.run.step import Step
-from ampaudit.trace.marks import FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
+from ampaudit.trace.flatten import FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["BackwardPass", "GradientObserver", "GradientPair", "Gradients"]

@@ -19,8 +19,7 @@ from ampaudit.run.observer import Observer, Pair, StepCall
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace.converted import attach_weights
-from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
-from ampaudit.trace.marks import (
+from ampaudit.trace.flatten import (
     FUNCTION_INPUTS,
     FUNCTION_OUTPUTS,
     TENSOR_HOOK,
@@ -28,6 +27,7 @@ from ampaudit.trace.marks import (
     marked_values,
     saved_values,
 )
+from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
 
 __all__ = ["CustomBackwardRun", "CustomBackwards", "FaultSource", "GradientPair", "GradientShare"]
 

@@ -23,9 +23,9 @@ from ampaudit.run.observer import Observer
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.step import Step
+from ampaudit.trace.flatten import FUNCTION_OUTPUTS, TENSOR_HOOK, is_mark, mark_number, marked_values
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
-from ampaudit.trace.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, is_mark, mark_number, marked_values
 from ampaudit.trace.opnames import base_name, converts, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 

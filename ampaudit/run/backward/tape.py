@@ -12,15 +12,15 @@ from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.observer import Observer, Pair, StepCall
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
-from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
-from ampaudit.trace.graph import Slot
-from ampaudit.trace.marks import (
+from ampaudit.trace.flatten import (
     FUNCTION_INPUTS,
     FUNCTION_OUTPUTS,
     is_mark,
     mark_number,
     marked_values,
 )
+from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
+from ampaudit.trace.graph import Slot
 
 __all__ = ["Tape", "TapeEntry", "needs_gradient", "unseen_write"]
 

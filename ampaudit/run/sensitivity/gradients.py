@@ -32,15 +32,22 @@ from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, resolved
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
-from ampaudit.run.sensitivity.error_tape import ErrorTape, finite_difference, float_nodes
 from ampaudit.run.sensitivity.measure import enough_probes, most_probes, signs_like
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueNames, values_of
-from ampaudit.run.sensitivity.probe import DifferentiableBackend, ErrorCollector
-from ampaudit.run.sensitivity.record import BackwardKind, Collected, SensitivityRecord
+from ampaudit.run.sensitivity.probe import (
+    BackwardKind,
+    Collected,
+    DifferentiableBackend,
+    ErrorCollector,
+    ErrorTape,
+    SensitivityRecord,
+    finite_difference,
+    float_nodes,
+)
 from ampaudit.run.step import Step, widened_tensor
+from ampaudit.trace.flatten import is_mark, mark_number
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.marks import is_mark, mark_number
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 
 __all__ = ["GradientProbe"]

@@ -21,10 +21,8 @@ from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
-from ampaudit.run.sensitivity.error_tape import ErrorTape, float_nodes
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueKind, ValueNames, values_of
-from ampaudit.run.sensitivity.probe import probe
-from ampaudit.run.sensitivity.record import Collected, SensitivityRecord
+from ampaudit.run.sensitivity.probe import Collected, ErrorTape, SensitivityRecord, float_nodes, probe
 from ampaudit.run.step import Step
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves

@@ -8,9 +8,9 @@ product gives the terms of all values, and of all casts of a value for one of it
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,21 +21,104 @@ from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.run.backends import Emulated, Float32Backend, rounded
 from ampaudit.run.backward.backward import BackwardPass, GradientObserver, GradientPair
 from ampaudit.run.backward.custom_backward import CustomBackwards, FaultSource
+from ampaudit.run.backward.tape import Tape, TapeEntry
+from ampaudit.run.device import restore_random_state
 from ampaudit.run.lockstep import LockStep
+from ampaudit.run.observer import Observer, StepCall, resolved
 from ampaudit.run.program import Program
-from ampaudit.run.sensitivity.error_tape import ErrorTape, finite_difference
 from ampaudit.run.sensitivity.precision_graph import ValueKind, ValueNames
-from ampaudit.run.sensitivity.record import BackwardKind, Collected, ProbedColumn
 from ampaudit.run.step import Step, widened_tensor
+from ampaudit.trace.flatten import is_mark
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.internals import decomposition_table
 from ampaudit.trace.values import WIDE, float_value
 
-__all__ = ["DifferentiableBackend", "ErrorCollector", "Sensitivities", "probe"]
+__all__ = [
+    "BackwardKind",
+    "Collected",
+    "DifferentiableBackend",
+    "ErrorCollector",
+    "ErrorTape",
+    "Sensitivities",
+    "SensitivityRecord",
+    "finite_difference",
+    "float_nodes",
+    "probe",
+]
 
+BackwardKind = Literal["gradient", "jump"]
 _UNDIFFERENTIABLE = "is not differentiable with respect to argument"
 Key = TypeVar("Key", bound=Hashable)
 Row = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Collected(NamedTuple):
+    """The squared errors that one probe found: by value, by value and reader, and by op for its backward."""
+
+    own: dict[str, float]
+    reads: dict[tuple[str, str], float]
+    backward: dict[tuple[str, BackwardKind], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedColumn:
+    """The mean of the probes of some outputs of a batch.
+
+    Attributes:
+        name: of the outputs and the batch.
+        own: by value, what its own rounding adds where it is in 16 bits.
+        reads: value, reader, and what casting the value for it adds.
+        backward: value, kind, and what its op's backward adds.
+    """
+
+    name: str
+    own: dict[str, float]
+    reads: list[tuple[str, str, float]]
+    backward: list[tuple[str, BackwardKind, float]]
+
+
+@dataclass(slots=True)
+class SensitivityRecord:
+    """What the probes of some batches found.
+
+    Attributes:
+        columns: of all batches, in their order.
+        probes: backward passes.
+        measured: by batch, the squared error of all gradients relative to their squares, if those are probed.
+    """
+
+    columns: list[ProbedColumn] = field(default_factory=list)
+    probes: int = 0
+    measured: list[float] = field(default_factory=list)
+
+    def add(self, name: str, probes: Sequence[Collected]) -> None:
+        """Add a column: the mean of its probes."""
+        self.probes += len(probes)
+        self.columns.append(mean_of(name, probes))
+
+    def join(self, later: SensitivityRecord) -> None:
+        """Add the record of later batches."""
+        self.columns += later.columns
+        self.probes += later.probes
+        self.measured += later.measured
+
+
+def mean_of(name: str, probes: Sequence[Collected]) -> ProbedColumn:
+    """Return the mean of some probes; what one of them lacks adds nothing there."""
+    own = _mean([found.own for found in probes])
+    reads = _mean([found.reads for found in probes])
+    backward = _mean([found.backward for found in probes])
+    return ProbedColumn(
+        name,
+        own,
+        [(made, reader, energy) for (made, reader), energy in reads.items()],
+        [(made, kind, energy) for (made, kind), energy in backward.items()],
+    )
+
+
+def _mean(probes: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    keys = dict.fromkeys(key for found in probes for key in found)
+    return {key: sum(found.get(key, 0.0) for found in probes) / len(probes) for key in keys}
 
 
 class DifferentiableBackend(Float32Backend):
@@ -279,3 +362,74 @@ def _float32_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None,
         }
     )
     return found
+
+
+class ErrorTape(Tape):
+    """Records FP32's values for backward passes, and the rounding error that each op adds in 16 bits.
+
+    Attributes:
+        errors: by node, the op's result in 16 bits minus its result in FP32 on the same inputs; a list for an
+            op with several results.
+    """
+
+    def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
+        super().__init__(observer, needed)
+        self.needed = needed
+        self.errors: dict[fx.Node, Any] = {}
+        self._exact = Float32Backend()
+
+    @property
+    def references(self) -> dict[fx.Node, Any]:
+        """FP32's values of all nodes that some step reads."""
+        return {node: pair[0] for entry in self.steps for node, pair in entry.inputs.items()}
+
+    @property
+    def elements(self) -> int:
+        """How many numbers a backward pass over the tape computes gradients of, at least 1."""
+        return sum(v.numel() for v in self.references.values() if isinstance(v, torch.Tensor)) or 1
+
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Record the step with FP32's inputs only, and the error of its result."""
+        result = self._observer.observe(step, reference, value, call)
+        if is_mark(step.target) or step.node in self.needed or step.decides:
+            inputs = {node: (pair[0], pair[0]) for node, pair in call.inputs.items()}
+            self.steps.append(TapeEntry(step, inputs, True, call.state))
+            if is_mark(step.target):
+                self.marks.append(self.steps[-1])
+        if step.low_precision and step.makes_values and not call.shared and not step.mutates:
+            self.errors[step.node] = self._error(step, result, call)
+        return result
+
+    def _error(self, step: Step, value: Any, call: StepCall) -> Any:
+        inputs = {n: (_widened(p[1]), None) for n, p in call.inputs.items()}
+        args, kwargs = self._exact.arguments(step)
+        if call.state is not None:
+            device = next((p[0].device for p in inputs.values() if isinstance(p[0], torch.Tensor)), None)
+            restore_random_state(call.state, device or torch.device("cpu"))
+        exact = self._exact.call(step, resolved(args, inputs, 0), resolved(kwargs, inputs, 0))
+        if isinstance(exact, torch.Tensor):
+            return finite_difference(value, exact)
+        return [
+            finite_difference(v, x) if isinstance(x, torch.Tensor) else None
+            for v, x in zip(value, exact, strict=True)
+        ]
+
+
+def _widened(value: Any) -> Any:
+    return widened_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def finite_difference(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return the error of finite elements; what overflows is not a matter of rounding."""
+    if value.shape != exact.shape or not (exact.is_floating_point() or exact.is_complex()):
+        return torch.zeros_like(exact)
+    return torch.nan_to_num(widened_tensor(value) - exact, 0.0, 0.0, 0.0)
+
+
+def float_nodes(program: Program) -> frozenset[fx.Node]:
+    """Return the nodes that a gradient may be for: all that hold floating-point values."""
+    found = {node for node in program.inputs if float_value(node.meta.get("val")) is not None}
+    for step in program.steps:
+        if any(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in step.dtypes):
+            found.add(step.node)
+    return frozenset(found)

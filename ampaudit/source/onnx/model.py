@@ -15,7 +15,6 @@ from ampaudit.core.untrusted import MAX_MESSAGE, describe
 from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile
-from ampaudit.source.onnx.functions import refers, standard_body, with_values
 from ampaudit.source.onnx.names import NodeNames, layer_name, parameter_place, plain_domain
 from ampaudit.source.onnx.opaque import opaque_results
 from ampaudit.source.onnx.ops.table import function_for
@@ -31,7 +30,10 @@ from ampaudit.source.onnx.values import (
     check_size,
     copied,
     operand_tensors,
+    refers,
+    standard_body,
     unfit,
+    with_values,
 )
 from ampaudit.trace.internals import FakeTensor, without_modes
 from ampaudit.trace.replay import replaying

@@ -12,9 +12,8 @@ import torch
 
 from ampaudit.core.untrusted import describe
 from ampaudit.source.onnx.files import torch_dtype_of
-from ampaudit.source.onnx.functions import onnx_type_of, with_values
 from ampaudit.source.onnx.names import plain_domain
-from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
+from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported, onnx_type_of, with_values
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["opaque_results"]

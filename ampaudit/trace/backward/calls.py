@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ampaudit.core.sites import SourceLine
+from ampaudit.trace.flatten import OUTPUT_GRADIENT
 from ampaudit.trace.graph import FunctionCall
 from ampaudit.trace.internals import BackwardHookFunction
-from ampaudit.trace.marks import OUTPUT_GRADIENT
 from ampaudit.trace.stack import code_line, is_tool_file
 
 __all__ = ["FunctionApplication", "Hooks", "TensorHook"]

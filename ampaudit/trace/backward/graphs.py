@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import fx
 
-from ampaudit.trace.flatten import has_effect
-from ampaudit.trace.graph import CustomBackward, Placeholder, Slot, TracedModel
-from ampaudit.trace.internals import FakeTensor
-from ampaudit.trace.marks import (
+from ampaudit.trace.flatten import (
     BACKWARD_END,
     BACKWARD_START,
     OUTPUT_GRADIENT,
+    has_effect,
     mark_number,
     saved_values,
 )
+from ampaudit.trace.graph import CustomBackward, Placeholder, Slot, TracedModel
+from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.site_table import build_sites
 
 __all__ = ["separate_backwards"]

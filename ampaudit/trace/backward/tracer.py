@@ -18,15 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ampaudit.trace.backward.calls import FunctionApplication, TensorHook
 from ampaudit.trace.failure import failing_line, plain_reason
-from ampaudit.trace.graph import CustomBackward
-from ampaudit.trace.internals import FakeTensor
-from ampaudit.trace.marks import (
+from ampaudit.trace.flatten import (
     BACKWARD_END,
     BACKWARD_START,
     FUNCTION_INPUTS,
     FUNCTION_OUTPUTS,
     TENSOR_HOOK,
 )
+from ampaudit.trace.graph import CustomBackward
+from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.values import storage_id
 
 __all__ = ["BackwardTracer", "Tracked"]

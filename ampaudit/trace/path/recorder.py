@@ -18,9 +18,12 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import TraceFailed
+from ampaudit.core.untrusted import describe
 from ampaudit.trace.eager_call import without_low_precision, writable
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.fake_model import fake_like, named_tensors
+from ampaudit.trace.flatten import VALUE_READ, VALUE_SIZED
+from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.internals import (
     NO_VALUE,
     FakeTensor,
@@ -40,14 +43,14 @@ from ampaudit.trace.internals import (
     without_torch_function,
 )
 from ampaudit.trace.isolation import preserved
-from ampaudit.trace.marks import VALUE_READ, VALUE_SIZED
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name, converts, written_values
 from ampaudit.trace.path.reads import ReadValues, python_value
 from ampaudit.trace.stack import calling_line, is_tool_file
 from ampaudit.trace.values import CASTABLE_DTYPES, storage_id, widened
 
-__all__ = ["READING", "GivenValues", "PathRecorder", "PathTracing"]
+__all__ = ["READING", "GivenValues", "PathRecorder", "PathTracing", "refuse_path"]
+
 
 # the attribute of a fake tensor that holds its value: Module.to swaps no tensor that is weakly referenced
 _VALUE = "ampaudit_fp32_value"
@@ -441,3 +444,20 @@ class Fp32Values:
             value = self.of(written)
             if storage_id(value) in self._shared:
                 vars(written)[_VALUE] = value.clone()
+
+
+def refuse_path(traced: TracedModel, what: str) -> None:
+    """Raise if a graph holds for one path through the model's code, where one for all inputs is needed.
+
+    Raises:
+        TraceFailed: the message names the first line that decides on values.
+    """
+    if traced.path is None:
+        return
+    line = next((read.source for read in traced.path if read.source is not None), None)
+    where = f"{line.file}:{line.line}: " if line is not None else ""
+    code = f" at '{describe(line.code)}'" if line is not None and line.code else ""
+    raise TraceFailed(
+        f"{where}the code depends on values{code}, and {what} needs a graph for all inputs",
+        hint="use torch.where or torch.cond there; ampaudit scan audits the path that given inputs take",
+    )

@@ -19,8 +19,7 @@ from ampaudit.core.errors import InputError, ReferenceBroken, RunFailed, UsageEr
 from ampaudit.core.formats import BFLOAT16, FLOAT16
 from ampaudit.render.render import as_file
 from ampaudit.run.backward.meter import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
-from ampaudit.run.backward.record import GradientStats
-from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
+from ampaudit.run.backward.record import GradientStats, NamedGradient, advice_on_scale
 from tests.support import zoo
 from tests.support.backward import Kept, audit
 from tests.support.training.cases import HEALTHY, PLANTED, WIDTH, Case, Stack, classes, rows
