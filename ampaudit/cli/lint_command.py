@@ -92,8 +92,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
 
 def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
     from ampaudit.cli.progress import ProgressBar
-    from ampaudit.linter.linting import RuleSelection, lint_bytes, lint_files
-    from ampaudit.linter.processes import available_cores
+    from ampaudit.linter.linting import RuleSelection, available_cores, lint_bytes, lint_files
 
     change = options["fix"] or options["diff"]
     if _STDIN in paths:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+import signal
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import InputError, first_line
@@ -20,7 +26,6 @@ from ampaudit.linter.discovery import find_files, leaves_tree
 from ampaudit.linter.flow.relevance import is_worth_reading
 from ampaudit.linter.flow.script import ScriptTooLong, parse, read_script
 from ampaudit.linter.flow.values import Value
-from ampaudit.linter.processes import processes
 from ampaudit.linter.reporting import Suppressions, severity_of, to_findings
 from ampaudit.linter.selection import UNUSED_SUPPRESSION, LintConfig, RuleSelection
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
@@ -30,6 +35,7 @@ from ampaudit.report.lint import LintFinding, UnreadFile
 __all__ = [
     "LintedFile",
     "RuleSelection",
+    "available_cores",
     "lines_of_cells",
     "lint_bytes",
     "lint_file",
@@ -37,6 +43,9 @@ __all__ = [
     "lint_text",
 ]
 
+_AT_ONCE = 16  # items that travel together
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _MAX_ROUNDS = 10
 _Analyze: TypeAlias = Callable[[str], list[Diagnostic]]
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},]')
@@ -422,3 +431,46 @@ def _take(found: dict[int, list[int]], path: list[str | int], value: str, line: 
             if number == 0 and rows:
                 rows.pop()
             rows.append(line if text or number < value.count("\n") else 0)  # 0: nothing is on it yet
+
+
+class Run(Protocol):
+    """Calls a function with each item, and yields what it returns, in order."""
+
+    def __call__(self, function: Callable[[Item], Result], items: Sequence[Item], /) -> Iterator[Result]:
+        """Call it."""
+
+
+@contextmanager
+def processes(count: int, prepare: Callable[[], None] = lambda: None) -> Iterator[Run]:
+    """Give a function like ``map``; with one process, it runs here.
+
+    Each process calls ``prepare`` first.
+    Other processes are copies of this one where that is possible, and import the main module elsewhere.
+    """
+    if count == 1:
+        prepare()
+        yield map
+        return
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with ProcessPoolExecutor(count, context, _start, (prepare,)) as pool:
+
+        def run(function: Callable[[Item], Result], items: Sequence[Item], /) -> Iterator[Result]:
+            return pool.map(function, items, chunksize=_AT_ONCE)
+
+        try:
+            yield run
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start(prepare: Callable[[], None]) -> None:
+    """Prepare a process, and leave an interruption to the one that has started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    prepare()

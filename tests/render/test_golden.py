@@ -14,8 +14,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from ampaudit.cli.output import as_text
 from ampaudit.cli.program import COMMANDS, main
-from ampaudit.cli.terminal import as_text
 from ampaudit.linter.lint import lint_report
 from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.linter.selection import LintConfig

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
+from ampaudit.cli.output import as_text
 from ampaudit.cli.program import main
-from ampaudit.cli.terminal import as_text
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Gate, Verdict
