@@ -110,7 +110,7 @@ def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float |
     if not ours.numel():
         return 0.0, None
     if not ours.is_floating_point():
-        largest = float((ours.long() - reference.long()).abs().amax())
+        largest = float((ours.double() - reference.double()).abs().amax())
         share = float((ours != reference).double().mean())
         return largest, round(-20.0 * math.log10(share), 2) if share else None
     wide = torch.float64 if torch.float64 in (ours.dtype, reference.dtype) else torch.float32

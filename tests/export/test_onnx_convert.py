@@ -14,9 +14,7 @@ from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
 from ampaudit.export.onnx.check import write_model
-from ampaudit.export.onnx.outputs import Original, WrittenFile
 from ampaudit.export.verify import verify
-from ampaudit.report.conversion import OutputRecord
 from ampaudit.source.open import open_source
 from tests.support.onnx_conversion import CLOSE, FLOATS, check_structure, close, converted, types
 from tests.support.onnx_graphs import mlp
@@ -175,11 +173,7 @@ def test_verify_says_how_to_run_a_graph(tmp_path: Path) -> None:
 def test_an_output_that_is_not_accurate_enough_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def records(found: WrittenFile, example: Original, number: int = 0) -> list[OutputRecord]:
-        name, *_ = example.exact
-        return [OutputRecord(name, "float32", "", 9.0, 5.0)]
-
-    monkeypatch.setattr("ampaudit.export.onnx.outputs.WrittenFile.records", records)
+    monkeypatch.setattr("ampaudit.export.onnx.outputs.compare_output", lambda *_: (9.0, 5.0))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the audit is kept
     path, inputs = build("resnet", tmp_path)
     with pytest.raises(RunFailed, match=r"the written file computes \w+ with 5 dB against FP32"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import ampaudit
-from ampaudit.export.onnx.decisions import comparable_outputs
+from ampaudit.export.onnx.decisions import comparable_outputs, orderings
+from ampaudit.export.onnx.outputs import describe_inaccurate
 from ampaudit.export.reference import compare_output
+from ampaudit.report.conversion import OutputRecord
 from tests.support.onnx_strict import run_strict
 from tests.support.onnx_typed import Arrays, floats, graph, node, ran
 
@@ -129,6 +133,7 @@ def test_the_order_of_the_best_is_no_choice(groups: int, count: int, data: st.Da
     [
         ([1, 2, 3, 4], [1, 2, 3, 4], (0.0, None)),
         ([1, 2, 3, 9], [1, 2, 3, 4], (5.0, 12.04)),
+        ([-(2**63), 3], [0, 3], (2.0**63, 6.02)),
         ([True, False], [True, True], (1.0, 6.02)),
         ([1.0, float("inf")], [1.0, float("inf")], (0.0, None)),
         ([float("nan"), 2.0], [float("nan"), 2.0], (0.0, None)),
@@ -140,3 +145,46 @@ def test_the_order_of_the_best_is_no_choice(groups: int, count: int, data: st.Da
 )
 def test_outputs_are_compared(ours: list[float], exact: list[float], found: tuple[float, float]) -> None:
     assert compare_output(torch.tensor(ours), torch.tensor(exact)) == found
+
+
+def test_what_is_broken_is_compared_beside_other_choices_too() -> None:
+    label = torch.arange(200)
+    exact = {"label": label, "score": torch.ones(200), "masked": torch.where(label < 9, -math.inf, 1.0)}
+    ours = {"label": label.clone(), "score": torch.ones(200), "masked": exact["masked"].clone()}
+    ours["label"][7], ours["score"][7], ours["masked"][11] = 0, math.nan, math.inf
+    ours["label"][11] = 0
+    pairs = comparable_outputs(ours, exact)
+    assert compare_output(*pairs["score"]) == (None, None)
+    assert compare_output(*pairs["masked"]) == (None, None)
+    ours["score"][7], ours["masked"][11] = 5.0, 5.0
+    pairs = comparable_outputs(ours, exact)
+    assert compare_output(*pairs["score"]) == compare_output(*pairs["masked"]) == (0.0, None)
+
+
+def test_two_choices_of_one_shape_are_paired_each_by_itself() -> None:
+    exact = {"a": torch.tensor([[1, 2]]), "b": torch.tensor([[2, 1]])}
+    ours = {"a": torch.tensor([[2, 1]]), "b": torch.tensor([[2, 9]])}
+    pairs = comparable_outputs(ours, exact, dict.fromkeys("ab", "TopK"))
+    assert compare_output(*pairs["a"]) == (0.0, None)
+    assert compare_output(*pairs["b"]) == (1.0, 6.02)
+
+
+def test_a_choice_of_nothing_is_compared() -> None:
+    nothing = {"best": torch.zeros(2, 0, dtype=torch.int64)}
+    assert compare_output(*comparable_outputs(nothing, nothing, {"best": "TopK"})["best"]) == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("axis", "after", "ordered"),
+    [(-1, "Identity", True), (1, "Identity", True), (0, "Identity", False), (-1, "Flatten", False)],
+)
+def test_the_order_counts_but_along_the_last_axis(axis: int, after: str, *, ordered: bool) -> None:
+    nodes = [node("TopK", "x k", "top best", axis=axis), node(after, "best", "i")]
+    output = helper.make_tensor_value_info("i", TensorProto.INT64, ["a", "b"])
+    model, _ = graph(nodes, {"x": floats(4, 5)}, [output], {"k": np.array([2])})
+    assert orderings(ir.from_proto(model)) == ({"i": "TopK"} if ordered else {})
+
+
+def test_what_is_zero_in_float32_is_not_exact_whatever_it_becomes() -> None:
+    records = [OutputRecord("y", "float32", "", error, None) for error in (0.0, 1e-4, 100.0)]
+    assert describe_inaccurate(records, 20.0) == "y as 1e+02, where the original is zero"

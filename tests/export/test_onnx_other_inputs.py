@@ -121,3 +121,30 @@ def test_a_larger_count_of_turns_is_right(tmp_path: Path) -> None:
     inputs = {"x": np.ones(4, np.float32), "turns": np.array(10)}
     notes(*graph([loop, node("Div", "last large", "y")], inputs, [1], stored), tmp_path)
     check_right(tmp_path, inputs | {"turns": np.array(60)})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "kind"),
+    [("self", ["n", 4], np.float32), ("x", ["past+1", 4], np.float32), ("x", [3, 4], np.uint64)],
+)
+def test_inputs_of_any_name_size_and_type_are_taken(
+    name: str, sizes: list[int | str], kind: type, tmp_path: Path
+) -> None:
+    nodes = [node("Cast", name, "c", to=onnx.TensorProto.FLOAT), node("Mul", "c c", "y")]
+    x = np.arange(12).reshape(3, 4).astype(kind)
+    notes(*graph(nodes, {name: x}, [2], {}, {name: sizes}), tmp_path)
+    check_right(tmp_path, {name: 2 * x})
+
+
+def test_an_overflow_beside_a_masked_output_is_seen(tmp_path: Path) -> None:
+    """The original's -inf is a mask, and its other values are finite."""
+    nodes = [node("ReduceSum", "x one", "s"), node("Where", "kept s masked", "y")]
+    stored = {
+        "one": np.array([1]),
+        "kept": np.array([[True, False]]),
+        "masked": np.array(-np.inf, np.float32),
+    }
+    x = np.full((1, 16), 2000.0, np.float32)
+    notes(*graph(nodes, {"x": x}, [2], stored, {"x": [1, "n"]}), tmp_path)
+    found = run_strict(tmp_path / "out" / "model.onnx", LONGER)["y"]
+    assert found[0, 0] == pytest.approx(98_000)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, REPORT
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory
@@ -243,7 +245,7 @@ def _written(
         file, records = WrittenFile(path, config), []
         for number, original in enumerate(given):
             records.append(file.records(original, number))
-            refuse_broken(records[-1], original.exact, config)
+            refuse_broken(file, original, records[-1], config)
         faults = [
             fault for other, original in others for fault in _faults(file, other, original, config.min_sqnr)
         ]
@@ -253,10 +255,10 @@ def _written(
 def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: float) -> Iterator[_Fault]:
     """Find what a file computes wrongly where the original computes finite outputs."""
     try:
-        finite = all(tensor.isfinite().all() for tensor in original.exact.values())
+        sound = all(map(_is_sound, original.exact.values()))
     except Exception:  # whatever torch says of sizes that do not fit together
         return
-    if not finite:
+    if not sound:
         return
     try:
         records = tuple(file.records(original))
@@ -267,6 +269,13 @@ def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: 
     else:
         if low := describe_inaccurate(records, min_sqnr, _CHOICES_DB):
             yield _Fault(other, records, f"with {other.what}, the file computes {low}")
+
+
+def _is_sound(exact: torch.Tensor) -> bool:
+    """Return whether an output of the original is worth a comparison; -inf may be a mask."""
+    if not exact.is_floating_point() or not exact.numel():
+        return True
+    return bool(exact.isfinite().any()) and not bool((exact.isnan() | exact.isposinf()).any())
 
 
 def _refuse(config: ConvertConfig) -> None:

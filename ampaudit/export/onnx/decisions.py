@@ -18,12 +18,10 @@ from ampaudit.source.onnx.names import bodies_of, plain_domain
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["comparable_outputs", "nodes_before_choices", "orderings"]
+__all__ = ["breaks", "comparable_outputs", "nodes_before_choices", "orderings"]
 
 _CHOOSING = {"ArgMax", "ArgMin", "NonMaxSuppression", "TopK"}
 _COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
-_ORDERING = {"NonMaxSuppression", "TopK"}
-_PASSING = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 Outputs = Mapping[str, torch.Tensor]
 
 
@@ -50,15 +48,28 @@ def _chooses(node: ir.Node) -> bool:
 
 
 def orderings(model: ir.Model) -> dict[str, str]:
-    """Return the operator of each output that holds what TopK or NonMaxSuppression chose, in its order."""
+    """Return the operator of each output that holds what TopK or NonMaxSuppression chose, in its order.
+
+    A TopK along another axis than the last is left out: its order counts.
+    """
     found = {}
     for value in model.graph.outputs:
         producer = value.producer()
-        while producer is not None and producer.op_type in _PASSING and producer.inputs[0] is not None:
-            producer = producer.inputs[0].producer()
-        if producer is not None and producer.op_type in _ORDERING and not is_float32(value):
+        while producer is not None and producer.op_type in ("Cast", "Identity"):
+            producer = producer.inputs[0].producer() if producer.inputs[0] is not None else None
+        if producer is None or is_float32(value):
+            continue
+        if producer.op_type == "NonMaxSuppression" or (
+            producer.op_type == "TopK" and _by_last_axis(producer)
+        ):
             found[str(value.name)] = producer.op_type
     return found
+
+
+def _by_last_axis(node: ir.Node) -> bool:
+    data = node.inputs[0]
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
+    return axis == -1 or (data is not None and data.shape is not None and axis == len(data.shape) - 1)
 
 
 def comparable_outputs(
@@ -67,33 +78,49 @@ def comparable_outputs(
     """Pair outputs: integers as they are, and floats as far as they belong to integers that agree.
 
     What was chosen in another order, or in another number, is paired by what it is, and so are the floats
-    beside it. A choice without a partner counts as one that differs.
+    beside it. A choice without a partner counts as one that differs. An output that is inf or NaN where the
+    original's is finite is paired as a whole.
 
     Args:
         ours: outputs by name.
         exact: those of the original.
         ordered: see ``orderings``.
     """
+    ordered = ordered or {}
     pairs = {name: (ours[name], exact[name]) for name in exact}
     equal = []
     for name in [name for name, (_, theirs) in pairs.items() if _is_choice(theirs)]:
-        (mine, theirs), operator = pairs[name], (ordered or {}).get(name)
-        if mine.shape == theirs.shape and operator == "TopK":
+        mine, theirs = ours[name], exact[name]
+        others = [other for other in pairs if other == name or other not in ordered]
+        if mine.shape == theirs.shape and ordered.get(name) == "TopK":
             depth, rows = theirs.ndim, _equal_rows(_in_groups(mine), _in_groups(theirs))
-            for other, pair in pairs.items():
+            alike = [other for other in ordered if exact[other].shape == theirs.shape]
+            for other in others if len(alike) == 1 else [name]:
+                pair = pairs[other]
                 if all(tensor.shape[:depth] == theirs.shape for tensor in pair):
                     flat = pair[0].flatten(0, depth - 1), pair[1].flatten(0, depth - 1)
                     pairs[other] = _at_rows(flat, rows)
-        elif mine.shape[1:] == theirs.shape[1:] and (mine.shape != theirs.shape or operator):
+        elif mine.shape[1:] == theirs.shape[1:] and (mine.shape != theirs.shape or name in ordered):
             rows = _equal_rows(mine, theirs)
-            for other, pair in pairs.items():
+            for other in others:
+                pair = pairs[other]
                 if pair[0].ndim and [*map(len, pair)] == [len(mine), len(theirs)]:
                     pairs[other] = _at_rows(pair, rows)
         elif mine.shape == theirs.shape:
             equal.append(mine == theirs)
-    return {
-        name: _where(equal, *pair) if pair[1].is_floating_point() else pair for name, pair in pairs.items()
-    }
+    for name, pair in pairs.items():
+        if breaks(ours[name], exact[name]):
+            pairs[name] = ours[name], exact[name]
+        elif pair[1].is_floating_point():
+            pairs[name] = _where(equal, *pair)
+    return pairs
+
+
+def breaks(ours: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Return whether an output is inf or NaN where the original's is finite."""
+    if ours.shape != exact.shape:
+        return bool(exact.isfinite().all()) and not bool(ours.isfinite().all())
+    return bool((exact.isfinite() & ~ours.isfinite()).any())
 
 
 def _is_choice(tensor: torch.Tensor) -> bool:
@@ -102,7 +129,7 @@ def _is_choice(tensor: torch.Tensor) -> bool:
 
 def _in_groups(chosen: torch.Tensor) -> torch.Tensor:
     """Return the choices along the last axis, each with the number of the group that it was chosen from."""
-    groups = torch.arange(chosen[..., 0].numel()).repeat_interleave(chosen.shape[-1])
+    groups = torch.arange(chosen.shape[:-1].numel()).repeat_interleave(chosen.shape[-1])
     return torch.stack([groups, chosen.flatten()], 1)
 
 

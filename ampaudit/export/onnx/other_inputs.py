@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ampaudit.source import Batch
-from ampaudit.source.onnx.inputs import GraphInput, batch_of, by_name, size_of
+from ampaudit.source.onnx.inputs import GraphInput, batch_of, by_name, is_sum, size_of
 
 __all__ = ["OtherBatch", "other_batches"]
 
@@ -43,11 +43,16 @@ def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iter
     random = torch.Generator().manual_seed(seed)
     shuffled = {given.name: _shuffled(given, values[given.name], random) for given in inputs}
     batches = {given.sizes[0] if len(given.sizes) > 1 else None for given in inputs if given.sizes}
-    sizes = {
-        name: size + 1 if batches == {name} else _LARGER * size + 1
+    known = {
+        name: size
         for given in inputs
-        for name, size in zip(given.sizes or (), values[given.name].shape, strict=True)
-        if isinstance(name, str) and "+" not in name
+        for name, size in zip(given.sizes or (), values[given.name].shape, strict=False)
+        if isinstance(name, str)
+    }
+    sizes = {
+        name: size + 1 if batches == {name} else _LARGER * size + 1 if size else 0
+        for name, size in known.items()
+        if not is_sum(name, known)
     }
     tiled = {given.name: _tiled(given, shuffled[given.name], sizes) for given in inputs}
     if sizes and all(tensor.numel() <= _MOST_ELEMENTS for tensor in tiled.values()):
@@ -61,7 +66,7 @@ def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iter
         yield OtherBatch(what, batch_of(inputs, padded), padded=True)
     extreme = {given.name: _extreme(given, values[given.name]) for given in inputs}
     if changed := _changed(extreme, values):
-        largest = ", ".join(f"{name} up to {int(extreme[name].amax())}" for name in changed)
+        largest = ", ".join(f"{name} up to {int(extreme[name].long().amax())}" for name in changed)
         yield OtherBatch(f"larger integers ({largest})", batch_of(inputs, extreme))
 
 
@@ -78,7 +83,8 @@ def _extreme(given: GraphInput, value: torch.Tensor) -> torch.Tensor:
             given.rows - 1 if given.rows else torch.iinfo(value.dtype).max, torch.iinfo(value.dtype).max
         )
         return torch.full_like(value, most)
-    return value if int(value.abs().amax()) <= 1 else value * _LONGER
+    wide = value.long()  # few operations take unsigned integers
+    return value if int(wide.abs().amax()) <= 1 else (wide * _LONGER).to(value.dtype)
 
 
 def _padded(given: GraphInput, value: torch.Tensor) -> torch.Tensor:

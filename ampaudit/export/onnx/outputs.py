@@ -15,7 +15,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.check import ONNX_FLOATS
-from ampaudit.export.onnx.decisions import comparable_outputs, orderings
+from ampaudit.export.onnx.decisions import breaks, comparable_outputs, orderings
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import AS_IS
@@ -28,7 +28,7 @@ from ampaudit.run.observer import Observer
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
-from ampaudit.source.onnx.inputs import by_name
+from ampaudit.source.onnx.inputs import batch_of, by_name, inputs_of
 from ampaudit.source.onnx.model import OnnxModel
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
@@ -42,6 +42,7 @@ __all__ = [
     "worst_records",
 ]
 
+_NEAR_ZERO = 2.0**-7  # a rounding of bfloat16 beside 1
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -68,10 +69,11 @@ class WrittenFile:
         where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
         settings = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
         self._executors = ExecutorCache(self._model, settings, RunRecord(where.type, "emulated"))
+        self._last: tuple[Original, Tensors] | None = None
 
     def records(self, original: Original, number: int = 0) -> list[OutputRecord]:
         """Return how far each output is from the original's."""
-        ours = self._outputs(_as_taken(original.batch, self._model), original.exact, number)
+        ours = self.outputs(original, number)
         pairs = comparable_outputs(ours, original.exact, orderings(self._model.file.model))
         return [
             OutputRecord(name, dtype_name(ours[name].dtype), digest_of_tensors([ours[name]]), *found)
@@ -79,8 +81,14 @@ class WrittenFile:
             for found in [compare_output(*pair)]
         ]
 
+    def outputs(self, original: Original, number: int = 0) -> Tensors:
+        """Return the outputs of the run in 16 bits by name; the last run's are kept."""
+        if self._last is None or self._last[0] is not original:
+            taken = _as_taken(original.batch, self._model)
+            self._last = original, self._outputs(taken, original.exact, number)
+        return self._last[1]
+
     def _outputs(self, batch: Batch, expected: Tensors, number: int) -> Tensors:
-        """Return the outputs of the run in 16 bits by name."""
         executor = self._executors.get(batch, number)
         alone = LockStep(
             executor.program, executor.placed, executor.backend, executor.device, converted_only=True
@@ -115,21 +123,25 @@ def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
     low = {
         n: torch_dtype_of(kind) for n, kind in kinds.items() if kind is not None and kind.name in ONNX_FLOATS
     }
-    return Batch((), {name: t.to(low[name]) if name in low else t for name, t in given.items()})
+    cast = {name: t.to(low[name]) if name in low else t for name, t in given.items()}
+    return batch_of(inputs_of(model.inputs), cast)
 
 
-def refuse_broken(records: Iterable[OutputRecord], exact: Tensors, config: ConvertConfig) -> None:
+def refuse_broken(
+    file: WrittenFile, original: Original, records: Iterable[OutputRecord], config: ConvertConfig
+) -> None:
     """Refuse a file that computes inf or NaN, or another shape, where the original's outputs are finite.
 
     Raises:
         RunFailed: with what can be done.
     """
+    found = file.outputs(original)
     for record in records:
-        values = exact[record.name]
-        if record.max_error is None and values.isfinite().all():
+        ours, exact = found[record.name], original.exact[record.name]
+        if breaks(ours, exact) or (record.max_error is None and ours.shape != exact.shape):
             hint = "scan the model with --advise, and pass a policy that keeps more in float32"
-            if config.io != "float32" and values.to(getattr(torch, config.dtype)).isinf().any():
-                hint = f"its values reach {float(values.abs().amax()):.4g}: --io float32"
+            if config.io != "float32" and exact.to(getattr(torch, config.dtype)).isinf().any():
+                hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
             raise RunFailed(f"the written file computes {_fault(record)}", hint=hint)
 
 
@@ -146,6 +158,8 @@ def _fault(record: OutputRecord) -> str:
     if record.max_error is None:
         return f"{name} as inf or NaN" if "float" in record.dtype else f"{name} in another shape"
     accuracy = _decibels(record)
+    if accuracy == -math.inf:
+        return f"{name} as {record.max_error:.2g}, where the original is zero"
     if "float" in record.dtype:
         return f"{name} with {accuracy:.0f} dB against FP32"
     return f"{name} with {100 * 10 ** (-accuracy / 20):.2g} % of its integers changed"
@@ -153,8 +167,8 @@ def _fault(record: OutputRecord) -> str:
 
 def _decibels(record: OutputRecord) -> float:
     """Return the accuracy of an output in dB: infinite if it is exact, -infinite if it is not finite."""
-    if record.max_error is None:
-        return -math.inf
+    if record.max_error is None or (record.sqnr_db is None and record.max_error > _NEAR_ZERO):
+        return -math.inf  # the latter where the original is zero throughout
     return math.inf if record.sqnr_db is None else record.sqnr_db
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ __all__ = [
     "check_batch",
     "described",
     "inputs_of",
+    "is_sum",
     "made_batches",
     "size_of",
 ]
@@ -163,10 +164,16 @@ def size_of(size: int | str, chosen: Mapping[str, int]) -> int:
     """Return the size of an axis; exporters write sums of others, such as ``past + 1``."""
     if isinstance(size, int):
         return size
-    parts = [part.strip() for part in size.split("+")]
-    if len(parts) > 1 and all(part.isdecimal() or part in chosen for part in parts):
+    if is_sum(size, chosen):
+        parts = [part.strip() for part in size.split("+")]
         return sum(int(part) if part.isdecimal() else chosen[part] for part in parts)
     return chosen[size]
+
+
+def is_sum(size: str, known: Collection[str]) -> bool:
+    """Return whether a size is a sum of numbers and of known sizes."""
+    parts = [part.strip() for part in size.split("+")]
+    return len(parts) > 1 and all(part.isdecimal() or part in known for part in parts)
 
 
 def _made(given: GraphInput, chosen: Mapping[str, int]) -> torch.Tensor:
