@@ -16,7 +16,7 @@ __all__ = ["explain_command"]
 @click.argument("code", required=False)
 def explain_command(code: str | None) -> None:
     """Explain CODE: what it means, why it is bad, and what to write instead; without CODE, list all codes."""
-    from ampaudit.cli.output import show
+    from ampaudit.cli.terminal import show
 
     show(lambda console: _print_page(console, code) if code is not None else _print_list(console))
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import io
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,38 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.core.errors import OutputError
+from ampaudit.cli.terminal import as_text, show
 from ampaudit.render.formats import chosen_format
-from ampaudit.render.terminal import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ampaudit.report.documents import Document
 
-__all__ = ["as_text", "bound_size", "deliver", "deliver_document", "make_printable", "show"]
+__all__ = ["deliver", "deliver_document"]
 
-_MIN_SIZE, _MAX_SIZE = 20, 1000  # columns
-_HANDLER = "ampaudit-ascii"
-# the marks that our own reports use; other letters come from names, and are shown as escapes
-_ASCII = {
-    **dict(zip("▁▂▃▄▅▆▇█", "_.-~=+*#", strict=True)),
-    **{
-        "…": "...",
-        "—": "-",
-        "–": "-",
-        "−": "-",
-        "×": "x",
-        "≤": "<=",
-        "≥": ">=",
-        "→": "->",
-        "•": "*",
-        "│": "|",
-    },
-    **{"─": "-", "━": "-", "┃": "|", "⋮": ":", "’": "'", "“": '"', "”": '"', "▌": "|"},
-    **dict.fromkeys("✅❌⚠", ""),
-    **dict.fromkeys("┏┓┗┛┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
-}
 _FILE_WIDTH = 100
 
 
@@ -103,58 +78,3 @@ def deliver(
         if verdict is not None:
             show(verdict, stderr=True)
         click.echo(f"written to {output}", err=True)
-
-
-class _StandardOutput(io.FileIO):
-    """File descriptor 1, whose failures are told as what they are."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OutputError(
-                f"cannot write to standard output: {error.strerror}", hint="free some space, or use -o FILE"
-            ) from error
-
-
-def bound_size() -> None:
-    """Keep COLUMNS and LINES within what can be printed; what is no size does not count."""
-    for name in ("COLUMNS", "LINES"):
-        text = os.environ.pop(name, "").lstrip("0")
-        if text.isascii() and text.isdigit():
-            size = int(text[: len(str(_MAX_SIZE)) + 1])
-            os.environ[name] = str(min(max(size, _MIN_SIZE), _MAX_SIZE))
-
-
-def make_printable() -> None:
-    """Write characters that the encoding of stdout or stderr lacks in ASCII, and explain a full stdout."""
-    codecs.register_error(_HANDLER, _in_ascii)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_HANDLER)
-    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
-        raw = io.BufferedWriter(_StandardOutput(sys.stdout.fileno(), "wb", closefd=False))
-        sys.stdout = io.TextIOWrapper(raw, sys.stdout.encoding, _HANDLER)
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        assert isinstance(error, UnicodeDecodeError)
-        return "\ufffd", error.end  # who captures a stream reads it with the stream's own handler
-    text = error.object[error.start : error.end]
-    plain = (_ASCII.get(letter, letter) for letter in text)
-    return "".join(p.encode("ascii", "backslashreplace").decode() for p in plain), error.end
-
-
-def show(printed: Callable[[Console], None], *, stderr: bool = False) -> None:
-    """Print with rich, without colors and trailing blanks unless it is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False)
-    if console.is_terminal:
-        printed(console)
-        return
-    stream = sys.stderr if stderr else sys.stdout
-    stream.write(as_text(printed, console.width))

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
-from ampaudit.cli.output import bound_size, make_printable
+from ampaudit.cli.terminal import bound_size, make_printable
 from ampaudit.core.errors import AuditError, did_you_mean, first_line
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.interrupts import INTERRUPTED

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -13,12 +11,10 @@ from rich.text import Text
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.grid import UncutTable, hanging, labelled, open_table
+from ampaudit.render.plaintext import as_text
 from ampaudit.report.documents import Document
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["as_text", "printable", "to_text"]
+__all__ = ["printable", "to_text"]
 
 
 def printable(sections: Iterable[Section]) -> Group:
@@ -71,18 +67,3 @@ def _table(table: Table) -> RenderableType:
     for row in table.rows:
         made.add_row(*(_text(cell, fold=table.fold) for cell in row))
     return made
-
-
-def as_text(printed: Callable[[Console], None], width: int, *, terminal: bool = False) -> str:
-    """Return printed output as text without colors and trailing blanks.
-
-    Args:
-        printed: prints it.
-        width: at which lines are wrapped.
-        terminal: whether tables, too, must fit; in a file or a pipe they are as wide as what is in them.
-    """
-    from rich.console import Console
-
-    stream = io.StringIO()
-    printed(Console(file=stream, width=width, highlight=False, color_system=None, force_terminal=terminal))
-    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().split("\n")[:-1])

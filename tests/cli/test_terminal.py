@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 
 import ampaudit.cli.progress as progress_module
-from ampaudit.cli.output import _ASCII, _HANDLER, make_printable
 from ampaudit.cli.progress import ProgressBar
-from ampaudit.render.terminal import as_text
+from ampaudit.cli.terminal import _ASCII, _HANDLER, make_printable
+from ampaudit.render.plaintext import as_text
 from tests.support.paths import ROOT
 from tests.support.saved import PLACE
 

@@ -93,7 +93,7 @@ def test_stacked_layers_share_a_row_that_shows_the_worst_of_them() -> None:
 
 def tables(report: TuningReport) -> str:
     """The tables with stacked layers merged, as Markdown and pages have them."""
-    from ampaudit.render.terminal import as_text
+    from ampaudit.render.plaintext import as_text
 
     sections = printable(tuning_tables(report, full=False, grouped=True))
     return as_text(lambda console: console.print(sections), 200)
@@ -107,7 +107,7 @@ def test_a_terminal_shows_ten_lines_and_the_rest_on_demand() -> None:
 
 
 def lines_of(report: TuningReport, verbosity: int) -> Iterator[str]:
-    from ampaudit.render.terminal import as_text
+    from ampaudit.render.plaintext import as_text
 
     yield from as_text(lambda console: console.print(for_terminal(report, verbosity)), 200).splitlines()
 
