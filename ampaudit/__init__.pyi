@@ -26,8 +26,8 @@ from ampaudit.export.config import ConvertConfig as ConvertConfig
 from ampaudit.export.config import VerifyConfig as VerifyConfig
 from ampaudit.export.convert import convert as convert
 from ampaudit.export.verify import verify as verify
+from ampaudit.linter.config import LintConfig as LintConfig
 from ampaudit.linter.lint import lint as lint
-from ampaudit.linter.selection import LintConfig as LintConfig
 from ampaudit.policy import Policy as Policy
 from ampaudit.policy import load_policy as load_policy
 from ampaudit.recording.calls import record as record

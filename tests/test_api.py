@@ -22,7 +22,7 @@ from ampaudit.ci.config import CheckConfig, CheckOptions
 from ampaudit.core.config import Config, option_of
 from ampaudit.core.errors import InputError, PolicyError, UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig, VerifyOptions
-from ampaudit.linter.selection import LintConfig, LintOptions
+from ampaudit.linter.config import LintConfig, LintOptions
 from ampaudit.render.render import as_file
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.compare import DiffConfig, DiffOptions

@@ -147,6 +147,11 @@ def test_torch_is_not_loaded(modules: list[str]) -> None:
         assert not any(name.split(".")[0] == "torch" for name in loaded_with(module)), module
 
 
+def test_files_are_checked_by_a_process_without_torch() -> None:
+    """It starts while the file is run elsewhere: to load torch would take longer than the check."""
+    assert not any(name.split(".")[0] == "torch" for name in loaded_with("ampaudit.export.onnx.check"))
+
+
 def exported(module: str) -> set[str]:
     """What a module exports of its own; packages hand on what their modules export."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ from torch import nn
 import ampaudit
 from ampaudit.ci.config import read_config
 from ampaudit.cli.program import main
-from ampaudit.linter.selection import read_lint_config
+from ampaudit.linter.config import read_lint_config
 from ampaudit.policy import load_policy
 from tests.support.paths import ROOT
 from tests.support.processors import tokenizer

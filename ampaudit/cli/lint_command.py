@@ -22,7 +22,7 @@ from ampaudit.cli.options import (
 from ampaudit.cli.output import deliver_document
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control
-from ampaudit.linter.selection import LintConfig, read_lint_config
+from ampaudit.linter.config import LintConfig, read_lint_config
 
 if TYPE_CHECKING:
     from ampaudit.linter.linting import LintedFile

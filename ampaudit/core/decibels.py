@@ -1,10 +1,10 @@
-"""Signal-to-noise ratios in decibels, from sums of squares."""
+"""Signal-to-noise ratios in decibels, from sums of squares; and what stands for one of integers."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["ratio_db", "signal_to_noise_db"]
+__all__ = ["differing_share", "ratio_db", "share_db", "signal_to_noise_db"]
 
 
 def signal_to_noise_db(signal: float, noise: float) -> float | None:
@@ -21,3 +21,16 @@ def ratio_db(signal: float, noise: float) -> float:
     if ratio == 0.0:
         return -math.inf
     return 10.0 * math.log10(ratio) if math.isfinite(ratio) else math.inf
+
+
+def share_db(share: float) -> float | None:
+    """20 log10(1 / share) of integers that differ; ``None`` if none does.
+
+    20 dB, a tenth of the amplitude for floats, is a tenth of the elements.
+    """
+    return -20.0 * math.log10(share) if share else None
+
+
+def differing_share(db: float) -> float:
+    """The share of integers that differ, of an accuracy that ``share_db`` gives."""
+    return math.pow(10.0, -db / 20.0)

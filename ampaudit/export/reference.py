@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ampaudit.core.decibels import signal_to_noise_db
+from ampaudit.core.decibels import share_db, signal_to_noise_db
 from ampaudit.core.errors import first_line
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
@@ -101,7 +101,7 @@ def flat_outputs(output: Any) -> list[torch.Tensor]:
 def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
     """Return the largest absolute error and the SQNR in dB; ``None`` if not finite, or exact.
 
-    The SQNR of integers is 20 log10(1 / share that differs), as in a scan. Tensors of different shapes have
+    The SQNR of integers is their ``share_db``, as in a scan. Tensors of different shapes have
     neither.
     """
     ours, reference = ours.detach(), reference.detach()
@@ -111,8 +111,8 @@ def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float |
         return 0.0, None
     if not ours.is_floating_point():
         largest = float((ours.double() - reference.double()).abs().amax())
-        share = float((ours != reference).double().mean())
-        return largest, round(-20.0 * math.log10(share), 2) if share else None
+        db = share_db(float((ours != reference).double().mean()))
+        return largest, None if db is None else round(db, 2)
     wide = torch.float64 if torch.float64 in (ours.dtype, reference.dtype) else torch.float32
     error = ours.to(wide) - reference.to(wide)
     if not error.isfinite().all():  # where both are infinite, or NaN, they agree

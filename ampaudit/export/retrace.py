@@ -15,8 +15,8 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.dynamic import DynamicShapes
 from ampaudit.export.fold import fold_casts, folded_weights
-from ampaudit.export.onnx.check import run_onnx
 from ampaudit.export.onnx.torch_export import max_difference
+from ampaudit.export.onnx.write import run_onnx
 from ampaudit.export.program import GraphModel, tensors_only
 from ampaudit.export.reference import digest_of_tensors, flat_outputs, run_program
 from ampaudit.policy import load_policy

@@ -14,8 +14,9 @@ from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
 from ampaudit.core.version import __version__
+from ampaudit.linter.config import LintConfig, LintOptions
 from ampaudit.linter.linting import LintedFile, lint_files
-from ampaudit.linter.selection import UNUSED_SUPPRESSION, LintConfig, LintOptions
+from ampaudit.linter.selection import UNUSED_SUPPRESSION
 from ampaudit.report.finding import KNOWN, gate_at
 from ampaudit.report.lint import LintFinding, LintReport
 from ampaudit.report.saved import read_document

@@ -21,13 +21,14 @@ from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.discovery import find_files, leaves_tree
 from ampaudit.linter.flow.relevance import is_worth_reading
 from ampaudit.linter.flow.script import ScriptTooLong, parse, read_script
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.reporting import Suppressions, severity_of, to_findings
-from ampaudit.linter.selection import UNUSED_SUPPRESSION, LintConfig, RuleSelection
+from ampaudit.linter.selection import UNUSED_SUPPRESSION, RuleSelection
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.linter.source_tree import SourceTree
 from ampaudit.report.lint import LintFinding, UnreadFile

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
 
-from pydantic import BeforeValidator
-
-from ampaudit.core.config import Config, FilePath, Option, Texts
 from ampaudit.core.errors import UsageError, did_you_mean
-from ampaudit.core.pyproject import read_options
 from ampaudit.core.untrusted import describe
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.declared_torch import UNDECLARED, DeclaredTorch, declared_torch
 from ampaudit.linter.diagnostic import Applicability, Fix
 from ampaudit.linter.discovery import matches
 from ampaudit.linter.fix_safety import applicability
-from ampaudit.report.finding import FailOn, Severity
+from ampaudit.report.finding import Severity
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
 
-__all__ = ["UNUSED_SUPPRESSION", "LintConfig", "LintOptions", "RuleSelection", "read_lint_config"]
-
+__all__ = ["UNUSED_SUPPRESSION", "RuleSelection"]
 
 UNUSED_SUPPRESSION = "AMP991"
 
@@ -103,58 +98,3 @@ def _parse_codes(texts: Iterable[str]) -> Iterator[str]:
                 )
                 raise UsageError(f"{describe(part)!r} matches no lint rule", hint=hint)
             yield code
-
-
-def _of_table(given: Any) -> Any:
-    """Return the entries of a table such as ``{"tests/*": ["AMP86"]}`` as they are written in a command."""
-    if not isinstance(given, dict):
-        return given
-    entries = ((glob, [found] if isinstance(found, str) else found) for glob, found in given.items())
-    return [f"{glob}:{','.join(map(str, found))}" for glob, found in entries if isinstance(found, list)]
-
-
-class LintConfig(Config):
-    """What to lint and what to report."""
-
-    select: Annotated[Texts, Option("Codes or prefixes to enable (repeatable).", metavar="CODES")] = ()
-    ignore: Annotated[Texts, Option("Codes or prefixes to disable (repeatable).", metavar="CODES")] = ()
-    per_file_ignores: Annotated[
-        Texts,
-        BeforeValidator(_of_table),
-        Option("Codes or prefixes to disable in files (repeatable).", metavar="GLOB:CODES"),
-    ] = ()
-    notes: Annotated[bool, Option("Report notes as well.")] = False
-    exclude: Annotated[Texts, Option("Files or directories to skip (repeatable).", metavar="GLOB")] = ()
-    gitignore: Annotated[bool, Option("Lint files that git ignores as well.", flags=("--no-gitignore",))] = (
-        True
-    )
-    unsafe_fixes: Annotated[
-        bool, Option("Let --fix and --diff make changes as well that should be read before they are kept.")
-    ] = False
-    baseline: Annotated[
-        FilePath | None, Option("Leave out what this JSON report of lint has.", metavar="FILE")
-    ] = None
-    fail_on: Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")] = "warning"
-
-
-class LintOptions(TypedDict, total=False):
-    """The fields of ``LintConfig`` as keywords."""
-
-    select: Sequence[str]
-    ignore: Sequence[str]
-    per_file_ignores: Sequence[str]
-    notes: bool
-    exclude: Sequence[str]
-    gitignore: bool
-    unsafe_fixes: bool
-    baseline: str | Path | None
-    fail_on: FailOn
-
-
-def read_lint_config(path: Path) -> dict[str, Any]:
-    """Read the options in a pyproject.toml, by field name.
-
-    Raises:
-        UsageError: not TOML, or a key or value that ``ampaudit lint`` does not know.
-    """
-    return read_options(LintConfig, path, "tool.ampaudit.lint")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.core.decibels import differing_share
 from ampaudit.core.text import format_bytes
 from ampaudit.report.card import CardRows, Shown
 from ampaudit.report.gap import Gap
@@ -32,6 +33,16 @@ class OutputRecord:
     sha256: str
     max_error: float | None
     sqnr_db: float | None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point numbers, and no integers or booleans."""
+        return "float" in self.dtype
+
+    @property
+    def differing(self) -> float | None:
+        """The share of its integers that differ; ``None`` of floats, and where all or none agree."""
+        return None if self.is_float or self.sqnr_db is None else differing_share(self.sqnr_db)
 
 
 @dataclass(frozen=True, slots=True)

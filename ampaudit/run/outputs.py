@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ampaudit.core.decibels import ratio_db
+from ampaudit.core.decibels import ratio_db, share_db
 from ampaudit.run.measure import FIELDS, measure_cpu, measure_on_device
 from ampaudit.run.views import flat_pair
 
@@ -155,13 +155,12 @@ class OutputComparison:
     def accuracy_db(self) -> float | None:
         """Return the signal-to-noise ratio in dB; ``None`` if exact, -inf if nothing is right.
 
-        10 log10(sum ref^2 / sum err^2) for floats. For integers 20 log10(1 / share that differs): 20 dB,
-        a tenth of the amplitude for floats, is a tenth of the elements.
+        10 log10(sum ref^2 / sum err^2) for floats; for integers see ``share_db``.
         """
         if self.mismatch or self.bad:
             return -math.inf
         if self.kind == "integer":
-            return -20.0 * math.log10(self.differing / self.elements) if self.differing else None
+            return share_db(self.differing / self.elements) if self.elements else None
         return _decibel(self.ref_sq, self.err_sq)
 
     @property

@@ -27,7 +27,8 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.text import parse_size
 from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
-from ampaudit.linter.selection import LintConfig, RuleSelection
+from ampaudit.linter.config import LintConfig
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.report.check import Budgets, Measurements, Request, TargetResult
 from ampaudit.report.model import Report
 from ampaudit.source import Batch, ModelSource

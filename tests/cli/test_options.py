@@ -15,7 +15,7 @@ from ampaudit.core.config import Config, option_of
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.config import ConvertConfig, VerifyConfig
-from ampaudit.linter.selection import LintConfig, read_lint_config
+from ampaudit.linter.config import LintConfig, read_lint_config
 from ampaudit.report.compare import DiffConfig
 from ampaudit.training.config import TrainConfig
 from tests.support import cli as support

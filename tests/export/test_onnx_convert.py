@@ -13,7 +13,7 @@ from onnx import TensorProto
 from ampaudit.core.errors import RunFailed, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
-from ampaudit.export.onnx.check import write_model
+from ampaudit.export.onnx.write import write_model
 from ampaudit.export.verify import verify
 from ampaudit.source.open import open_source
 from tests.support.onnx_conversion import CLOSE, FLOATS, check_structure, close, converted, types

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-import ampaudit
-from tests.support.onnx_conversion import check_structure
+from tests.support.onnx_conversion import check_structure, converted_graph
 from tests.support.onnx_strict import run_strict
 from tests.support.onnx_typed import Arrays
 
 GRAPHS = Path(__file__).parents[1] / "data" / "onnx"
 Floats = NDArray[np.float32]
 Make = Callable[[np.random.Generator, int], Arrays]  # inputs of one size
-SIZES = (1, 2, 5)  # 0 would be the audit's
+SIZES = (1, 2, 5)  # the audit is of 2, with other values
 
 
 def table(random: np.random.Generator, rows: int) -> Floats:
@@ -64,14 +64,6 @@ GIVEN: dict[str, Make] = {
 }
 
 
-def converted(name: str, inputs: Arrays, folder: Path) -> Path:
-    np.savez(folder / "inputs.npz", **inputs)
-    before, source = GRAPHS / f"{name}.onnx", ampaudit.SourceConfig(inputs=folder / "inputs.npz")
-    report, made = ampaudit.convert(str(before), None, folder / "out", source=source)
-    assert made is not None, report.findings
-    return folder / "out" / "model.onnx"
-
-
 def outputs(path: Path, inputs: Arrays) -> Arrays:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [place.name for place in session.get_outputs()]
@@ -97,7 +89,8 @@ def check_close(found: Arrays, exact: Arrays) -> None:
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_file_is_right_on_other_inputs(name: str, tmp_path: Path) -> None:
     random = np.random.default_rng(3)
-    before, after = GRAPHS / f"{name}.onnx", converted(name, GIVEN[name](random, 2), tmp_path)
+    before, after = tmp_path / "before.onnx", tmp_path / "out" / "model.onnx"
+    converted_graph(onnx.load(GRAPHS / f"{name}.onnx"), GIVEN[name](random, 2), tmp_path)
     check_structure(before, after)
     for size in SIZES:
         inputs = GIVEN[name](random, size)
@@ -125,15 +118,16 @@ def steps(path: Path, tokens: Sequence[int]) -> Iterator[Floats]:
 
 def test_a_decoder_agrees_over_several_steps(tmp_path: Path) -> None:
     """GroupQueryAttention, rotary positions and weights of four bits, as ONNX Runtime GenAI exports them."""
-    name, random = "genai_decoder_4_bits", np.random.default_rng(3)
-    caches = {f"past_key_values.{layer}.{part}": layer for layer in (0, 1) for part in ("key", "value")}
+    random = np.random.default_rng(3)
+    caches = [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
     inputs = {
         "input_ids": random.integers(0, 200, (1, 12)),
         "attention_mask": np.ones((1, 12), np.int64),
         **{cache: np.zeros((1, 2, 0, 16), np.float32) for cache in caches},
     }
-    after = converted(name, inputs, tmp_path)
+    converted_graph(onnx.load(GRAPHS / "genai_decoder_4_bits.onnx"), inputs, tmp_path)
+    before, after = tmp_path / "before.onnx", tmp_path / "out" / "model.onnx"
     tokens = random.integers(0, 200, 20).tolist()
-    for found, exact in zip(steps(after, tokens), steps(GRAPHS / f"{name}.onnx", tokens), strict=True):
+    for found, exact in zip(steps(after, tokens), steps(before, tokens), strict=True):
         assert np.square(found - exact).sum() <= 1e-4 * np.square(exact).sum()
         assert found.argmax() == exact.argmax()

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-import ampaudit
+from tests.support.onnx_conversion import converted_graph
 from tests.support.onnx_typed import RANDOM, Arrays, F, floats, graph, node, ran
 
 
@@ -81,11 +81,7 @@ def test_it_stays_in_float32_and_its_neighbours_are_converted(operator: str, tmp
     make, neighbour = GRAPHS[operator]
     model, inputs = make()
     before, after = tmp_path / "before.onnx", tmp_path / "out" / "model.onnx"
-    onnx.save(model, before)
-    np.savez(tmp_path / "inputs.npz", **inputs)
-    source = ampaudit.SourceConfig(inputs=tmp_path / "inputs.npz")
-    report, made = ampaudit.convert(str(before), None, tmp_path / "out", source=source)
-    assert made is not None, report.findings
+    converted_graph(model, inputs, tmp_path)
     for exact, found in zip(ran(before, inputs), ran(after, inputs), strict=True):
         if exact.dtype.kind == "i":
             np.testing.assert_array_equal(found, exact)

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import ampaudit
+from tests.support.onnx_conversion import converted_graph
 
 F, BOOL, INT64 = TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
 
@@ -93,14 +93,10 @@ def test_the_written_loop_gives_what_the_original_gives(
     ends: str, turns: int, factor: float, options: str, tmp_path: Path
 ) -> None:
     model = loop(ends, turns, factor, **{name: name in options for name in ("moved", "scans", "nested")})
-    onnx.save(model, tmp_path / "before.onnx")
     inputs: dict[str, Any] = {"x": np.array([0.5, -1.0, 1.5, 2.0], np.float32)}
     if ends == "input":
         inputs["turns"] = np.array(turns, np.int64)
-    np.savez(tmp_path / "inputs.npz", **inputs)
-    source = ampaudit.SourceConfig(inputs=tmp_path / "inputs.npz")
-    report, made = ampaudit.convert(str(tmp_path / "before.onnx"), None, tmp_path / "out", source=source)
-    assert made is not None, report.findings
+    converted_graph(model, inputs, tmp_path)
     paths = (tmp_path / "before.onnx", tmp_path / "out" / "model.onnx")
     exact, found = (onnxruntime.InferenceSession(path).run(None, inputs) for path in paths)
     for one, other in zip(exact, found, strict=True):

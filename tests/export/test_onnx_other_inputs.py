@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-import ampaudit
+from tests.support.onnx_conversion import converted_graph
 from tests.support.onnx_strict import run_strict
 from tests.support.onnx_typed import Arrays, floats, graph, node, ran
 
@@ -24,12 +24,7 @@ def summing(level: float, sizes: list[int | str]) -> tuple[onnx.ModelProto, Arra
 
 
 def notes(model: onnx.ModelProto, inputs: Arrays, folder: Path, **options: str) -> tuple[str, ...]:
-    onnx.save(model, folder / "before.onnx")
-    np.savez(folder / "inputs.npz", **inputs)
-    source = ampaudit.SourceConfig(inputs=folder / "inputs.npz")
-    _, made = ampaudit.convert(str(folder / "before.onnx"), None, folder / "out", source=source, **options)
-    assert made is not None
-    return made.notes
+    return converted_graph(model, inputs, folder, **options).notes
 
 
 def check_right(folder: Path, inputs: Arrays, decibels: float = 40.0) -> None:

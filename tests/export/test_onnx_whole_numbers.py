@@ -13,9 +13,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-import ampaudit
 from ampaudit.core.formats import FLOAT16
 from ampaudit.export.onnx.whole_numbers import whole_number_nodes
+from tests.support.onnx_conversion import converted_graph
 from tests.support.onnx_strict import run_strict
 from tests.support.onnx_typed import Arrays, floats, graph, node, ran
 
@@ -248,13 +248,8 @@ GRAPHS: dict[str, Callable[[int], Made]] = {
 
 
 def converted(model: onnx.ModelProto, inputs: Arrays, folder: Path) -> tuple[Path, Path]:
-    before = folder / "before.onnx"
-    onnx.save(model, before)
-    np.savez(folder / "inputs.npz", **inputs)
-    source = ampaudit.SourceConfig(inputs=folder / "inputs.npz")
-    report, made = ampaudit.convert(str(before), None, folder / "out", source=source)
-    assert made is not None, report.findings
-    return before, folder / "out" / "model.onnx"
+    converted_graph(model, inputs, folder)
+    return folder / "before.onnx", folder / "out" / "model.onnx"
 
 
 @pytest.mark.parametrize("name", GRAPHS)

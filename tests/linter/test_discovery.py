@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import lint_files
-from ampaudit.linter.selection import LintConfig
 from tests.linter.examples import notebook
 
 

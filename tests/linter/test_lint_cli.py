@@ -14,9 +14,9 @@ import pytest
 import yaml
 from junitparser import JUnitXml
 
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.lint import lint_report
 from ampaudit.linter.linting import RuleSelection, lint_text
-from ampaudit.linter.selection import LintConfig
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
 from ampaudit.report.lint import LintReport

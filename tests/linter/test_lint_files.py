@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import lint_bytes, lint_files
-from ampaudit.linter.selection import LintConfig, RuleSelection
+from ampaudit.linter.selection import RuleSelection
 from tests.support.clock import soon
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

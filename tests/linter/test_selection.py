@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ampaudit.core.errors import UsageError
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import RuleSelection, lint_text
-from ampaudit.linter.selection import LintConfig
 from tests.linter.examples import BAD, UNSURE
 
 

@@ -17,7 +17,7 @@ from ampaudit.report.conversion import Conversion
 from ampaudit.source.open import open_source
 from tests.support.onnx_models.case import Arrays
 
-__all__ = ["CLOSE", "FLOATS", "check_structure", "close", "converted", "types"]
+__all__ = ["CLOSE", "FLOATS", "check_structure", "close", "converted", "converted_graph", "types"]
 
 FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 CLOSE = 2e-2  # of the largest value of an output
@@ -30,6 +30,13 @@ def converted(path: Path, inputs: Arrays, output: Path, **options: Any) -> Conve
     report, made = convert(source, None, output, **options)
     assert made is not None, report.headline
     return made
+
+
+def converted_graph(model: onnx.ModelProto, inputs: Arrays, folder: Path, **options: Any) -> Conversion:
+    """Write a graph to ``before.onnx``, and convert it into ``out``."""
+    before = folder / "before.onnx"
+    onnx.save(model, before)
+    return converted(before, inputs, folder / "out", **options)
 
 
 def close(expected: Arrays, found: Arrays) -> None:

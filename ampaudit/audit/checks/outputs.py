@@ -11,6 +11,7 @@ from ampaudit.audit.checks.compared_numbers import rounded_number
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
 from ampaudit.audit.checks.precision import subtracts
 from ampaudit.audit.checks.steps import error_growth
+from ampaudit.core.decibels import differing_share
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.accuracy import LOST_DB
@@ -100,7 +101,9 @@ def _required(context: CheckContext, seen: OutputComparison) -> str:
     if seen.mismatch or seen.bad:
         return "it cannot be compared with FP32"
     if seen.kind == "integer":
-        return f"at most {10 ** (-context.min_sqnr / 20):.0%} may differ (--min-sqnr {context.min_sqnr:.0f})"
+        return (
+            f"at most {differing_share(context.min_sqnr):.0%} may differ (--min-sqnr {context.min_sqnr:.0f})"
+        )
     return f"{context.min_sqnr:.0f} dB are required"
 
 
@@ -164,7 +167,7 @@ def _decibels(accuracy: float | None, seen: OutputComparison) -> str:
     if accuracy == -math.inf:
         return "nothing right"
     if seen.kind == "integer":
-        return f"{round(10 ** (-accuracy / 20) * seen.elements)} elements wrong"
+        return f"{round(differing_share(accuracy) * seen.elements)} elements wrong"
     return f"{accuracy:.0f} dB"
 
 

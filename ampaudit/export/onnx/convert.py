@@ -16,7 +16,7 @@ from ampaudit.core.files import check_unchanged, staged_directory
 from ampaudit.core.text import format_number, plural
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
-from ampaudit.export.onnx.check import ONNX_FLOATS, casts_in, checking, write_model
+from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.metadata import annotate_graph
 from ampaudit.export.onnx.other_inputs import OtherBatch, other_batches
 from ampaudit.export.onnx.outputs import (
@@ -30,6 +30,7 @@ from ampaudit.export.onnx.plan import OnnxPlan, PlanWishes, decisions_of, plan_o
 from ampaudit.export.onnx.regions import choose_types
 from ampaudit.export.onnx.rewrite import Rewriter
 from ampaudit.export.onnx.types import is_float32, strangers_in
+from ampaudit.export.onnx.write import ONNX_FLOATS, casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.weight_files import WeightFiles
 from ampaudit.render.json import to_json
@@ -244,8 +245,9 @@ def _written(
     with checking(path, runtime=config.dtype == "float16", strangers=strangers):
         file, records = WrittenFile(path, config), []
         for number, original in enumerate(given):
-            records.append(file.records(original, number))
-            refuse_broken(file, original, records[-1], config)
+            ours = file.outputs(original, number)
+            records.append(file.records(ours, original.exact))
+            refuse_broken(records[-1], ours, original.exact, config)
         faults = [
             fault for other, original in others for fault in _faults(file, other, original, config.min_sqnr)
         ]
@@ -261,7 +263,7 @@ def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: 
     if not sound:
         return
     try:
-        records = tuple(file.records(original))
+        records = tuple(file.records(file.outputs(original), original.exact))
     except RunFailed as failed:
         yield _Fault(other, (), f"with {other.what}, {failed.args[0]}")
     except AuditError:  # of a size that cannot be run here

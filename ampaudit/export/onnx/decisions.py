@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampaudit.export.onnx.types import is_float32
+from ampaudit.export.onnx.types import CHOOSING, COMPARING, is_float32, on_last_axis
 from ampaudit.source.onnx.names import bodies_of, plain_domain
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["breaks", "comparable_outputs", "nodes_before_choices", "orderings"]
 
-_CHOOSING = {"ArgMax", "ArgMin", "NonMaxSuppression", "TopK"}
-_COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
 Outputs = Mapping[str, torch.Tensor]
 
 
@@ -43,8 +41,8 @@ def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
 
 
 def _chooses(node: ir.Node) -> bool:
-    names = _CHOOSING | _COMPARING
-    return node.op_type in names and plain_domain(node.domain) == "" and any(map(is_float32, node.inputs))
+    chooses = node.op_type in CHOOSING | COMPARING and plain_domain(node.domain) == ""
+    return chooses and any(map(is_float32, node.inputs))
 
 
 def orderings(model: ir.Model) -> dict[str, str]:
@@ -59,17 +57,9 @@ def orderings(model: ir.Model) -> dict[str, str]:
             producer = producer.inputs[0].producer() if producer.inputs[0] is not None else None
         if producer is None or is_float32(value):
             continue
-        if producer.op_type == "NonMaxSuppression" or (
-            producer.op_type == "TopK" and _by_last_axis(producer)
-        ):
+        if producer.op_type == "NonMaxSuppression" or (producer.op_type == "TopK" and on_last_axis(producer)):
             found[str(value.name)] = producer.op_type
     return found
-
-
-def _by_last_axis(node: ir.Node) -> bool:
-    data = node.inputs[0]
-    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
-    return axis == -1 or (data is not None and data.shape is not None and axis == len(data.shape) - 1)
 
 
 def comparable_outputs(

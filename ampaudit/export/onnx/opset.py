@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.export.onnx.types import is_float32, node_types, schema_of
+from ampaudit.export.onnx.types import is_float32, node_types, on_last_axis, schema_of
 from ampaudit.source.onnx.names import STANDARD
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _means_the_same(node: ir.Node, given: int, version: int) -> bool:
         return False
     if old.since_version == new.since_version:
         return True
-    if old.since_version < _CHANGED.get(node.op_type, 0) <= new.since_version and not _on_last_axis(node):
+    if old.since_version < _CHANGED.get(node.op_type, 0) <= new.since_version and not _keeps_last_axis(node):
         return False
     inputs = [[formal.name for formal in schema.inputs] for schema in (old, new)]
     outputs = [[formal.name for formal in schema.outputs] for schema in (old, new)]
@@ -79,12 +79,9 @@ def _means_the_same(node: ir.Node, given: int, version: int) -> bool:
     return not (added or changed or halves) and kept
 
 
-def _on_last_axis(node: ir.Node) -> bool:
-    """Return whether a softmax is over the last axis, where its versions agree."""
-    axis, shape = node.attributes.get("axis"), node.inputs[0].shape if node.inputs[0] is not None else None
-    if not node.op_type.endswith(("Softmax", "Hardmax")) or axis is None:
-        return False
-    return axis.value == -1 or (shape is not None and axis.value == len(shape) - 1)
+def _keeps_last_axis(node: ir.Node) -> bool:
+    """Return whether a softmax says that it is over the last axis, where its versions agree."""
+    return node.op_type.endswith(("Softmax", "Hardmax")) and "axis" in node.attributes and on_last_axis(node)
 
 
 def _default(schema: Any, name: str) -> bytes:

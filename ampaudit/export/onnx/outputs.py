@@ -14,8 +14,8 @@ from ampaudit.core.errors import RunFailed
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.onnx.check import ONNX_FLOATS
 from ampaudit.export.onnx.decisions import breaks, comparable_outputs, orderings
+from ampaudit.export.onnx.write import ONNX_FLOATS
 from ampaudit.export.reference import compare_output, digest_of_tensors
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import AS_IS
@@ -69,26 +69,19 @@ class WrittenFile:
         where, form = pick_device(config.device, audits=True), low_precision_format(config.dtype)
         settings = RunConfig(load_policy(AS_IS), load_policy("torch-cuda"), form, where, config.seed)
         self._executors = ExecutorCache(self._model, settings, RunRecord(where.type, "emulated"))
-        self._last: tuple[Original, Tensors] | None = None
 
-    def records(self, original: Original, number: int = 0) -> list[OutputRecord]:
+    def records(self, ours: Tensors, exact: Tensors) -> list[OutputRecord]:
         """Return how far each output is from the original's."""
-        ours = self.outputs(original, number)
-        pairs = comparable_outputs(ours, original.exact, orderings(self._model.file.model))
-        return [
-            OutputRecord(name, dtype_name(ours[name].dtype), digest_of_tensors([ours[name]]), *found)
-            for name, pair in pairs.items()
-            for found in [compare_output(*pair)]
-        ]
+        pairs = comparable_outputs(ours, exact, orderings(self._model.file.model))
+        records = []
+        for name, pair in pairs.items():
+            dtype, digest = dtype_name(ours[name].dtype), digest_of_tensors([ours[name]])
+            records.append(OutputRecord(name, dtype, digest, *compare_output(*pair)))
+        return records
 
     def outputs(self, original: Original, number: int = 0) -> Tensors:
-        """Return the outputs of the run in 16 bits by name; the last run's are kept."""
-        if self._last is None or self._last[0] is not original:
-            taken = _as_taken(original.batch, self._model)
-            self._last = original, self._outputs(taken, original.exact, number)
-        return self._last[1]
-
-    def _outputs(self, batch: Batch, expected: Tensors, number: int) -> Tensors:
+        """Return the outputs of the run in 16 bits by name."""
+        batch, expected = _as_taken(original.batch, self._model), original.exact
         executor = self._executors.get(batch, number)
         alone = LockStep(
             executor.program, executor.placed, executor.backend, executor.device, converted_only=True
@@ -128,41 +121,42 @@ def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
 
 
 def refuse_broken(
-    file: WrittenFile, original: Original, records: Iterable[OutputRecord], config: ConvertConfig
+    records: Iterable[OutputRecord], ours: Tensors, exact: Tensors, config: ConvertConfig
 ) -> None:
     """Refuse a file that computes inf or NaN, or another shape, where the original's outputs are finite.
 
     Raises:
         RunFailed: with what can be done.
     """
-    found = file.outputs(original)
     for record in records:
-        ours, exact = found[record.name], original.exact[record.name]
-        if breaks(ours, exact) or (record.max_error is None and ours.shape != exact.shape):
+        values, original = ours[record.name], exact[record.name]
+        if breaks(values, original) or (record.max_error is None and values.shape != original.shape):
             hint = "scan the model with --advise, and pass a policy that keeps more in float32"
-            if config.io != "float32" and exact.to(getattr(torch, config.dtype)).isinf().any():
-                hint = f"its values reach {float(exact.abs().amax()):.4g}: --io float32"
+            if config.io != "float32" and original.to(getattr(torch, config.dtype)).isinf().any():
+                hint = f"its values reach {float(original.abs().amax()):.4g}: --io float32"
             raise RunFailed(f"the written file computes {_fault(record)}", hint=hint)
 
 
 def describe_inaccurate(
-    records: Iterable[OutputRecord], min_sqnr: float, of_integers: float | None = None
+    records: Iterable[OutputRecord], min_sqnr: float, of_integers: float = -math.inf
 ) -> str:
     """Describe the outputs that are less accurate than that; empty if there are none."""
-    least = {True: min_sqnr, False: min_sqnr if of_integers is None else max(min_sqnr, of_integers)}
-    return ", ".join(_fault(r) for r in records if _decibels(r) < least["float" in r.dtype])
+    return ", ".join(
+        _fault(record)
+        for record in records
+        if _decibels(record) < (min_sqnr if record.is_float else max(min_sqnr, of_integers))
+    )
 
 
 def _fault(record: OutputRecord) -> str:
     name = describe(record.name)
     if record.max_error is None:
-        return f"{name} as inf or NaN" if "float" in record.dtype else f"{name} in another shape"
-    accuracy = _decibels(record)
-    if accuracy == -math.inf:
+        return f"{name} as inf or NaN" if record.is_float else f"{name} in another shape"
+    if record.differing is not None:
+        return f"{name} with {100 * record.differing:.2g} % of its integers changed"
+    if record.sqnr_db is None:
         return f"{name} as {record.max_error:.2g}, where the original is zero"
-    if "float" in record.dtype:
-        return f"{name} with {accuracy:.0f} dB against FP32"
-    return f"{name} with {100 * 10 ** (-accuracy / 20):.2g} % of its integers changed"
+    return f"{name} with {record.sqnr_db:.0f} dB against FP32"
 
 
 def _decibels(record: OutputRecord) -> float:

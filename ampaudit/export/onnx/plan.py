@@ -84,14 +84,13 @@ class PlanWishes:
     also: tuple[Batch, ...] = ()
 
 
-def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes | None = None) -> OnnxPlan:
+def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes) -> OnnxPlan:
     """Audit a model until nothing breaks, and keep in float32 what broke.
 
     Raises:
         AuditError: see ``audit_policies``.
     """
     assert isinstance(source.model, OnnxModel)
-    wishes = wishes or PlanWishes()
     file = source.model.file.reopened()
     _with_types(file.model)
     raised = raise_opset(file.model, config.dtype) if config.dtype == "bfloat16" else None

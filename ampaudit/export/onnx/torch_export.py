@@ -18,8 +18,9 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import AuditError, RunFailed, first_line
-from ampaudit.export.onnx.check import casts_in, checking, run_onnx, write_model
+from ampaudit.export.onnx.check import checking
 from ampaudit.export.onnx.metadata import OnnxMetadata
+from ampaudit.export.onnx.write import casts_in, run_onnx, write_model
 from ampaudit.export.reference import ReferenceOutputs, compare_output
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.values import dtype_name

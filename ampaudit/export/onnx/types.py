@@ -7,18 +7,21 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.source.onnx.names import STANDARD, plain_domain
+from ampaudit.source.onnx.names import STANDARD, axis_of, plain_domain
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 __all__ = [
+    "CHOOSING",
+    "COMPARING",
     "MOVING",
     "NodeTypes",
     "SlotType",
     "constant_of",
     "is_float32",
     "node_types",
+    "on_last_axis",
     "schema_of",
     "strangers_in",
 ]
@@ -30,6 +33,8 @@ MOVING = frozenset(
     Reshape ReverseSequence Slice SpaceToDepth Split Squeeze Tile Transpose Trilu Unsqueeze Where
     """.split()
 )
+CHOOSING = frozenset("ArgMax ArgMin NonMaxSuppression TopK".split())
+COMPARING = frozenset("Equal Greater GreaterOrEqual Less LessOrEqual".split())
 
 
 class SlotType(Enum):
@@ -124,6 +129,12 @@ def _special(node: ir.Node) -> NodeTypes | None:
     if node.op_type in ("Shape", "Size", "NonZero", "IsNaN", "IsInf"):
         return NodeTypes((SlotType.ANY,), (SlotType.CHOSEN,), True)
     return None
+
+
+def on_last_axis(node: ir.Node) -> bool:
+    """Return whether a node, whose operator takes the last axis unless told, works along that."""
+    axis, data = axis_of(node, -1), node.inputs[0]
+    return axis == -1 or (data is not None and data.shape is not None and axis == len(data.shape) - 1)
 
 
 def strangers_in(model: ir.Model) -> set[str]:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ampaudit.core.formats import NumberFormat
-from ampaudit.export.onnx.types import MOVING, is_float32
-from ampaudit.source.onnx.names import bodies_of, plain_domain
+from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, is_float32
+from ampaudit.source.onnx.names import axis_of, bodies_of, plain_domain
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,9 +34,7 @@ _ROUNDING = {"Ceil", "Floor", "Round"}
 _ARITHMETIC = {"Add", "Div", "Mod", "Mul", "Sub", "Clip"} | _KEEPING | _JOINING | _ROUNDING | MOVING
 _PRODUCTS = {"Einsum", "Gemm", "MatMul"}
 _BOUNDED = {"Cos", "Erf", "HardSigmoid", "LogSoftmax", "Sigmoid", "Sign", "Sin", "Softmax", "Tanh"}
-_COMPARING = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
 _SIZING = {"OneHot", "Range", "Resize", "Upsample"}  # read sizes or scales
-_CHOOSING = {"ArgMax", "ArgMin", "TopK"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +217,7 @@ def _rows_read(node: ir.Node | None, place: int) -> float:
     """Return how many rows the table has in which a node's input is an index; infinity if it is none."""
     if node is None or node.op_type != "Gather" or place != 1:
         return math.inf
-    return _size(node.inputs[0], _axis(node, 0))
-
-
-def _axis(node: ir.Node, default: int) -> int:
-    return node.attributes["axis"].as_int() if "axis" in node.attributes else default
+    return _size(node.inputs[0], axis_of(node, 0))
 
 
 def _size(value: ir.Value | None, axis: int) -> float:
@@ -273,9 +267,9 @@ def _results(node: ir.Node, seen: Sequence[_Number]) -> list[_Number]:
         case "Size" | "NonZero":
             return [_count(_product(_sizes(data)))]
         case "ArgMax" | "ArgMin":
-            return [_count(_size(data, _axis(node, 0)))]
+            return [_count(_size(data, axis_of(node, 0)))]
         case "TopK":
-            return [first, _count(_size(data, _axis(node, -1)))]
+            return [first, _count(_size(data, axis_of(node, -1)))]
         case "Range":
             peak = max(peaks[:2], default=math.inf)
             return [replace(joined, peak=peak, counted=True, grows=peak == math.inf, plain=True)]
@@ -334,12 +328,12 @@ def _needs(node: ir.Node, seen: Sequence[_Number], form: NumberFormat) -> Iterat
             yield True
         elif op in _ROUNDING:
             yield not number.whole
-        elif op in _COMPARING:
+        elif op in COMPARING:
             # rounding once keeps an order, so that comparing with a number that is held exactly is safe
             yield not (number.plain and number.whole and all(other.fits(form) for other in others))
         elif op in ("Sin", "Cos"):
             yield number.peak * form.eps / 2 > _ANGLE_ERROR
-        elif op in _CHOOSING:
+        elif op in CHOOSING:
             yield not number.varies
         elif op == "Div" and place == 1 and not alone:
             yield number.grows and number.peak > form.max

@@ -17,7 +17,7 @@ from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, open_r
 from ampaudit.source.inputs import unknown_axis
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
 from ampaudit.source.onnx.files import torch_dtype_of
-from ampaudit.source.onnx.names import STANDARD
+from ampaudit.source.onnx.names import STANDARD, axis_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -93,8 +93,7 @@ def _rows(value: ir.Value) -> int:
     while waiting:
         for node, index in waiting.pop().uses():
             if node.domain in STANDARD and node.op_type in ("Gather", "GatherElements") and index == 1:
-                table, axis = node.inputs[0], node.attributes.get("axis")
-                place = 0 if axis is None else axis.as_int()
+                table, place = node.inputs[0], axis_of(node, 0)
                 if table is not None and table.shape is not None and -1 <= place < len(table.shape):
                     found += [size for size in (table.shape[place],) if isinstance(size, int)]
             elif node.op_type in _PASS and index == 0:

@@ -18,7 +18,7 @@ from ampaudit.trace.replay import MODULE_SCOPE
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["STANDARD", "NodeNames", "bodies_of", "layer_name", "parameter_place", "plain_domain"]
+__all__ = ["STANDARD", "NodeNames", "axis_of", "bodies_of", "layer_name", "parameter_place", "plain_domain"]
 
 STANDARD = ("", "ai.onnx")
 
@@ -151,6 +151,11 @@ def shortened(name: str) -> str:
     if len(name) <= _MAX_NAME:
         return escape_control(name)
     return f"{describe(name, _MAX_NAME)}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def axis_of(node: ir.Node, default: int) -> int:
+    """Return the axis of a node, or what its operator takes without one."""
+    return node.attributes["axis"].as_int() if "axis" in node.attributes else default
 
 
 def plain_domain(name: str) -> str:

@@ -1,0 +1,78 @@
+"""Writes an ONNX model and checks the file: its structure, its types, and that a runtime takes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampaudit.export.onnx.check import open_session
+from ampaudit.source.onnx.names import STANDARD
+from ampaudit.source.onnx.wire import LARGE, OWN_FILE, write_with_values
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["ONNX_FLOATS", "casts_in", "run_onnx", "write_model"]
+
+_ONE_FILE = 1 << 30  # bytes: from there on, weights are in a file of their own
+ONNX_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
+
+
+def write_model(model: ir.Model, path: Path) -> None:
+    """Write a model in topological order, weight by weight; more than a gigabyte goes to a file beside it."""
+    import onnx_ir as ir
+    from onnx_ir.passes.common import TopologicalSortPass
+
+    TopologicalSortPass()(model)
+    large: dict[str, ir.TensorProtocol] = {}
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None and value.const_value.nbytes > LARGE:
+            large[name] = value.const_value
+    if sum(tensor.nbytes for tensor in large.values()) > _ONE_FILE:
+        ir.save(model, path, external_data=f"{path.name}.data")
+    else:
+        _save(model, path, large)
+
+
+def _save(model: ir.Model, path: Path, large: Mapping[str, ir.TensorProtocol]) -> None:
+    """Write one file without holding more than one large tensor in memory."""
+    import onnx_ir as ir
+
+    places = model.graph.initializers
+    try:
+        for number, (name, tensor) in enumerate(large.items()):
+            shape = ir.Shape(tensor.shape)  # type: ignore[arg-type]
+            places[name].const_value = ir.ExternalTensor(
+                OWN_FILE, number, tensor.nbytes, tensor.dtype, shape=shape, name=name
+            )
+        stripped = ir.to_proto(model).SerializeToString()
+    finally:
+        for name, tensor in large.items():
+            places[name].const_value = tensor
+    with path.open("wb") as stream:
+        write_with_values(stripped, stream, [tensor.tobytes for tensor in large.values()])
+
+
+def casts_in(model: ir.Model) -> Counter[str]:
+    """Count casts between float formats by the format that they cast to."""
+    import onnx_ir as ir
+
+    found: Counter[str] = Counter()
+    for node in model.graph.all_nodes():
+        if node.op_type == "Cast" and node.domain in STANDARD and node.inputs[0] is not None:
+            given, to = node.inputs[0].dtype, ir.DataType(node.attributes["to"].value)
+            if to.name in ONNX_FLOATS and given is not None and given.name in ONNX_FLOATS:
+                found[ONNX_FLOATS[to.name]] += 1
+    return found
+
+
+def run_onnx(path: Path, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Run a file with ONNX Runtime on the CPU, without its optimizations."""
+    session: Any = open_session(path)
+    given = zip(session.get_inputs(), inputs, strict=True)
+    feeds = {place.name: tensor.detach().cpu().numpy() for place, tensor in given}
+    return tuple(torch.from_numpy(found) for found in session.run(None, feeds))
