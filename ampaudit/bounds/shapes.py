@@ -20,8 +20,6 @@ __all__ = ["without_visible_writes", "written_memory"]
 
 _RESIZING = ("resize_", "resize_as_", "set_")  # what a view of such memory shows afterwards is not known
 
-__all__ = ["without_visible_writes", "written_memory"]
-
 
 def _permuted(x: Interval, order: Sequence[int]) -> Interval:
     place = {old: new for new, old in enumerate(order)}

@@ -18,12 +18,17 @@ from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.stacks import StackChoice
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
-__all__ = ["Step", "differentiable", "noting_line", "widened_tensor"]
+__all__ = ["Step", "differentiable", "noting_line", "widened_tensor", "widened_value"]
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 16-bit tensor in float32 or complex64, and other tensors unchanged."""
     return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
+
+
+def widened_value(value: Any) -> Any:
+    """Return a tensor as ``widened_tensor`` does, and anything else unchanged."""
+    return widened_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def differentiable(node: fx.Node) -> bool:

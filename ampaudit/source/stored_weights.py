@@ -55,8 +55,6 @@ _FILE_ORDER = {"TorchLinear", "TorchQuantLinear", "TritonV2Linear", "TritonV2Qua
 _FILE_ORDER_AWQ = {"AwqTorchLinear", "AwqGEMMLinear", "AwqGEMVLinear", "WQLinear_GEMM", "WQLinear_GEMV"}
 # attributes by which Transformers knows a quantized model, whose half() it refuses
 _MARKS = ("is_quantized", "quantization_method", "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit")
-# attributes of layers whose forward is wrapped to move weights, or to round them
-_PATCHING = ("_hf_hook", "quantization_scheme")
 _REORDERING = ("exllama", "marlin", "qigen", "hpu")
 _Plain = tuple[str, nn.Module | dict[int, Any]]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampaudit.export.onnx.types import MOVING, constant_of, is_float32
+from ampaudit.export.onnx.types import MOVING, TensorOf, constant_of, is_float32
 from ampaudit.source.onnx.names import STANDARD
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class ClampedMask:
     restore: Callable[[], None]
 
 
-def clamp_masks(
-    model: ir.Model, dtype: torch.dtype, tensor_of: Callable[[ir.TensorProtocol], torch.Tensor]
-) -> list[ClampedMask]:
+def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> list[ClampedMask]:
     """Clamp the masks of a model, in place.
 
     The new least value of a mask is half the format's lowest number, so that scores may be added; less by

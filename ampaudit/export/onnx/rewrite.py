@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from ampaudit.export.onnx.regions import Regions
-from ampaudit.export.onnx.types import constant_of, is_float32
+from ampaudit.export.onnx.types import TensorOf, constant_of, is_float32
 from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.names import STANDARD, bodies_of
 
@@ -22,7 +21,6 @@ __all__ = ["Rewriter"]
 _SMALL = 4096  # bytes: a stored value that is needed in both types is stored twice up to here
 _TYPED = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "EyeLike", "Bernoulli"}
 Use = tuple["ir.Node", int]
-TensorOf = Callable[["ir.TensorProtocol"], torch.Tensor]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -11,6 +12,7 @@ from ampaudit.source.onnx.names import STANDARD, axis_of, plain_domain
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    import torch
 
 __all__ = [
     "CHOOSING",
@@ -18,6 +20,7 @@ __all__ = [
     "MOVING",
     "NodeTypes",
     "SlotType",
+    "TensorOf",
     "constant_of",
     "is_float32",
     "node_types",
@@ -35,6 +38,9 @@ MOVING = frozenset(
 )
 CHOOSING = frozenset("ArgMax ArgMin NonMaxSuppression TopK".split())
 COMPARING = frozenset("Equal Greater GreaterOrEqual Less LessOrEqual".split())
+
+
+TensorOf = Callable[["ir.TensorProtocol"], "torch.Tensor"]  # reads a stored tensor
 
 
 class SlotType(Enum):

@@ -10,7 +10,7 @@ numbers that the model computes from its floating-point inputs and weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ampaudit.core.formats import NumberFormat
-from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, is_float32
+from ampaudit.export.onnx.types import CHOOSING, COMPARING, MOVING, TensorOf, is_float32
 from ampaudit.source.onnx.names import axis_of, bodies_of, plain_domain
 
 if TYPE_CHECKING:
@@ -63,10 +63,9 @@ class _Number:
 
 
 _REAL = _Number(varies=True)
-Read = Callable[["ir.TensorProtocol"], torch.Tensor]
 
 
-def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: Read) -> set[ir.Node]:
+def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: TensorOf) -> set[ir.Node]:
     """Return the nodes that compute with whole numbers that the format may round to others.
 
     Args:
@@ -91,7 +90,7 @@ class _Numbers:
         nodes: those that need them.
     """
 
-    def __init__(self, form: NumberFormat, tensor_of: Read) -> None:
+    def __init__(self, form: NumberFormat, tensor_of: TensorOf) -> None:
         self.needed: list[ir.Value] = []
         self.nodes: set[ir.Node] = set()
         self._form = form

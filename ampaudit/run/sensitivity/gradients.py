@@ -44,7 +44,7 @@ from ampaudit.run.sensitivity.probe import (
     finite_difference,
     float_nodes,
 )
-from ampaudit.run.step import Step, widened_tensor
+from ampaudit.run.step import Step, widened_tensor, widened_value
 from ampaudit.trace.flatten import is_mark, mark_number
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.graph import Slot
@@ -393,14 +393,10 @@ class ErrorPass(BackwardPass):
         """Return the gradients that FP32 makes of the 16-bit run's values."""
         if not wanted:
             return
-        inputs = {node: (_widened(pair[1]),) * 2 for node, pair in entry.inputs.items()}
+        inputs = {node: (widened_value(pair[1]),) * 2 for node, pair in entry.inputs.items()}
         same = TapeEntry(entry.step, inputs, True, entry.state)
         given = [None if gradient is None else widened_tensor(gradient) for gradient in gradients]
         nodes = list(wanted)
         for node, exact in zip(nodes, vjp(same, 0, Float32Backend(), nodes, given), strict=True):
             if exact is not None:
                 yield node, widened_tensor(exact)
-
-
-def _widened(value: Any) -> Any:
-    return widened_tensor(value) if isinstance(value, torch.Tensor) else value

@@ -27,7 +27,7 @@ from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, StepCall, resolved
 from ampaudit.run.program import Program
 from ampaudit.run.sensitivity.precision_graph import ValueKind, ValueNames
-from ampaudit.run.step import Step, widened_tensor
+from ampaudit.run.step import Step, widened_tensor, widened_value
 from ampaudit.trace.flatten import is_mark
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.internals import decomposition_table
@@ -401,7 +401,7 @@ class ErrorTape(Tape):
         return result
 
     def _error(self, step: Step, value: Any, call: StepCall) -> Any:
-        inputs = {n: (_widened(p[1]), None) for n, p in call.inputs.items()}
+        inputs = {n: (widened_value(p[1]), None) for n, p in call.inputs.items()}
         args, kwargs = self._exact.arguments(step)
         if call.state is not None:
             device = next((p[0].device for p in inputs.values() if isinstance(p[0], torch.Tensor)), None)
@@ -413,10 +413,6 @@ class ErrorTape(Tape):
             finite_difference(v, x) if isinstance(x, torch.Tensor) else None
             for v, x in zip(value, exact, strict=True)
         ]
-
-
-def _widened(value: Any) -> Any:
-    return widened_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def finite_difference(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
