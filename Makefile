@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # without it every process would compile again what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-long measure test-portable lint check kernel browser charts schema docs-site aten bench fuzz clean
+.PHONY: demo test test-all test-long measure test-portable lint check kernel browser charts schema stub docs-site aten bench fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
@@ -54,6 +54,12 @@ browser: $(VENV)/.dev
 
 charts:
 	cd tools/charts && npm install --no-package-lock --no-audit --no-fund && npm run build
+
+# after a change of the public functions or of the records of their options
+stub: $(VENV)/.dev
+	$(BIN)/python -m tools.stub
+	$(BIN)/ruff check --fix-only --quiet ampaudit/__init__.pyi
+	$(BIN)/ruff format --quiet ampaudit/__init__.pyi
 
 schema: $(VENV)/.dev
 	$(BIN)/python -c "from ampaudit.render.json import report_schema_text; print(report_schema_text(), end='')" > docs/report.schema.json

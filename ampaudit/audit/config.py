@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
@@ -25,7 +25,6 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import Dtype
 from ampaudit.core.sweep import parse_sweep, sweep_text
 from ampaudit.core.text import parse_size
 from ampaudit.core.untrusted import describe
@@ -48,14 +47,10 @@ __all__ = [
     "MinHeadroom",
     "MinSqnr",
     "PlanConfig",
-    "PlanOptions",
     "PolicyConfig",
     "PolicyName",
-    "PolicyOptions",
     "Rules",
     "ScanConfig",
-    "ScanKeywords",
-    "ScanOptions",
     "TwinFile",
     "check_device",
     "policies_of",
@@ -173,28 +168,6 @@ class PlanConfig(PolicyConfig):
             parse_size(self.memory)
 
 
-class _RunOptions(TypedDict, total=False):
-    """Keywords of whatever runs a model."""
-
-    dtype: Dtype
-    device: DeviceName
-    seed: int
-    on_progress: OnProgress
-
-
-class PolicyOptions(_RunOptions, total=False):
-    """The fields of ``PolicyConfig`` as keywords."""
-
-    policy: str | Path | RuleSet
-
-
-class PlanOptions(PolicyOptions, total=False):
-    """The fields of ``PlanConfig`` as keywords."""
-
-    twins: str | Path | None
-    memory: str
-
-
 class ScanConfig(PlanConfig):
     """Options of ``scan``."""
 
@@ -238,14 +211,21 @@ class ScanConfig(PlanConfig):
     sweep: Annotated[
         str,
         BeforeValidator(sweep_text),
-        Option("Scan at several sizes of the inputs.", metavar="AXIS=N,N,..."),
+        Option(
+            "Scan at several sizes of the inputs.",
+            metavar="AXIS=N,N,...",
+            accepts="str | Mapping[str, Sequence[int]]",
+        ),
     ] = ""
     against: Annotated[
         Any, Option("Audit this model instead, with MODEL as its reference.", metavar="MODEL", file=False)
     ] = None
-    backend: Annotated[Backend | None, python_only("Computes in 16 bits instead of the device's own.")] = None
+    backend: Annotated[
+        Backend | None, python_only("Computes in 16 bits instead of the device's own.", "Backend | None")
+    ] = None
     keep_outputs: Annotated[
-        KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
+        KeepOutputs | None,
+        python_only("Called with each batch's number and outputs, FP32's and 16-bit.", "KeepOutputs | None"),
     ] = None
     share: Annotated[Any, python_only("The part of the batches that this machine runs.")] = None
 
@@ -270,40 +250,3 @@ class ScanConfig(PlanConfig):
             parse_assumption(text)
         if self.sweep:
             parse_sweep(self.sweep)
-
-
-class ScanKeywords(_RunOptions, total=False):
-    """The fields of ``ScanConfig`` as keywords, without the policy."""
-
-    twins: str | Path | None
-    ranges: bool
-    fail_on: FailOnGaps
-    min_headroom: float
-    min_sqnr: float
-    advise: bool
-    diff: bool
-    contract: str
-    sensitivity: bool
-    backward: bool
-    loss: UserFunction | None
-    loss_scale: float | None
-    prove: bool
-    stress: int
-    stress_dir: str | Path
-    steps: int | None
-    next_inputs: Any
-    static: bool
-    assume: Sequence[str]
-    ignore: Sequence[str]
-    sweep: str | Mapping[str, Sequence[int]]
-    against: Any
-    backend: Backend | None
-    keep_outputs: KeepOutputs | None
-    memory: str
-    share: Any
-
-
-class ScanOptions(ScanKeywords, total=False):
-    """The fields of ``ScanConfig`` as keywords."""
-
-    policy: str | Path | RuleSet

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
-from ampaudit.audit.config import PlanConfig, PlanOptions, rules_of
+from ampaudit.audit.config import PlanConfig, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.plan_report import build_plan, planned_memory
 from ampaudit.core.config import Progress, silent, with_options
@@ -31,7 +31,7 @@ from ampaudit.trace.path.recorder import PathTracing
 __all__ = ["plan", "trace_under"]
 
 
-@with_options(PlanConfig, PlanOptions)
+@with_options(PlanConfig)
 @preserved()
 def plan(
     model: ModelLike,
@@ -39,7 +39,7 @@ def plan(
     *,
     source: SourceConfig | None = None,
     config: PlanConfig | None = None,
-    **options: Unpack[PlanOptions],
+    **options: Any,
 ) -> PlanReport:
     """Show what a policy does to each op, for the shapes of the first batch; nothing is run in 16 bits.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, overload
 
 import psutil
 import torch
@@ -15,7 +15,7 @@ from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.audit.checks.against import against_report
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
-from ampaudit.audit.config import Rules, ScanConfig, ScanKeywords, policies_of, rules_of
+from ampaudit.audit.config import Rules, ScanConfig, policies_of, rules_of
 from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
@@ -72,7 +72,7 @@ def scan(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     config: ScanConfig | None = None,
-    **options: Unpack[ScanKeywords],
+    **options: Any,
 ) -> Report: ...
 
 
@@ -85,11 +85,11 @@ def scan(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     config: ScanConfig | None = None,
-    **options: Unpack[ScanKeywords],
+    **options: Any,
 ) -> Comparison: ...
 
 
-@with_options(ScanConfig, ScanKeywords)
+@with_options(ScanConfig)
 def scan(
     model: ModelLike,
     inputs: Inputs | SizedInputs | None = None,
@@ -98,7 +98,7 @@ def scan(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     config: ScanConfig | None = None,
-    **options: Unpack[ScanKeywords],
+    **options: Any,
 ) -> Report | Comparison:
     """Run a model in FP32 and in 16 bits side by side, and name what breaks.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
@@ -22,10 +22,9 @@ from ampaudit.core.config import (
     split_commas,
 )
 from ampaudit.core.errors import UsageError, did_you_mean
-from ampaudit.core.formats import Dtype
 from ampaudit.devices.catalogue import Device, device_named
 
-__all__ = ["BenchConfig", "BenchOptions", "parse_modes"]
+__all__ = ["BenchConfig", "parse_modes"]
 
 MODES = ("fp32", "tf32", "autocast", "half", "bf16", "converted", "converted+compile")
 DEFAULT_MODES = MODES[:-1]
@@ -80,7 +79,7 @@ class BenchConfig(Config):
         Sequence[str],
         BeforeValidator(split_commas),
         AfterValidator(parse_modes),
-        Option("Also: converted+compile.", commas=True),
+        Option("Also: converted+compile.", commas=True, accepts="str | Sequence[str]"),
     ] = DEFAULT_MODES
     sizes: Annotated[
         Sequence[int],
@@ -91,12 +90,18 @@ class BenchConfig(Config):
             metavar="N[,N]",
             flags=("--batch-size",),
             commas=True,
+            accepts="str | Sequence[int]",
         ),
     ] = ()
     target: Annotated[
         InstanceOf[Device] | None,
         BeforeValidator(_target),
-        Option("Estimate the time on a device: ampaudit devices.", metavar="DEVICE", flags=("--for",)),
+        Option(
+            "Estimate the time on a device: ampaudit devices.",
+            metavar="DEVICE",
+            flags=("--for",),
+            accepts="str | Device | None",
+        ),
     ] = None
     max_batch: Annotated[bool, Option("Search for the largest batch (on a CPU only with --for).")] = False
     repeats: Annotated[int, Ge(1), Option("Timed steps of each mode.")] = 10
@@ -112,20 +117,3 @@ class BenchConfig(Config):
     def check(self) -> None:
         """Raise early for a device that this machine lacks."""
         check_device(self.device)
-
-
-class BenchOptions(TypedDict, total=False):
-    """The fields of ``BenchConfig`` as keywords."""
-
-    train: bool
-    modes: str | Sequence[str]
-    sizes: str | Sequence[int]
-    target: str | Device | None
-    max_batch: bool
-    repeats: int
-    policy: Rules
-    dtype: Dtype
-    device: DeviceName
-    seed: int
-    loss: UserFunction | None
-    on_progress: OnProgress

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Any
 
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
-from ampaudit.benchmarking.config import BenchConfig, BenchOptions
+from ampaudit.benchmarking.config import BenchConfig
 from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, release_memory, start_run, time_step
 from ampaudit.benchmarking.modes import (
     BenchSetup,
@@ -36,14 +36,14 @@ __all__ = ["bench", "search"]
 CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 
-@with_options(BenchConfig, BenchOptions)
+@with_options(BenchConfig)
 def bench(
     model: ModelLike,
     inputs: Inputs | None = None,
     *,
     source: SourceConfig | None = None,
     config: BenchConfig | None = None,
-    **options: Unpack[BenchOptions],
+    **options: Any,
 ) -> BenchReport:
     """Measure every mode at every batch size; an interrupted run reports what is finished.
 

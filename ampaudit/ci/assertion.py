@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from ampaudit.audit.config import ScanOptions
     from ampaudit.audit.inputs import Inputs, ModelLike
     from ampaudit.core.source_config import SourceConfig
     from ampaudit.report.check import Breach
@@ -39,7 +38,7 @@ def assert_safe(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     allow: str | Iterable[str] = (),
-    **options: Unpack[ScanOptions],
+    **options: Any,
 ) -> Report:
     """Audit a model like ``ampaudit.scan`` does, and raise unless it is safe.
 

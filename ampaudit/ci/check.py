@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from ampaudit.audit.config import ScanConfig
-from ampaudit.ci.config import CheckConfig, CheckOptions
+from ampaudit.ci.config import CheckConfig
 from ampaudit.ci.judge import check_codes
 from ampaudit.core.arguments import given_paths
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
@@ -39,12 +39,12 @@ _OPTIONS = CheckConfig.model_fields.keys() & (
 )
 
 
-@with_options(CheckConfig, CheckOptions)
+@with_options(CheckConfig)
 def check(
     targets: str | Path | Iterable[str | Path] = (),
     *,
     config: CheckConfig | None = None,
-    **options: Unpack[CheckOptions],
+    **options: Any,
 ) -> CheckResults:
     """Check targets against budgets, each in its own process.
 

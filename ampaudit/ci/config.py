@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan
@@ -24,13 +23,12 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError, first_line
-from ampaudit.core.formats import Dtype
 from ampaudit.core.pyproject import read_options
 from ampaudit.core.source_config import AudioDirectory, BatchCount, ImageDirectory, TextFile
 from ampaudit.core.untrusted import describe
 from ampaudit.report.finding import FailOnGaps
 
-__all__ = ["CheckConfig", "CheckOptions", "read_config"]
+__all__ = ["CheckConfig", "read_config"]
 
 _FINITE = AllowInfNan(False)
 
@@ -92,37 +90,6 @@ class CheckConfig(Config):
         str | None, Option("Stop a target that uses more memory, such as 4GB.", metavar="SIZE")
     ] = None
     on_progress: OnProgress = silent
-
-
-class CheckOptions(TypedDict, total=False):
-    """The fields of ``CheckConfig`` as keywords."""
-
-    policy: str | Path
-    dtype: Dtype
-    device: DeviceName
-    fail_on: FailOnGaps
-    allow: Sequence[str]
-    ignore: Sequence[str]
-    min_headroom: float | None
-    min_sqnr: float | None
-    max_metric_drop: float | None
-    max_fp32_share: float | None
-    baseline: str | Path | None
-    update_baseline: bool
-    weights: str | Path | None
-    inputs: str | Path | None
-    text: str | Path | None
-    images: str | Path | None
-    audio: str | Path | None
-    twins: str | Path | None
-    batches: int | None
-    seed: int
-    train: bool
-    trust: bool
-    jobs: int
-    timeout: float | None
-    max_memory: str | None
-    on_progress: OnProgress
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ __all__ = [
     "no_such",
     "option_of",
     "python_only",
+    "signature_with_options",
     "silent",
     "split_commas",
     "value_type",
@@ -68,6 +69,7 @@ class Option:
         command_line: whether it is an option of the command.
         file: whether it is a key in pyproject.toml, where the command has a table.
         commas: whether several values are one text with commas.
+        accepts: types that a caller may pass, as source code, if the field converts them.
     """
 
     help: str
@@ -76,11 +78,12 @@ class Option:
     command_line: bool = True
     file: bool = True
     commas: bool = False
+    accepts: str = ""
 
 
-def python_only(text: str) -> Option:
+def python_only(text: str, accepts: str = "") -> Option:
     """Describe a field that can only be set from Python."""
-    return Option(text, command_line=False, file=False)
+    return Option(text, command_line=False, file=False, accepts=accepts)
 
 
 def split_commas(given: Any) -> Any:
@@ -110,7 +113,10 @@ Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 NOT_NAN = AfterValidator(_refuse_nan)
 DtypeName = Annotated[
-    str, BeforeValidator(name_of_dtype), AfterValidator(_known_dtype), Option("float16 or bfloat16.")
+    str,
+    BeforeValidator(name_of_dtype),
+    AfterValidator(_known_dtype),
+    Option("float16 or bfloat16.", accepts="str | torch.dtype"),
 ]
 DeviceName = Annotated[
     str,
@@ -188,33 +194,39 @@ class Config(BaseModel):
         return type(self)(**given | values)
 
 
-def with_options(config: type[Config], keywords: Any) -> Callable[[Function], Function]:
-    """Show options in the signature and the documentation of a function, which takes them as keywords.
+def with_options(config: type[Config]) -> Callable[[Function], Function]:
+    """Show the options of a record in the signature and the documentation of a function that takes them.
 
-    Args:
-        config: the record of the options.
-        keywords: a ``TypedDict`` of those that the function takes.
+    Type checkers and editors read the same signatures in ``ampaudit/__init__.pyi``, which
+    ``make stub`` writes.
     """
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
-        others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = [
-            inspect.Parameter(
-                *(name, inspect.Parameter.KEYWORD_ONLY),
-                default=field.get_default(call_default_factory=True, validated_data={}),
-                annotation=keywords.__annotations__[name].__forward_arg__,
-            )
-            for name, field in config.model_fields.items()
-            if name in keywords.__annotations__
-        ]
-        function.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
-        described = [(p.name, option_of(config.model_fields[p.name])) for p in options]
+        options = signature_with_options(signature, config)
+        function.__signature__ = options  # type: ignore[attr-defined]
+        names = [name for name in config.model_fields if name not in signature.parameters]
+        described = [(name, option_of(config.model_fields[name])) for name in names]
         lines = (f"        {name}: {option.help}\n" for name, option in described if option is not None)
         function.__doc__ = f"{function.__doc__}\n    Options:\n{''.join(lines)}"
         return function
 
     return decorate
+
+
+def signature_with_options(signature: inspect.Signature, config: type[Config]) -> inspect.Signature:
+    """Replace ``**options`` in a signature by the fields of a record that it does not name itself."""
+    others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            *(name, inspect.Parameter.KEYWORD_ONLY),
+            default=field.get_default(call_default_factory=True, validated_data={}),
+            annotation=_accepted_types(field),
+        )
+        for name, field in config.model_fields.items()
+        if name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*others, *options])
 
 
 def option_of(field: FieldInfo) -> Option | None:
@@ -247,6 +259,29 @@ def _plain_types(annotation: Any) -> Iterator[Any]:
             yield from _plain_types(part)
     else:
         yield annotation
+
+
+def _accepted_types(field: FieldInfo) -> str:
+    """Return the types that a caller may pass for a field, as source code."""
+    option = option_of(field)
+    return option.accepts if option is not None and option.accepts else _type_text(field.annotation)
+
+
+def _type_text(kind: Any) -> str:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type_text(parts[0])
+    if origin in (Union, UnionType):
+        return " | ".join(dict.fromkeys(" | ".join(map(_type_text, parts)).split(" | ")))
+    if origin is Literal:
+        return f"Literal[{', '.join(map(repr, parts))}]"
+    if Callable in (kind, origin):
+        return "Callable[..., Any]"
+    if kind is Path:
+        return "str | Path"
+    if kind in (Any, type(None)):
+        return "Any" if kind is Any else "None"
+    return f"{kind.__name__}[{', '.join(map(_type_text, parts))}]" if parts else kind.__name__
 
 
 def limits_of(field: FieldInfo) -> tuple[Any, Any, bool]:

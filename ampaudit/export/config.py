@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypedDict
+from typing import Annotated, Literal, Self
 
 from ampaudit.audit.config import (
     MIN_HEADROOM,
@@ -15,7 +14,6 @@ from ampaudit.audit.config import (
     MinHeadroom,
     MinSqnr,
     PolicyConfig,
-    PolicyOptions,
     rules_of,
 )
 from ampaudit.checkpoint.layout import MANIFEST
@@ -23,9 +21,8 @@ from ampaudit.core.config import NOT_NAN, Config, FilePath, OnProgress, Option, 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory
 from ampaudit.policy import RuleSet
-from ampaudit.report.finding import FailOnGaps
 
-__all__ = ["ConvertConfig", "ConvertOptions", "Mode", "VerifyConfig", "VerifyOptions"]
+__all__ = ["ConvertConfig", "Mode", "VerifyConfig"]
 
 Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 
@@ -105,25 +102,6 @@ class ConvertConfig(PolicyConfig):
         return rules_of(self.policy)
 
 
-class ConvertOptions(PolicyOptions, total=False):
-    """The fields of ``ConvertConfig`` as keywords."""
-
-    mode: Mode
-    masters: bool
-    program: bool
-    onnx: bool
-    io: Literal["float32", "float16", "bfloat16"]
-    tune: float | None
-    rescale: bool
-    dynamic: Sequence[str]
-    fail_on: FailOnGaps
-    min_headroom: float
-    min_sqnr: float
-    ignore: Sequence[str]
-    force: bool
-    weights: str | Path | None
-
-
 class VerifyConfig(Config):
     """Options of ``verify``."""
 
@@ -140,14 +118,6 @@ class VerifyConfig(Config):
         ),
     ] = None
     on_progress: OnProgress = silent
-
-
-class VerifyOptions(TypedDict, total=False):
-    """The fields of ``VerifyConfig`` as keywords."""
-
-    run: bool
-    tolerance_db: float | None
-    on_progress: OnProgress
 
 
 def _check_onnx_installed() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from ampaudit.core.config import with_options
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.export.config import ConvertConfig, ConvertOptions
+from ampaudit.export.config import ConvertConfig
 from ampaudit.export.convert_weights import conversion_of
 from ampaudit.export.dynamic import DynamicShapes
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
@@ -61,7 +61,7 @@ from ampaudit.tuning.tune import tuned_rules
 __all__ = ["convert"]
 
 
-@with_options(ConvertConfig, ConvertOptions)
+@with_options(ConvertConfig)
 @preserved()
 def convert(
     model: ModelLike,
@@ -70,7 +70,7 @@ def convert(
     *,
     source: SourceConfig | None = None,
     config: ConvertConfig | None = None,
-    **options: Unpack[ConvertOptions],
+    **options: Any,
 ) -> tuple[Report, Conversion | None]:
     """Audit a model, and write its converted checkpoint if nothing breaks.
 

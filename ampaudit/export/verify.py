@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -21,7 +21,7 @@ from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.untrusted import describe_path, validate
-from ampaudit.export.config import VerifyConfig, VerifyOptions
+from ampaudit.export.config import VerifyConfig
 from ampaudit.export.manifest import FileRecord, Manifest, digest_of, read_manifest
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.verification import Problem, Verification
@@ -34,10 +34,8 @@ _TIMEOUT = 3600.0
 _ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
 
 
-@with_options(VerifyConfig, VerifyOptions)
-def verify(
-    directory: str | Path, *, config: VerifyConfig | None = None, **options: Unpack[VerifyOptions]
-) -> Verification:
+@with_options(VerifyConfig)
+def verify(directory: str | Path, *, config: VerifyConfig | None = None, **options: Any) -> Verification:
     """Check hashes and rounding, then run the program in a sandbox and compare its outputs.
 
     Args:

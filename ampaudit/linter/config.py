@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
@@ -12,7 +11,7 @@ from ampaudit.core.config import Config, FilePath, Option, Texts
 from ampaudit.core.pyproject import read_options
 from ampaudit.report.finding import FailOn
 
-__all__ = ["LintConfig", "LintOptions", "read_lint_config"]
+__all__ = ["LintConfig", "read_lint_config"]
 
 
 def _of_table(given: Any) -> Any:
@@ -31,7 +30,11 @@ class LintConfig(Config):
     per_file_ignores: Annotated[
         Texts,
         BeforeValidator(_of_table),
-        Option("Codes or prefixes to disable in files (repeatable).", metavar="GLOB:CODES"),
+        Option(
+            "Codes or prefixes to disable in files (repeatable).",
+            metavar="GLOB:CODES",
+            accepts="Mapping[str, Sequence[str]] | Sequence[str]",
+        ),
     ] = ()
     notes: Annotated[bool, Option("Report notes as well.")] = False
     exclude: Annotated[Texts, Option("Files or directories to skip (repeatable).", metavar="GLOB")] = ()
@@ -45,20 +48,6 @@ class LintConfig(Config):
         FilePath | None, Option("Leave out what this JSON report of lint has.", metavar="FILE")
     ] = None
     fail_on: Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")] = "warning"
-
-
-class LintOptions(TypedDict, total=False):
-    """The fields of ``LintConfig`` as keywords."""
-
-    select: Sequence[str]
-    ignore: Sequence[str]
-    per_file_ignores: Sequence[str]
-    notes: bool
-    exclude: Sequence[str]
-    gitignore: bool
-    unsafe_fixes: bool
-    baseline: str | Path | None
-    fail_on: FailOn
 
 
 def read_lint_config(path: Path) -> dict[str, Any]:

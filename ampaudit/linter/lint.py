@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 from ampaudit.core.arguments import given_paths
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
 from ampaudit.core.version import __version__
-from ampaudit.linter.config import LintConfig, LintOptions
+from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import LintedFile, lint_files
 from ampaudit.linter.selection import UNUSED_SUPPRESSION
 from ampaudit.report.finding import KNOWN, gate_at
@@ -24,12 +24,12 @@ from ampaudit.report.saved import read_document
 __all__ = ["lint", "lint_report"]
 
 
-@with_options(LintConfig, LintOptions)
+@with_options(LintConfig)
 def lint(
     paths: str | Path | Iterable[str | Path] = ".",
     *,
     config: LintConfig | None = None,
-    **options: Unpack[LintOptions],
+    **options: Any,
 ) -> LintReport:
     """Find mistakes in mixed-precision training loops by reading them; nothing in them is run.
 

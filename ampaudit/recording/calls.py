@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import OutputError, UsageError
 from ampaudit.core.untrusted import describe_path
-from ampaudit.recording.config import RecordConfig, RecordKeywords
+from ampaudit.recording.config import RecordConfig
 from ampaudit.recording.recorder import Recording
 from ampaudit.trace.internals import Replacement, patched
 
@@ -125,7 +125,7 @@ def record(
     directory: str | Path,
     *,
     config: RecordConfig | None = None,
-    **options: Unpack[RecordKeywords],
+    **options: Any,
 ) -> AbstractContextManager[Recording]: ...
 
 
@@ -135,17 +135,17 @@ def record(
     directory: str | Path,
     *,
     config: RecordConfig | None = None,
-    **options: Unpack[RecordKeywords],
+    **options: Any,
 ) -> AbstractContextManager[dict[str, Recording]]: ...
 
 
-@with_options(RecordConfig, RecordKeywords)
+@with_options(RecordConfig)
 def record(
     module: nn.Module | Mapping[str, nn.Module],
     directory: str | Path,
     *,
     config: RecordConfig | None = None,
-    **options: Unpack[RecordKeywords],
+    **options: Any,
 ) -> Any:
     """Record the calls of a module while active, for ``--inputs`` and ``SourceConfig(inputs=...)``.
 

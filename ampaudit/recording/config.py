@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 from annotated_types import Ge
 from pydantic import AfterValidator
@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from ampaudit.core.config import Config, Option
 from ampaudit.core.text import parse_size
 
-__all__ = ["RecordConfig", "RecordKeywords"]
+__all__ = ["RecordConfig"]
 
 
 def _bytes(given: int | str) -> int:
@@ -33,12 +33,3 @@ class RecordConfig(Config):
     def limit(self) -> int:
         """The number of bytes that may be written."""
         return _bytes(self.max_bytes)
-
-
-class RecordKeywords(TypedDict, total=False):
-    """The fields of ``RecordConfig`` as keywords."""
-
-    every: int
-    first: int
-    max_bytes: int | str
-    force: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
@@ -17,7 +17,7 @@ from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Comparison, Report
 from ampaudit.report.site import SiteReport
 
-__all__ = ["DiffConfig", "DiffOptions", "differences"]
+__all__ = ["DiffConfig", "differences"]
 
 
 class DiffConfig(Config):
@@ -25,13 +25,6 @@ class DiffConfig(Config):
 
     bits: Annotated[float, Ge(0), Option("Smallest change of headroom to report.")] = 0.5
     decibels: Annotated[float, Ge(0), Option("Smallest change of accuracy to report.", flags=("--db",))] = 3.0
-
-
-class DiffOptions(TypedDict, total=False):
-    """The fields of ``DiffConfig`` as keywords."""
-
-    bits: float
-    decibels: float
 
 
 def differences(old: Document, new: Document, config: DiffConfig) -> Differences:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, get_args
 
 from ampaudit.core.arguments import given_path
 from ampaudit.core.config import with_options
-from ampaudit.report.compare import DiffConfig, DiffOptions, differences
+from ampaudit.report.compare import DiffConfig, differences
 from ampaudit.report.difference import Differences
 from ampaudit.report.documents import Document
 from ampaudit.report.model import Comparison, Report
@@ -18,10 +18,8 @@ __all__ = ["diff", "read_report"]
 Saved = Report | Comparison | str | Path
 
 
-@with_options(DiffConfig, DiffOptions)
-def diff(
-    old: Saved, new: Saved, *, config: DiffConfig | None = None, **options: Unpack[DiffOptions]
-) -> Differences:
+@with_options(DiffConfig)
+def diff(old: Saved, new: Saved, *, config: DiffConfig | None = None, **options: Any) -> Differences:
     """Compare two scan reports: show per layer what got better or worse.
 
     Args:

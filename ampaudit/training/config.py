@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
-from ampaudit.audit.config import FailOnLevel, Rules, check_device, rules_of
+from ampaudit.audit.config import FailOnLevel, check_device, rules_of
 from ampaudit.core.config import (
     Config,
     DeviceName,
@@ -23,12 +23,10 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import Dtype
 from ampaudit.policy import RuleSet
 from ampaudit.policy.scaling import profile
-from ampaudit.report.finding import FailOn
 
-__all__ = ["TrainConfig", "TrainOptions"]
+__all__ = ["TrainConfig"]
 
 
 def _names(given: Any) -> Any:
@@ -59,7 +57,12 @@ class TrainConfig(Config):
         Sequence[str | Path | InstanceOf[RuleSet]],
         BeforeValidator(_names),
         AfterValidator(tuple),
-        Option("Policy name or rule file; separate several with commas.", flags=("--policy",), commas=True),
+        Option(
+            "Policy name or rule file; separate several with commas.",
+            flags=("--policy",),
+            commas=True,
+            accepts="Rules | Sequence[Rules]",
+        ),
     ] = ("ampaudit",)
     dtype: DtypeName = "float16"
     loss_scale: Annotated[
@@ -86,20 +89,3 @@ class TrainConfig(Config):
         if isinstance(self.loss_scale, str):
             profile(self.loss_scale)
         check_device(self.device)
-
-
-class TrainOptions(TypedDict, total=False):
-    """The fields of ``TrainConfig`` as keywords."""
-
-    steps: int
-    policies: Rules | Sequence[Rules]
-    dtype: Dtype
-    loss_scale: str | float | None
-    every: int
-    device: DeviceName
-    seed: int
-    fail_on: FailOn
-    loss: UserFunction | None
-    optimizer: UserFunction | None
-    metric: UserFunction | None
-    on_progress: OnProgress

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from ampaudit.run.device import environment_of, generators_of, pick_device, rand
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.structure import structural_copy
-from ampaudit.training.config import TrainConfig, TrainOptions
+from ampaudit.training.config import TrainConfig
 from ampaudit.training.findings import diverged_at, smoothed_end, training_report
 from ampaudit.training.module import KEEPS_ACTIVATIONS, MixedModule
 from ampaudit.training.prepare import How, is_master_free
@@ -45,14 +45,14 @@ _METRIC_BATCHES = 8
 MAX_BATCHES = 256  # held at once; a longer run goes over them again
 
 
-@with_options(TrainConfig, TrainOptions)
+@with_options(TrainConfig)
 def train(
     model: ModelLike,
     batches: Iterable[Inputs] | None = None,
     *,
     source: SourceConfig | None = None,
     config: TrainConfig | None = None,
-    **options: Unpack[TrainOptions],
+    **options: Any,
 ) -> TrainingReport:
     """Train in FP32, with torch.amp and under policies, from the same start on the same batches.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic import BeforeValidator, InstanceOf
@@ -22,7 +21,7 @@ from ampaudit.core.config import (
 from ampaudit.core.errors import UsageError
 from ampaudit.devices.catalogue import Device, device_named
 
-__all__ = ["CostKind", "TuneConfig", "TuneOptions"]
+__all__ = ["CostKind", "TuneConfig"]
 
 
 CostKind = Literal["ops", "bytes", "time"]
@@ -54,7 +53,12 @@ class TuneConfig(Config):
     target: Annotated[
         InstanceOf[Device] | None,
         BeforeValidator(_target),
-        Option("Device for --cost time: ampaudit devices.", metavar="DEVICE", flags=("--for",)),
+        Option(
+            "Device for --cost time: ampaudit devices.",
+            metavar="DEVICE",
+            flags=("--for",),
+            accepts="str | Device | None",
+        ),
     ] = None
     exhaustive: Annotated[bool, Option("Show that each op is needed: one run per op in float32.")] = False
     device: DeviceName = "auto"
@@ -77,19 +81,3 @@ class TuneConfig(Config):
         if self.metric_drop is not None:
             return None
         return DEFAULT_DB if self.min_sqnr is None else self.min_sqnr
-
-
-class TuneOptions(TypedDict, total=False):
-    """The fields of ``TuneConfig`` as keywords."""
-
-    min_sqnr: float | None
-    metric_drop: float | None
-    dtype: TunedDtype
-    cost: CostKind
-    target: str | Device | None
-    exhaustive: bool
-    device: str
-    seed: int
-    twins: str | Path | None
-    share: Any
-    on_progress: OnProgress

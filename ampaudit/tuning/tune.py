@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any
 
 from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Kept
@@ -45,7 +45,7 @@ from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Role
 from ampaudit.trace.isolation import preserved
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
-from ampaudit.tuning.config import TuneConfig, TuneOptions
+from ampaudit.tuning.config import TuneConfig
 from ampaudit.tuning.measured import LowPrecisionRun, run_low_precision
 from ampaudit.tuning.problem import Chosen, TuningProblem
 from ampaudit.tuning.search import Accuracy, TuningSearch, accuracy_of, finite_db, noise_of, tried_set
@@ -59,7 +59,7 @@ _KINDS = ("python", "import", "huggingface", "object")  # of sources whose layer
 ROUNDS = 4  # of a search and an audit of what it found
 
 
-@with_options(TuneConfig, TuneOptions)
+@with_options(TuneConfig)
 @preserved()
 def tune(
     model: ModelLike,
@@ -67,7 +67,7 @@ def tune(
     *,
     source: SourceConfig | None = None,
     config: TuneConfig | None = None,
-    **options: Unpack[TuneOptions],
+    **options: Any,
 ) -> TuningReport:
     """Find the fewest ops and weights that must stay in float32 for the accuracy that is asked for.
 
