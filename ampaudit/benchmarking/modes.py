@@ -20,7 +20,7 @@ from ampaudit.devices.catalogue import Device
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.run.guards import exact_float32, naming_indices, tf32
+from ampaudit.run.guards import naming_indices, tf32
 from ampaudit.run.program import call_on
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import attach_weights
@@ -145,7 +145,7 @@ def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
     if mode in _STORED:
         dtype = _STORED[mode]
         return _eager(setup, f"everything in {dtype_name(dtype)}", dtype=dtype)
-    return _eager(setup, "float32, TF32 off", exact_float32)
+    return _eager(setup, "float32, TF32 off", lambda: tf32(allowed=False))
 
 
 def _eager(

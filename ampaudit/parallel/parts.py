@@ -24,7 +24,7 @@ from ampaudit.parallel.wire import (
     records_to_json,
 )
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import PartDone, PartRecords, Share, folded, joined_in_order, raise_first
+from ampaudit.run.share import PartDone, PartRecords, Share, join_parts, joined_in_order, raise_first
 
 __all__ = ["FilePart", "MergedParts", "PartFile", "parse_part", "read_parts"]
 
@@ -245,6 +245,6 @@ class MergedParts(Share):
         """
         del progress
         if phase == "re-auditing":
-            return folded([own])
+            return join_parts([own])
         raise_first(self._failures)
         return self._totals

@@ -89,7 +89,7 @@ class _Stage(Route):
         """Return the number of ranks."""
         return self._share.count
 
-    def own(self, count: int) -> range:
+    def local_segments(self, count: int) -> range:
         """Return the segments of this rank, of so many."""
         self._own = self._of(self._share.rank, count)
         self._count = count

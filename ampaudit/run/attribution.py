@@ -1,15 +1,15 @@
 """Finds where the error of an output enters, by running parts of the model in 16 bits and the rest in FP32.
 
-A site's own error says little about an output: every op of a healthy model rounds. What counts is how much
-of an output's error is there when that op alone rounds. Errors of independent ops add up as squares, so a
+A site's local error says little about an output: every op of a healthy model rounds. What matters is how much
+of the output's error remains when only that op rounds. Errors of independent ops add up as squares, so a
 best-first search over halves of the graph finds the largest contribution in about 2 log2(n) runs.
 
-An op whose error only counts together with that of others does not stand out alone; then the search is for
-the part whose absence mends most.
+An op whose error only matters together with that of others does not stand out alone. Then the search looks
+for the part whose removal reduces the error most.
 
-Where a decision comes out differently (``decisions``), it is pinned to FP32's choice; if that mends the
-output, the culprit is what flips the decision. Where several ops would each flip it, that is the first: what
-comes after rounds the same values again.
+Where a decision differs between the runs (``decisions``), it is pinned to FP32's choice. If that repairs the
+output, the culprit is the op that flips the decision; where several ops would flip it, the first of them,
+since later ones round the same values again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 __all__ = ["Attribution", "Culprit", "find_culprits"]
 
 _SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
-MAX_OUTPUTS = 3  # of a batch, whose errors are traced back; the culprit of one is mostly that of the others
+MAX_OUTPUTS = 3  # outputs of a batch whose errors are traced back; most share one culprit
 MAX_RUNS = 96
-STANDS_OUT = 0.25  # share of an output's error from which an op is called its culprit
-COMPARABLE = 0.5  # contributions this close to the largest are as good a candidate
+STANDS_OUT = 0.25  # share of an output's error from which an op counts as its culprit
+COMPARABLE = 0.5  # contributions of at least this share of the largest are candidates as well
 MAX_DECISIONS = 8
-MENDED = 0.25  # share of the error that may be left when a cause is taken away
+MENDED = 0.25  # share of the error that may remain once its cause is removed
 
 Items = Sequence[frozenset[int]]
 Energy = Callable[[frozenset[int]], float]
@@ -60,15 +60,14 @@ class Culprit:
     """The place where the error of some outputs enters.
 
     Attributes:
-        outputs: names of the outputs, the worst first.
-        sites: one op; or all ops of one line that only together make the error; none where the error is
-            spread over the model.
-        given: the weight or input whose rounding it is, where it is not the op's own.
-        alone_db: accuracy of the worst output where these alone are in 16 bits; ``None`` is exact.
-        without_db: its accuracy with all but these in 16 bits; ``None`` is exact.
-        decision: the op that chooses differently because of it.
-        detail: how close those choices were.
-        stalled: share of the additions at these sites that change nothing in 16 bits only.
+        outputs: Names of the outputs, the worst first.
+        sites: One op, or all ops of one line that cause the error together; empty if it is spread out.
+        given: Name of the weight or input whose rounding causes the error, if it is not the op's result.
+        alone_db: Accuracy of the worst output with only these sites in 16 bits; ``None`` if exact.
+        without_db: Its accuracy with all but these sites in 16 bits; ``None`` if exact.
+        decision: The op that chooses differently because of the error.
+        detail: The margins of those choices.
+        stalled: Share of the additions at these sites that have no effect in 16 bits only.
     """
 
     outputs: tuple[str, ...]
@@ -89,21 +88,21 @@ class _Run:
 
 @dataclass
 class Attribution:
-    """Runs one batch repeatedly, each time with other places in 16 bits.
+    """Runs one batch repeatedly, each time with a different part of the model in 16 bits.
 
     Attributes:
-        executor: of the whole program.
-        tensors: of the batch.
-        seed: of the batch's random numbers.
-        own: FP32's values of what earlier steps left in buffers.
+        executor: Executor of the whole program.
+        tensors: Inputs of the batch.
+        seed: Seed of the batch's random numbers.
+        carried: Inputs and buffers, with FP32's values in both runs.
     """
 
     executor: LockStep
     tensors: list[torch.Tensor]
     seed: int
-    own: Carried | None = None
+    carried: Carried | None = None
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
-    _left: int = MAX_RUNS
+    _runs_left: int = MAX_RUNS
 
     @cached_property
     def _units(self) -> tuple[RoundingUnit, ...]:
@@ -111,16 +110,18 @@ class Attribution:
 
     def culprits(self, outputs: Sequence[str], least: float) -> list[Culprit]:
         """Return the culprit of each inaccurate output; outputs with the same culprit are grouped."""
-        found: dict[tuple[SiteId, ...], Culprit] = {}
+        by_sites: dict[tuple[SiteId, ...], Culprit] = {}
         for name in outputs:
             culprit = self._culprit(name, least)
-            known = found.get(culprit.sites)
-            if known is not None:
-                explained = culprit if known.decision is None else known
-                names = (*known.outputs, *culprit.outputs)
-                culprit = replace(known, outputs=names, decision=explained.decision, detail=explained.detail)
-            found[culprit.sites] = culprit
-        return list(found.values())
+            earlier = by_sites.get(culprit.sites)
+            if earlier is not None:
+                explained = culprit if earlier.decision is None else earlier
+                names = (*earlier.outputs, *culprit.outputs)
+                culprit = replace(
+                    earlier, outputs=names, decision=explained.decision, detail=explained.detail
+                )
+            by_sites[culprit.sites] = culprit
+        return list(by_sites.values())
 
     def _culprit(self, name: str, least: float) -> Culprit:
         everything = frozenset(range(len(self._units)))
@@ -138,27 +139,27 @@ class Attribution:
             run = self._run(units)
             return run.outputs[name].energy if decision is None else float(run.flips.get(decision, 0))
 
-        chosen = self._search(energy, everything, first=decision is not None)
-        if not chosen:
+        selection = self._search(energy, everything, first=decision is not None)
+        if not selection:
             return Culprit((name,))
-        return self._described(name, chosen, everything, decision)
+        return self._describe(name, selection, everything, decision)
 
-    def _described(
-        self, name: str, chosen: frozenset[int], everything: frozenset[int], decision: str | None
+    def _describe(
+        self, name: str, selection: frozenset[int], everything: frozenset[int], decision: str | None
     ) -> Culprit:
-        sites = tuple(dict.fromkeys(self._units[index].site.id for index in sorted(chosen)))
+        sites = tuple(dict.fromkeys(self._units[index].site.id for index in sorted(selection)))
         probe = Probe(
             detail=DecisionDetail(decision) if decision is not None else None,
-            additions=frozenset(node.name for i in chosen for node in self._units[i].nodes),
+            additions=frozenset(node.name for i in selection for node in self._units[i].nodes),
         )
         self._execute(everything, probe)
-        alone, rest = self._run(chosen).outputs[name], self._run(everything - chosen).outputs[name]
+        alone, rest = self._run(selection).outputs[name], self._run(everything - selection).outputs[name]
         deciding = {s.node: s.id for s in self.executor.program.traced.sites}
-        nodes = {node for index in chosen for node in self._units[index].nodes}
+        nodes = {node for index in selection for node in self._units[index].nodes}
         return Culprit(
             (name,),
             sites,
-            self._given(name, chosen),
+            self._rounded_source(name, selection),
             alone.accuracy_db,
             rest.accuracy_db,
             deciding.get(decision) if decision is not None else None,
@@ -169,7 +170,7 @@ class Attribution:
     def _search(self, energy: Energy, everything: frozenset[int], *, first: bool) -> frozenset[int]:
         """Return one unit, or all units of one line; empty if none stands out.
 
-        Of comparable ones the largest, or the first in the graph.
+        Among comparable candidates, that is the largest, or with ``first`` the first in the graph.
         """
         singles = [frozenset((index,)) for index in sorted(everything)]
         total = energy(everything)
@@ -182,30 +183,30 @@ class Attribution:
             (singles, mended, 1 - MENDED),
             (self._lines(), energy, STANDS_OUT),
         ):
-            found = self._strongest(items, size, share * total)
-            if found:
-                return min(found, key=min) if first else found[0]
+            candidates = self._strongest(items, size, share * total)
+            if candidates:
+                return min(candidates, key=min) if first else candidates[0]
         return frozenset()
 
     def _strongest(self, items: Items, size: Energy, least: float) -> list[frozenset[int]]:
         """Return the items with the largest contributions of comparable size."""
         counter = itertools.count()
         heap = [(-math.inf, next(counter), items)]
-        found: list[tuple[float, frozenset[int]]] = []
-        while heap and self._left > 0:
+        strongest: list[tuple[float, frozenset[int]]] = []
+        while heap and self._runs_left > 0:
             negative, _, part = heapq.heappop(heap)
-            if -negative < least or (found and -negative < COMPARABLE * found[0][0]):
+            if -negative < least or (strongest and -negative < COMPARABLE * strongest[0][0]):
                 break
             if len(part) == 1:
-                found.append((-negative, part[0]))
+                strongest.append((-negative, part[0]))
                 continue
             middle = len(part) // 2
             for half in (part[:middle], part[middle:]):
                 heapq.heappush(heap, (-size(frozenset().union(*half)), next(counter), half))
-        return [item for _, item in found]
+        return [item for _, item in strongest]
 
     def _lines(self) -> list[frozenset[int]]:
-        """Group units by line of code and op, as in a loop or a stack of layers."""
+        """Group the units of one op on one line of code, as in a loop or a stack of layers."""
         groups: dict[tuple[object, ...], set[int]] = {}
         for index, unit in enumerate(self._units):
             site = unit.site
@@ -213,36 +214,34 @@ class Attribution:
             groups.setdefault((*line, site.op), set()).add(index)
         return [frozenset(group) for group in groups.values()]
 
-    def _given(self, name: str, chosen: frozenset[int]) -> str:
+    def _rounded_source(self, name: str, selection: frozenset[int]) -> str:
         """Return the weight or input whose rounding accounts for most of a single unit's contribution."""
-        if len(chosen) != 1:
+        if len(selection) != 1:
             return ""
-        unit = self._units[min(chosen)]
-        if not unit.given:
-            return ""
-        total = self._run(chosen).outputs[name].energy
-        for node, given in unit.given:
+        total = self._run(selection).outputs[name].energy
+        for node, source in self._units[min(selection)].sources:
             alone = self._execute(frozenset(), Probe(), extra=frozenset((node,))).outputs[name].energy
             if alone > COMPARABLE * total or (math.isinf(total) and math.isinf(alone)):
-                return given
+                return source
         return ""
 
     def _decision(self, name: str, total: float, whole: _Run) -> str | None:
-        """Return the decision that repairs the output when pinned to FP32; ``None`` if none does."""
+        """Return the decision that repairs the output when pinned to FP32's choice, if any."""
         flipped = [step.node for step in self.executor.program.steps if whole.flips.get(step.node.name)]
         everything = frozenset(range(len(self._units)))
 
-        def left(pins: frozenset[str]) -> float:
-            return self._execute(everything, Probe(pins=pins)).outputs[name].energy
+        def pinned_energy(*pins: fx.Node) -> float:
+            probe = Probe(pins=frozenset(node.name for node in pins))
+            return self._execute(everything, probe).outputs[name].energy
 
-        if not flipped or left(frozenset(n.name for n in flipped)) > MENDED * total:
+        if not flipped or pinned_energy(*flipped) > MENDED * total:
             return None
-        tried: list[tuple[float, str]] = []
-        for node in flipped[:MAX_DECISIONS]:  # the first that mends it: later ones may flip because of it
-            tried.append((left(frozenset((node.name,))), node.name))
-            if tried[-1][0] <= MENDED * total:
+        trials: list[tuple[float, str]] = []
+        for node in flipped[:MAX_DECISIONS]:  # the first that repairs it: it may cause later ones to flip
+            trials.append((pinned_energy(node), node.name))
+            if trials[-1][0] <= MENDED * total:
                 break
-        return min(tried)[1]
+        return min(trials)[1]
 
     def _run(self, units: frozenset[int]) -> _Run:
         if units not in self._runs:
@@ -250,18 +249,18 @@ class Attribution:
         return self._runs[units]
 
     def _execute(self, units: frozenset[int], probe: Probe, extra: frozenset[fx.Node] = frozenset()) -> _Run:
-        self._left -= 1
+        self._runs_left -= 1
         rounding = extra.union(*(self._units[index].nodes for index in units))
         partial = PartialLockStep(self.executor, rounding)
         try:
             with guarded(self.executor.device):
                 torch.manual_seed(self.seed)
-                pairs = partial.run(self.tensors, probe, self.own)
-        except RunFailed:  # an index out of range: nothing is right
-            lost = OutputComparison("float", mismatch="no output")
-            return _Run(dict.fromkeys(self.executor.program.traced.outputs, lost), {})
-        named = dict(zip(self.executor.program.traced.outputs, pairs, strict=True))
-        return _Run(compare_outputs(named, 0), probe.flips())
+                pairs = partial.run(self.tensors, probe, self.carried)
+        except RunFailed:  # an index out of range: there are no outputs
+            missing = OutputComparison("float", mismatch="no output")
+            return _Run(dict.fromkeys(self.executor.program.traced.outputs, missing), {})
+        outputs = dict(zip(self.executor.program.traced.outputs, pairs, strict=True))
+        return _Run(compare_outputs(outputs, 0), probe.flips())
 
 
 def _is_running_sum(nodes: Collection[fx.Node]) -> bool:
@@ -275,16 +274,20 @@ def find_culprits(
     outputs: Mapping[str, OutputComparison], worst: Mapping[str, Attribution], least: float
 ) -> list[Culprit]:
     """Return the culprits of inaccurate outputs, each in its worst batch; the worst outputs first."""
-    wrong = {n: db for n, seen in outputs.items() if (db := seen.accuracy_db) is not None and db < least}
+    accuracies = {name: comparison.accuracy_db for name, comparison in outputs.items()}
+    wrong = {name: db for name, db in accuracies.items() if db is not None and db < least}
     batches: dict[int, list[str]] = {}
     for name in sorted(wrong, key=wrong.__getitem__):
         batches.setdefault(outputs[name].batch, []).append(name)
-    found = (worst[names[0]].culprits(names[:MAX_OUTPUTS], least) for names in batches.values())
-    return [culprit for culprits in found for culprit in culprits]
+    return [
+        culprit
+        for names in batches.values()
+        for culprit in worst[names[0]].culprits(names[:MAX_OUTPUTS], least)
+    ]
 
 
 class _PartialBackend(Emulated):
-    """A backend that emulates 16 bits at some nodes, and computes FP32 at all others."""
+    """A backend that emulates 16 bits at some nodes and computes FP32 at all others."""
 
     def __init__(self, inner: Emulated, rounding: Collection[fx.Node]) -> None:
         self.name = inner.name
@@ -293,7 +296,7 @@ class _PartialBackend(Emulated):
         self._rounding = rounding
 
     def rounds(self, step: Step) -> bool:
-        if step.target is torch.ops.aten.view.dtype:  # the bits of a carrier are not those of the format
+        if step.target is torch.ops.aten.view.dtype:  # needs the bits of the format, not of a carrier
             return True
         return step.rounds and step.node in self._rounding
 
@@ -312,12 +315,7 @@ class _PartialBackend(Emulated):
 
 
 class PartialLockStep(LockStep):
-    """A lock-step of the same program that rounds only at some places.
-
-    Args:
-        whole: the executor of the whole program.
-        rounding: steps and placeholders that are rounded to 16 bits.
-    """
+    """Runs the program of another executor, rounding only some steps and placeholders to 16 bits."""
 
     def __init__(self, whole: LockStep, rounding: Collection[fx.Node]) -> None:
         inner = whole.backend if isinstance(whole.backend, Emulated) else Emulated()
@@ -329,12 +327,12 @@ class PartialLockStep(LockStep):
         return self._partial.rounds(step)
 
     def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
-        return self._unless_rounded(node, super()._input(node, tensor, place))
+        return self._maybe_exact(node, super()._input(node, tensor, place))
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
-        return self._unless_rounded(node, super()._weight(node, place))
+        return self._maybe_exact(node, super()._weight(node, place))
 
-    def _unless_rounded(self, node: fx.Node, pair: Pair) -> Pair:
+    def _maybe_exact(self, node: fx.Node, pair: Pair) -> Pair:
         if node in self._rounding or pair[0] is pair[1]:
             return pair
         return pair[0], pair[0].clone() if node in self.program.written else pair[0]
@@ -342,12 +340,12 @@ class PartialLockStep(LockStep):
 
 @dataclass(slots=True)
 class Probe(Observer):
-    """Measures only what is requested.
+    """Counts flipped decisions, and measures what is requested.
 
     Attributes:
-        pins: nodes of decisions that follow FP32's choices.
-        detail: a decision to look at closely.
-        additions: nodes to look at for additions that change nothing.
+        pins: Nodes of decisions that follow FP32's choices.
+        detail: A decision to measure in detail.
+        additions: Nodes at which to count additions that have no effect.
     """
 
     pins: frozenset[str] = frozenset()
@@ -355,13 +353,13 @@ class Probe(Observer):
     additions: frozenset[str] = frozenset()
     _flips: dict[str, torch.Tensor] = field(default_factory=dict)
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
-    _moved: int = 0
+    _changing: int = 0
     _stalled: int = 0
 
     @property
     def stalled(self) -> float:
         """Return the share of additions that change the sum in FP32 but not in 16 bits."""
-        return self._stalled / self._moved if self._moved else 0.0
+        return self._stalled / self._changing if self._changing else 0.0
 
     def flips(self) -> dict[str, int]:
         """Return the number of differing choices by node."""
@@ -384,7 +382,7 @@ class Probe(Observer):
         return value
 
     def _inspect_sum(self, step: Step, value: Any, call: StepCall) -> None:
-        """Compare an in-place sum with its initial value, which was kept since it is overwritten."""
+        """Compare a sum with its first term, of which a copy was kept in case it is overwritten."""
         if not isinstance(value, torch.Tensor):
             return
         if any(user.name in self.additions for user in step.node.users):
@@ -403,13 +401,13 @@ class Probe(Observer):
             first, second = call.ref_args[0], call.ref_args[1]
             before = self._before.get(step.node.all_input_nodes[0].name, call.args[0])
             if isinstance(first, torch.Tensor) and isinstance(before, torch.Tensor):
-                moved = torch.as_tensor(second, device=value.device) != 0
+                changing = torch.as_tensor(second, device=value.device) != 0
                 if before.shape == value.shape:
-                    self._count(moved.expand(value.shape), value == before)
+                    self._count(changing.expand(value.shape), value == before)
 
-    def _count(self, moved: torch.Tensor, same: torch.Tensor) -> None:
-        self._moved += int(moved.sum())
-        self._stalled += int((moved & same).sum())
+    def _count(self, changing: torch.Tensor, same: torch.Tensor) -> None:
+        self._changing += int(changing.sum())
+        self._stalled += int((changing & same).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,25 +415,26 @@ class RoundingUnit:
     """Nodes that a rule would keep in float32 together.
 
     Attributes:
-        site: the op that it is reported as.
-        nodes: nodes whose values are rounded.
-        given: names of the inputs and weights among them, by node.
+        site: The op as which the unit is reported.
+        nodes: Nodes whose values are rounded.
+        sources: Inputs and weights among them, with their names.
     """
 
     site: Site
     nodes: frozenset[fx.Node]
-    given: tuple[tuple[fx.Node, str], ...] = ()
+    sources: tuple[tuple[fx.Node, str], ...] = ()
 
 
 def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
     """Return the rounding units of a program in graph order.
 
-    A weight belongs to the first op that reads it, and a cast of the policy's to its only reader. An input,
-    and a cast that several ops read, stand for themselves, under the first of their readers.
+    A weight belongs to the first op that reads it, and an inserted cast to its only reader. Inputs, and casts
+    that several ops read, are units of their own, reported as their first reader.
     """
     program = executor.program
     steps = {step.node: step for step in program.steps}
-    weights = _given(executor)
+    weights = {place.node: place.name for place in program.traced.placeholders}
+    weights |= {site.node: site.weight for site in program.traced.sites if site.weight is not None}
     inputs = {place.node for place in program.traced.placeholders if place.slot is Slot.INPUT}
     nodes: dict[fx.Node, list[fx.Node]] = {}
     for node in _rounding_nodes(program, executor):
@@ -453,8 +452,8 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
     for owner, members in nodes.items():
         site = _site(owner, steps)
         if site is not None:
-            given = tuple((n, weights[n.name]) for n in members if n.name in weights)
-            units.append((order[owner], RoundingUnit(site, frozenset(members), given)))
+            sources = tuple((n, weights[n.name]) for n in members if n.name in weights)
+            units.append((order[owner], RoundingUnit(site, frozenset(members), sources)))
     return tuple(unit for _, unit in sorted(units, key=lambda pair: pair[0]))
 
 
@@ -470,24 +469,14 @@ def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
             yield step.node
 
 
-def _given(executor: LockStep) -> dict[str, str]:
-    """Map each node that rounds an input or weight to its name."""
-    traced = executor.program.traced
-    names = {place.node: place.name for place in traced.placeholders}
-    casts = {site.node: site.weight for site in traced.sites if site.weight is not None}
-    return names | casts
-
-
 def _readers(node: fx.Node, steps: dict[fx.Node, Step]) -> Iterator[Step]:
-    """Return the ops that read a value, behind views, selections and the policy's casts."""
+    """Return the ops that read a value, looking through views, selections and inserted casts."""
     for user in node.users:
         step = steps.get(user)
-        if step is None:
-            continue
-        if step.site is None or step.site.role not in (Role.COMPUTE, Role.CAST):
-            yield from _readers(user, steps)
-        else:
+        if step is not None and step.site is not None and step.site.role in (Role.COMPUTE, Role.CAST):
             yield step
+        elif step is not None:
+            yield from _readers(user, steps)
 
 
 def _site(node: fx.Node, steps: dict[fx.Node, Step]) -> Site | None:

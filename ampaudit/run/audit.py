@@ -14,7 +14,7 @@ from ampaudit.core.errors import AuditError, InputError
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.config import RunConfig
-from ampaudit.run.eager import EagerModel, telling_own_failures
+from ampaudit.run.eager import EagerModel, reporting_model_failures
 from ampaudit.run.guards import guarded
 from ampaudit.run.loop import run_steps
 from ampaudit.run.record import RunRecord
@@ -37,8 +37,8 @@ _FIXED = ("author", TWIN)  # decisions that no policy makes
 class Audit:
     """The record of a run and its sites in graph order.
 
-    ``promoted`` are the sites where the policy's measured rules decided after a first pass; ``others`` are
-    the graphs of later batches that have sites of their own, or all of them.
+    ``promoted`` are the sites that the policy's measured rules promoted after a first pass; ``others`` are
+    the graphs of later batches that add sites, or all graphs.
     """
 
     record: RunRecord
@@ -50,7 +50,7 @@ class Audit:
 
     @property
     def every(self) -> tuple[ConvertedModel, ...]:
-        """All graphs that contain sites, the first batch's first."""
+        """All graphs, starting with the first batch's."""
         return (self.converted, *self.others)
 
 
@@ -63,8 +63,8 @@ def run_audits(
 ) -> list[Audit]:
     """Audit a model under several policies, with one run of the reference for all of them.
 
-    The configurations differ in their rules only. A policy whose measured rules promote something is run
-    again under what they decided; those are run together as well. Several machines may share the batches.
+    The configurations differ in their rules only. Policies whose measured rules promote something are run
+    again, together, with the promoted ops. Several machines may share the batches.
 
     Raises:
         PartDone: another machine goes on with what this one has recorded.
@@ -79,10 +79,10 @@ def run_audits(
     again: dict[int, tuple[RunConfig, tuple[SiteId, ...]]] = {}
     for index, (config, runner) in enumerate(zip(configs, runners, strict=True)):
         if config.rules is not None and config.rules.measured:
-            seen = runner.measurements()
-            promoted = promoted_sites(config.rules, runner.executors.sites.values(), seen)
+            measurements = runner.measurements()
+            promoted = promoted_sites(config.rules, runner.executors.sites.values(), measurements)
             if promoted:
-                again[index] = (replace(config, measured=seen), promoted)
+                again[index] = (replace(config, measured=measurements), promoted)
     if again:
         spent = {index: sum(runners[index].record.seconds.values()) for index in again}
         changed = [config for config, _ in again.values()]
@@ -117,8 +117,7 @@ def _run_all(
     if configs[0].memory is None:
         totals = _run_in_order(model, batches, runners, totals, progress, phase, share)
     else:
-        done = run_segmented(model, runners, batches, share, phase, progress)
-        totals = share.joined(phase, done, progress)
+        totals = share.joined(phase, run_segmented(model, runners, batches, share, phase, progress), progress)
     for runner, total in zip(runners, totals, strict=True):
         runner.record.join(total)
     progress(phase, len(batches), len(batches))
@@ -135,14 +134,14 @@ def _run_in_order(
     share: Share,
 ) -> list[RunRecord]:
     """Run one batch after the other."""
-    own: dict[int, list[RunRecord]] = {}
+    local_records: dict[int, list[RunRecord]] = {}
     failure: Failure | None = None
     for number, batch in enumerate(batches):
         progress(share.progress_of(phase), number, len(batches))
-        mine, known = share.mine(phase, number), share.recorded(phase, number)
+        mine, earlier = share.mine(phase, number), share.recorded(phase, number)
         try:
-            with telling_own_failures(model, batch):
-                _run_batch(runners, batch, number, progress, mine=mine and known is None)
+            with reporting_model_failures(model, batch):
+                _run_batch(runners, batch, number, progress, mine=mine and earlier is None)
         except AuditError as error:
             if len(batches) > 1:
                 error.add_place(batch.title(number))
@@ -151,20 +150,20 @@ def _run_in_order(
             failure = Failure.of(number, error)
             break
         ended = [runner.end_batch() for runner in runners]
-        if share.alone:  # as in ``folded``, without keeping them all
+        if share.alone:  # as in ``join_parts``, without keeping them all
             for total, record in zip(totals, ended, strict=True):
                 total.join(record)
         elif mine:
-            own[number] = known or ended
-            if known is None:
+            local_records[number] = earlier or ended
+            if earlier is None:
                 share.record(phase, number, ended)
-    return totals if share.alone else share.joined(phase, PartRecords(own, failure), progress)
+    return totals if share.alone else share.joined(phase, PartRecords(local_records, failure), progress)
 
 
 def _run_batch(
     runners: Sequence[Runner], batch: Batch, number: int, progress: Progress, *, mine: bool
 ) -> None:
-    """Run a batch under every policy; one that another machine runs is only traced."""
+    """Run a batch under every policy, or only trace it if another machine runs it."""
     first = runners[0]
     if not mine:
         for runner in runners:
@@ -195,9 +194,9 @@ def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, nu
         outputs = Interleaved(runs, shared).advance()
     assert outputs is not None, "nothing stops them"
     share = (time.perf_counter() - started) / len(runners)
-    for runner, item, found in zip(runners, ready, outputs, strict=True):
+    for runner, item, pairs in zip(runners, ready, outputs, strict=True):
         runner.record.add_seconds("run", share)
-        runner.finish(item, found)
+        runner.finish(item, pairs)
 
 
 def measure(
@@ -213,13 +212,18 @@ def measure(
 
 
 def promoted_sites(
-    rules: RuleSet, sites: Iterable[Site], seen: Mapping[SiteId, Measurement]
+    rules: RuleSet, sites: Iterable[Site], measurements: Mapping[SiteId, Measurement]
 ) -> tuple[SiteId, ...]:
     """Return the 16-bit sites whose decision the measurements change.
 
-    An op that is in float32 already, because the author or its inputs made it so, is not promoted by a rule.
+    Ops that the author or their inputs keep in float32 are not counted as promoted.
     """
-    low_precision = (s for s in sites if s.dtype in LOW_PRECISION_DTYPES and s.decision.reason not in _FIXED)
-    ours = (s for s in low_precision if s.facts and s.id in seen)
-    facts = [(s.id, replace(s.facts, measurement=seen[s.id])) for s in ours if s.facts]
-    return tuple(site for site, fact in facts if rules.promotes(fact))
+    return tuple(
+        site.id
+        for site in sites
+        if site.dtype in LOW_PRECISION_DTYPES
+        and site.decision.reason not in _FIXED
+        and site.facts
+        and site.id in measurements
+        and rules.promotes(replace(site.facts, measurement=measurements[site.id]))
+    )

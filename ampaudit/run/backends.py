@@ -1,7 +1,7 @@
 """Computes the converted graph, natively in its dtypes or emulated in float32.
 
-A backend decides three things: how a tensor of some dtype is held, how one step is called, and how a
-held tensor is read as float32. Adding one means implementing this protocol and naming it in ``choose``.
+A backend decides how a tensor of some dtype is represented, how a step is called, and which operation
+autograd differentiates. ``choose_backend`` selects one for a device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,48 +26,30 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of, widened
 __all__ = ["Backend", "Emulated", "Float32Backend", "Native", "choose_backend"]
 
 
-class Backend(Protocol):
-    """A way to compute the steps of the converted graph."""
+class Backend:
+    """Computes the steps of the converted graph; the base class computes all of them in float32.
 
-    name: str
-    follows_writes: bool  # whether gradients pass the writes in place that autograd does not see
-
-    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """The representation of a tensor whose dtype in the converted model is ``dtype``."""
-
-    def call(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
-    ) -> Any:
-        """The step's result in this backend's representation.
-
-        A backend that passes over the result block by block may show the blocks to ``measure``.
-        """
-
-    def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The step's argument templates, with nodes in the places of values."""
-
-    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The step's result as autograd shall see it: its backward is this backend's."""
-
-    def represented_result(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
-    ) -> torch.Tensor:
-        """``represent`` of something that was just made from what is given, and may be overwritten."""
-
-
-class Float32Backend:
-    """The reference: every 16-bit dtype of the graph becomes float32."""
+    Attributes:
+        name: Name of the backend in reports.
+        follows_writes: Whether gradients pass in-place writes that autograd does not see.
+    """
 
     name = "reference"
     follows_writes = False
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Float32 for 16-bit tensors, and for float64 that becomes 16 bits; the tensor itself otherwise."""
+        """Return the representation of a tensor whose dtype in the converted model is ``dtype``.
+
+        Widens 16-bit tensors, and float64 that the converted model narrows, to float32.
+        """
         narrowed = tensor.dtype is torch.float64 and dtype in LOW_PRECISION_DTYPES
         return tensor.float() if narrowed else widened_tensor(tensor)
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with float32 for 16-bit dtypes, and as they were before the policy changed any."""
+        """Return the step's argument templates, with nodes in the places of values.
+
+        These have float32 in place of 16-bit dtypes, and undo the policy's changes to arguments.
+        """
         exact = step.site.original_args if step.site is not None else {}
         if not exact:
             return step.wide_args, step.wide_kwargs
@@ -75,70 +57,77 @@ class Float32Backend:
         return args, {name: exact.get(name, value) for name, value in step.wide_kwargs.items()}
 
     def represented_result(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, operands: Iterable[Any]
     ) -> torch.Tensor:
-        """As ``represent``."""
-        del given
+        """Like ``represent``, for a fresh result of ``operands`` that may be overwritten."""
+        del operands
         return self.represent(tensor, dtype)
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
     ) -> Any:
-        """The op in float32."""
+        """Return the step's result in this backend's representation.
+
+        A backend that processes the result block by block may pass the blocks to ``measure``.
+        """
         del measure
         return step.target(*args, **kwargs)
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op in float32."""
+        """Return the step's result with the graph that autograd differentiates for this backend."""
         return step.target(*args, **kwargs)
 
 
-class Emulated(Float32Backend):
-    """16 bits in float32 carriers: inputs are rounded, arithmetic is float32, results are rounded.
+class Float32Backend(Backend):
+    """The reference: every 16-bit dtype of the graph becomes float32."""
 
-    That is what a tensor core with float32 accumulation does. Rounding goes through the format itself
-    and back, so overflow becomes infinity and small values become subnormal or zero as they do there.
+
+class Emulated(Backend):
+    """Emulates 16 bits in float32 carriers: inputs and results are rounded, arithmetic is float32.
+
+    This matches a tensor core with float32 accumulation. Values are cast to the format and back, so they
+    overflow to infinity and underflow to subnormals or zero as they do on the device.
     """
 
     name = "emulated"
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with float32 for 16-bit dtypes, and numbers as a kernel for 16 bits reads them."""
+        """Return the arguments with float32 for 16-bit dtypes, and numbers as a 16-bit kernel reads them."""
         return step.low_args, step.low_kwargs
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """A float32 carrier of the rounded tensor."""
+        """Return the rounded tensor in a float32 carrier."""
         return rounded(tensor, dtype)
 
     def represented_result(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, operands: Iterable[Any]
     ) -> torch.Tensor:
-        """Rounded where it lies, if its memory is its own."""
-        return (
-            _round_result(tensor, dtype, given) if tensor.is_contiguous() else self.represent(tensor, dtype)
-        )
+        """Round in place where the result does not share memory with an operand."""
+        if not tensor.is_contiguous():
+            return self.represent(tensor, dtype)
+        return _round_result(tensor, dtype, operands)
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op in float32; of what its backward keeps, the output is what was rounded.
+        """Call the op in float32; its backward reads the rounded output.
 
-        A kernel's statistics (a mean, a logsumexp) have another shape and stay in float32, as on a GPU.
+        Saved statistics of a kernel (a mean, a logsumexp) differ in shape and stay in float32, as on a GPU.
         """
         dtype, value = step.dtypes[0], step.node.meta.get("val")
         if dtype not in LOW_PRECISION_DTYPES or step.random or not isinstance(value, torch.Tensor):
             return step.target(*args, **kwargs)
-        given = {a.data_ptr() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
+        addresses = {a.data_ptr() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
 
-        def keep(kept: torch.Tensor) -> torch.Tensor:
-            is_output = fits(kept, sizes_of(value)) and kept.dtype is torch.float32
-            return rounded(kept, dtype) if is_output and kept.data_ptr() not in given else kept
+        def keep(saved: torch.Tensor) -> torch.Tensor:
+            is_output = fits(saved, sizes_of(value)) and saved.dtype is torch.float32
+            return rounded(saved, dtype) if is_output and saved.data_ptr() not in addresses else saved
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
             return step.target(*args, **kwargs)
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
     ) -> Any:
-        """The op in float32, its 16-bit outputs rounded; a mutated argument is rounded in place."""
+        """Call the op in float32 and round its 16-bit outputs; mutated arguments are rounded in place."""
         if step.rounds_inside:
             return _in_true_dtypes(step, args, kwargs)
         if step.gives_way:
@@ -153,30 +142,30 @@ class Emulated(Float32Backend):
         if isinstance(result, torch.Tensor):
             return _round_result(result, step.dtypes[0], args, measure)
         return type(result)(
-            _round_result(item, dtype, args, None) if isinstance(item, torch.Tensor) else item
+            _round_result(item, dtype, args) if isinstance(item, torch.Tensor) else item
             for item, dtype in zip(result, step.dtypes, strict=True)
         )
 
 
-class Native(Float32Backend):
-    """The converted graph as it would be deployed: true dtypes and the device's own kernels."""
+class Native(Backend):
+    """Runs the converted graph as deployed: in its true dtypes, on the device's own kernels."""
 
     name = "native"
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """The tensor in its dtype."""
+        """Cast a floating-point tensor to its dtype."""
         if dtype is None or not tensor.is_floating_point():
             return tensor
         return tensor.to(dtype)
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The graph's own arguments."""
+        """Return the graph's own arguments."""
         return step.args, step.kwargs
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
     ) -> Any:
-        """The op in its dtypes. Random ops run in float32, so that both runs draw the same numbers."""
+        """Call the op in its dtypes; random ops run in float32, so that both runs draw the same numbers."""
         del measure
         if step.in_place and step.site is not None and step.site.decision.reason == TOO_LARGE:
             args, kwargs = pytree.tree_map(partial(_overflowed, dtype=args[0].dtype), (args, kwargs))
@@ -188,18 +177,18 @@ class Native(Float32Backend):
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op in its dtypes, whose backward is autograd's own."""
+        """Call the op in its dtypes, with autograd's own backward."""
         return self.call(step, args, kwargs)
 
 
 def _overflowed(value: Any, dtype: torch.dtype) -> Any:
-    """Return infinity for a number beyond a dtype, with which torch refuses to fill a tensor."""
+    """Replace a number that the dtype cannot hold by infinity, since torch refuses to fill with it."""
     number = isinstance(value, int | float) and abs(value) > torch.finfo(dtype).max
     return math.copysign(math.inf, value) if number else value
 
 
 def choose_backend(device: torch.device) -> Emulated | Native:
-    """Return the native backend on CUDA and XPU, whose kernels compute in 16 bits; else the emulated one."""
+    """Return the native backend for CUDA and XPU, whose kernels compute in 16 bits, else the emulated one."""
     return Native() if device.type in ("cuda", "xpu") else Emulated()
 
 
@@ -221,9 +210,11 @@ def _round_result(
     measure: BlockMeasure | None = None,
 ) -> torch.Tensor:
     """Round an op's output in place, unless it shares memory with an input."""
-    if tensor.dtype is not torch.float32 or dtype not in LOW_PRECISION_DTYPES:
-        return rounded(tensor, dtype)
-    if _shares_memory(tensor.untyped_storage().data_ptr(), args):
+    if (
+        tensor.dtype is not torch.float32
+        or dtype not in LOW_PRECISION_DTYPES
+        or _shares_memory(tensor.untyped_storage().data_ptr(), args)
+    ):
         return rounded(tensor, dtype)
     return _round_blocks(tensor, tensor, dtype, measure)
 
@@ -231,12 +222,12 @@ def _round_result(
 def _round_written(
     step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None
 ) -> None:
-    """Round the tensors that an op wrote to; the measure applies to the first."""
+    """Round the tensors that an op wrote to, measuring the first."""
     nodes = step.written(step.node.args, dict(step.node.kwargs))
-    for node, written in zip(nodes, step.written(args, kwargs), strict=True):
+    for node, tensor in zip(nodes, step.written(args, kwargs), strict=True):
         dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
-        if dtype in LOW_PRECISION_DTYPES and isinstance(written, torch.Tensor):
-            _round_blocks(written, written, dtype, measure)
+        if dtype in LOW_PRECISION_DTYPES and isinstance(tensor, torch.Tensor):
+            _round_blocks(tensor, tensor, dtype, measure)
         measure = None
 
 
@@ -271,7 +262,7 @@ def _round_blocks(
 def _converted_operands(
     step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Round the 0-dimensional tensors that give way to those beside them."""
+    """Round the 0-dimensional tensors that type promotion converts to 16 bits."""
 
     def converted(key: int | str, value: Any) -> Any:
         return rounded(value, step.computing) if key in step.gives_way else value
@@ -283,7 +274,7 @@ def _converted_operands(
 
 
 def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an op on tensors of its true dtypes, and return carriers."""
+    """Call an op on tensors of its true dtypes, and return float32 carriers."""
     template = pytree.tree_leaves((step.args, step.kwargs))
     values, structure = pytree.tree_flatten((args, kwargs))
     true = [_as_in_graph(*pair) for pair in zip(template, values, strict=True)]
@@ -293,12 +284,12 @@ def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if isinstance(step.target, OnCopy):
         true_args = (true_args[0].clone(), *true_args[1:])
     result = call_in_low_precision(op, true_args, true_kwargs)
-    written = step.written(args, kwargs)
-    for kept, made in zip(written, step.written(true_args, true_kwargs), strict=True):
-        if isinstance(kept, torch.Tensor):
-            kept.copy_(made)
+    targets = step.written(args, kwargs)
+    for target, updated in zip(targets, step.written(true_args, true_kwargs), strict=True):
+        if isinstance(target, torch.Tensor):
+            target.copy_(updated)
     if step.in_place:
-        return written[0]
+        return targets[0]
     dtypes = iter(step.dtypes)
     return pytree.tree_map(
         lambda item: rounded(item, next(dtypes)) if isinstance(item, torch.Tensor) else item, result
@@ -306,7 +297,7 @@ def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _as_in_graph(template: Any, value: Any) -> Any:
-    """Return a carrier in the dtype of its node; a constant as in the graph."""
+    """Return a carrier in the dtype of its node, or the graph's own constant."""
     if not isinstance(template, fx.Node):
         return template
     dtype = getattr(template.meta.get("val"), "dtype", None)

@@ -1,7 +1,7 @@
 """Measures decisions: ops that turn floats into integers or booleans, where rounding can flip a choice.
 
-topk, sort, argmax, comparisons, rounding, bucketize, casts to integers. While a model runs, those that
-come out differently are only counted; ``DecisionDetail`` says of one op how close the choices were.
+Examples are topk, sort, argmax, comparisons, rounding, bucketize and casts to integers. While a model runs,
+differing choices are only counted; ``DecisionDetail`` measures the margins of one op.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DecisionStats:
     """The choices of one site over all batches.
 
     Attributes:
-        elements: choices made.
-        differing: choices that differ between FP32 and 16 bits.
+        elements: Number of choices.
+        differing: Number of choices that differ between FP32 and 16 bits.
     """
 
     elements: int = 0
@@ -43,7 +43,7 @@ class DecisionStats:
 
 
 def differing_choices(reference: Any, value: Any) -> tuple[torch.Tensor, int] | None:
-    """Return the number of differing choices (on their device) and of all; ``None`` if shapes differ."""
+    """Return the number of differing choices (on their device) and of all; ``None`` if the shapes differ."""
     choices = _choices(reference, value)
     return None if choices is None else (_flipped(*choices).sum(), choices[0].numel())
 
@@ -57,12 +57,12 @@ def _choices(reference: Any, value: Any) -> tuple[torch.Tensor, torch.Tensor] | 
 
 
 def _flipped(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return where choices differ; round, floor and sign give integers as floats."""
+    """Return a mask of differing choices; round, floor and sign return whole numbers as floats."""
     return (first - second).abs() >= 0.5 if first.is_floating_point() else first != second
 
 
 def _choice(value: Any) -> torch.Tensor | None:
-    """Return the integer or boolean output of an op, or its only output."""
+    """Return the integer or boolean output of an op, or its single output."""
     if isinstance(value, torch.Tensor):
         return value
     tensors = [item for item in value if isinstance(item, torch.Tensor)] if value is not None else []
@@ -74,15 +74,15 @@ def with_fp32_choices(step: Step, reference: Any, value: Any, call: StepCall) ->
     if isinstance(value, torch.Tensor):
         return reference
     scores, axis = call.args[0], _axis(step, call)
-    chosen = _choice(reference)
-    made = []
+    choice = _choice(reference)
+    results = []
     for first, second in zip(reference, value, strict=True):
-        scored = isinstance(second, torch.Tensor) and second.is_floating_point() and chosen is not None
-        if scored and axis is not None and chosen is not None and scores.ndim == chosen.ndim:
-            made.append(torch.gather(scores, axis, chosen))
+        scored = isinstance(second, torch.Tensor) and second.is_floating_point()
+        if scored and axis is not None and choice is not None and scores.ndim == choice.ndim:
+            results.append(torch.gather(scores, axis, choice))
         else:
-            made.append(first)
-    return type(value)(made)
+            results.append(first)
+    return type(value)(results)
 
 
 def _axis(step: Step, call: StepCall) -> int | None:
@@ -90,9 +90,9 @@ def _axis(step: Step, call: StepCall) -> int | None:
     target = overload_of(step.target)
     if target is None:
         return None
-    given = named_arguments(target, call.args, call.kwargs)
+    arguments = named_arguments(target, call.args, call.kwargs)
     default = None if base_name(target) in ("max", "min", "argmax", "argmin") else -1
-    axis = given.get("dim", default)
+    axis = arguments.get("dim", default)
     return axis if isinstance(axis, int) else None
 
 
@@ -101,14 +101,13 @@ class DecisionDetail:
     """Measures the margins of one decision.
 
     Attributes:
-        node: name of the node.
-        differing: choices that differ.
-        elements: choices made.
-        ties: those among them whose candidates are equal in 16 bits.
-        margin: median distance in FP32 between the two candidates of a choice that differs.
-        error: for rounding, casts to integers and buckets, which have no candidates, the median error of
-            what is decided on.
-        magnitude: typical magnitude of the candidates.
+        node: Name of the node.
+        differing: Number of choices that differ.
+        elements: Number of choices.
+        ties: Number of differing choices whose candidates are equal in 16 bits.
+        margin: Median distance in FP32 between the two candidates of a differing choice.
+        error: Median error of the input, for decisions without candidates (rounding, casts, buckets).
+        magnitude: Median magnitude of the candidates.
     """
 
     node: str
@@ -132,7 +131,7 @@ class DecisionDetail:
         if pairs is None or not self.differing:
             return
         (ours, theirs), (ours16, theirs16) = pairs
-        if flipped.numel() != ours.numel():  # nothing to line the choices up with
+        if flipped.numel() != ours.numel():  # the choices do not correspond to candidates
             return
         flat = flipped.reshape(ours.shape)
         distance = (ours - theirs).abs()[flat].double()
@@ -170,8 +169,8 @@ def _candidates(
             first, second = first.unsqueeze(axis), second.unsqueeze(axis)
         if first.ndim != scores.ndim:
             return None
-        found = [torch.gather(s, axis, i) for s in (scores, scores16) for i in (first, second)]
-        return (found[0], found[1]), (found[2], found[3])
+        values = [torch.gather(s, axis, i) for s in (scores, scores16) for i in (first, second)]
+        return (values[0], values[1]), (values[2], values[3])
     if scores.shape == first.shape:
         return (scores, scores16.to(scores.dtype)), (None, None)
     return None

@@ -26,8 +26,8 @@ def pick_device(name: str, *, audits: bool = False) -> torch.device:
     """Return the device for ``auto``, ``cpu``, or an accelerator such as ``cuda``, ``cuda:1`` or ``mps``.
 
     Args:
-        name: as ``--device`` takes it.
-        audits: whether values are measured on it, in float64.
+        name: Value of ``--device``.
+        audits: Whether values are measured on the device, in float64.
 
     Raises:
         UsageError: the device is not available here, or lacks float64.
@@ -47,12 +47,12 @@ def pick_device(name: str, *, audits: bool = False) -> torch.device:
 
 
 def available_devices() -> list[str]:
-    """List the devices of this machine, as ``--device`` takes them."""
-    found = ["cpu"]
+    """List the devices of this machine as values of ``--device``."""
+    devices = ["cpu"]
     for kind in _ACCELERATORS:
         count = _count(kind)
-        found += [kind] if count == 1 else [f"{kind}:{number}" for number in range(count)]
-    return found
+        devices += [kind] if count == 1 else [f"{kind}:{number}" for number in range(count)]
+    return devices
 
 
 def _count(kind: str) -> int:
@@ -62,7 +62,7 @@ def _count(kind: str) -> int:
 
 
 def generators_of(device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which ``torch.random.fork_rng`` restores a device's generator as well."""
+    """Return arguments for ``torch.random.fork_rng`` to also restore a device's generator."""
     if device.type == "cpu":
         return {"devices": []}
     return {"devices": [device.index or 0], "device_type": device.type}
@@ -86,11 +86,11 @@ def restore_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # there is one, and its functions take none
+    return () if device.type == "mps" else (device,)  # there is only one, and its functions do not take it
 
 
 def environment_of(device: torch.device) -> TargetEnvironment:
-    """Return the device and versions that rules depend on; without CUDA, no capability is known."""
+    """Return the compute capability (on CUDA only) and versions that rules depend on."""
     versions = {"torch": torch.__version__.partition("+")[0]}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda

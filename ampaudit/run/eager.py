@@ -26,14 +26,14 @@ from ampaudit.trace.twin_check import TwinCheck, twins_checked
 from ampaudit.trace.twins import TwinFailed
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["EagerModel", "telling_own_failures"]
+__all__ = ["EagerModel", "reporting_model_failures"]
 
 _UNWATCHED: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
-def telling_own_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """If a converted model cannot be run, say so of the user's model where that fails as well.
+def reporting_model_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Report failures of the converted model as the user's model's if that fails as well.
 
     Kernels are stricter than shapes: torch.export traces a product of two dtypes that no kernel computes.
 
@@ -53,27 +53,27 @@ def telling_own_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 class _LowPrecisionWatch(TorchDispatchMode):
-    """Notes whether an op returns 16-bit numbers."""
+    """Records whether any op returns 16-bit numbers."""
 
-    seen = False
+    low_precision = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the op."""
-        made = func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves(made)
-        self.seen |= any(getattr(leaf, "dtype", None) in LOW_PRECISION_DTYPES for leaf in leaves)
-        return made
+        result = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves(result)
+        self.low_precision |= any(getattr(leaf, "dtype", None) in LOW_PRECISION_DTYPES for leaf in leaves)
+        return result
 
 
 class EagerModel:
     """Calls a model in FP32 on a device, widening 16-bit weights and inputs without changing the model.
 
-    Each call is one of a new copy, which shares the weights; policies that run side by side share the call.
+    Each call uses a new copy, which shares the weights; policies that run side by side share the call.
 
     Args:
-        device: where to run.
-        seed: of the random numbers, plus the number of the batch.
-        release: gives the memory of a weight back, where weights are left on disk.
+        device: Device to run on.
+        seed: Seed of the random numbers, to which the number of the batch is added.
+        release: Function that frees the memory of a weight, if weights are left on disk.
     """
 
     def __init__(self, device: torch.device, seed: int, release: Release | None) -> None:
@@ -84,7 +84,10 @@ class EagerModel:
         self._twins = TwinCheck()
 
     def check_twins(self, ops: Iterable[str], model: nn.Module, batch: Batch, number: int) -> dict[str, str]:
-        """Call the model for the kernels of ops with a twin; return why the twins could not be checked.
+        """Check twins against their ops' kernels by calling the model.
+
+        Returns:
+            The reason why the twin of an op could not be checked, by op; empty if it agrees.
 
         Raises:
             TwinFailed: a twin computes something else than its op.
@@ -95,16 +98,16 @@ class EagerModel:
             self.outputs(model, batch, number)
         except TwinFailed:
             raise
-        except Exception as error:  # whatever the model raises; its run says more
+        except Exception as error:  # whatever the model raises; its run reports more
             otherwise = f"the FP32 model cannot be called: {first_line(error)}"
-        known = dict.fromkeys(self._twins.checked, "") | self._twins.unchecked
-        return {op: known.get(op, otherwise) for op in ops}
+        outcomes = dict.fromkeys(self._twins.checked, "") | self._twins.unchecked
+        return {op: outcomes.get(op, otherwise) for op in ops}
 
     def computes_in_16_bits(self, model: nn.Module, batch: Batch, number: int) -> bool:
-        """Return whether the FP32 model has ops in 16 bits, by autocast or casts of its own."""
+        """Return whether the FP32 model computes in 16 bits, by its own autocast or casts."""
         self._last, watch = None, _LowPrecisionWatch()
         self.outputs(model, batch, number, watch)
-        return watch.seen
+        return watch.low_precision
 
     @torch.no_grad()
     def outputs(
@@ -131,8 +134,8 @@ class EagerModel:
                 twins_checked(self._twins),
                 watch,
             ):
-                found = flatten_outputs(copied(*restored(args), **restored(kwargs)))
-            self._last = number, dict(found)
+                outputs = flatten_outputs(copied(*restored(args), **restored(kwargs)))
+            self._last = number, dict(outputs)
             if self._release is not None:
                 for tensor in named_tensors(model).values():
                     self._release(tensor)

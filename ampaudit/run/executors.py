@@ -1,10 +1,9 @@
-"""Caches one executor per kind of call; a batch of another shape or with another flag is traced again."""
+"""Caches one executor per kind of call; a batch with new shapes or flags is traced again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -39,21 +38,16 @@ __all__ = ["ExecutorCache"]
 class ExecutorCache:
     """Traces a model for each kind of call and compiles the trace.
 
-    Where the model's code counts its calls, or draws random numbers in Python, each batch is traced again, on
-    a copy of the model that goes through the states that the user's would go through.
-
-    Args:
-        model: the user's.
-        config: of the run.
-        record: takes the time that tracing needs.
+    Models that count their calls, or draw random numbers in Python, are traced for each batch, on a copy
+    that goes through the same Python states as the user's model would.
 
     Attributes:
-        model: the user's, or its copy, as it is before the next batch.
-        backend: of all executors.
-        sites: of all graphs, by id.
-        parameter_free: ids of sites that no parameter reaches.
-        converted: the graphs with sites or slices of parameters of their own, or all of them.
-        programs: where the policy has measured rules.
+        model: The user's model, or its copy in the state before the next batch.
+        backend: Backend of all executors.
+        sites: Sites of all graphs, by id.
+        parameter_free: Ids of sites that do not depend on a parameter.
+        converted: Graphs that add sites or slices of parameters, or all graphs (``keep_graphs``).
+        programs: Programs traced for a policy with measured rules.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, record: RunRecord) -> None:
@@ -71,20 +65,17 @@ class ExecutorCache:
         self._slices: set[tuple[str, int | None]] = set()
 
     def get(
-        self, batch: Batch, number: int, own: Batch | None = None, buffers: Mapping[str, Pair] | None = None
+        self,
+        batch: Batch,
+        number: int,
+        low_batch: Batch | None = None,
+        buffers: Mapping[str, Pair] | None = None,
     ) -> LockStep:
-        """The executor for such a batch, traced on first use.
-
-        Args:
-            batch: FP32's inputs, which decide the path.
-            number: of the call.
-            own: the inputs of the 16-bit run in a later step, in the dtypes in which it has them.
-            buffers: what earlier steps left in the buffers.
-        """
+        """Return the executor for a batch, traced on first use; arguments as for ``Runner.prepare``."""
         rules = usual = self._config.rules or plain_fp32()
         carried = Carried(tensor_leaves(batch.args, batch.kwargs), buffers or {})
-        if own is not None:
-            rules, batch = _for_carried_inputs(rules, own)
+        if low_batch is not None:
+            rules, batch = _for_carried_inputs(rules, low_batch)
         key = (rules is usual, *call_key(batch.args, batch.kwargs))
         executor = self._executors.find(key, lambda known: self._suits(known, carried, number))
         if executor is None:
@@ -97,11 +88,11 @@ class ExecutorCache:
         return executor
 
     def number_of(self, program: Program) -> int:
-        """Return the position of a program among all."""
-        return next(number for number, known in enumerate(self.programs) if known is program)
+        """Return the index of a program in ``programs``."""
+        return next(number for number, other in enumerate(self.programs) if other is program)
 
     def _suits(self, executor: LockStep, carried: Carried, number: int) -> bool:
-        """Return whether a batch may run as another one has been traced."""
+        """Return whether a batch may reuse the trace of an earlier one."""
         on_path = executor.program.traced.path is not None
         return not on_path or takes_path(executor, list(carried.inputs), carried, self._config.seed + number)
 
@@ -109,25 +100,21 @@ class ExecutorCache:
         started = time.perf_counter()
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()
-        differentiated, seed = config.trains, config.seed + number
-        setting = (
-            rules,
-            author_rules,
-            config.number_format,
-            config.measured,
-            config.edits,
-            differentiated,
-            seed,
+        sites = tuple(self.sites.values())
+        traced = trace(
+            *(self.model, batch.args, batch.kwargs, rules, author_rules, config.number_format),
+            measured=config.measured,
+            edits=config.edits,
+            differentiated=config.trains,
+            seed=config.seed + number,
+            trace_backward=config.trains,
+            path=self._path,
+            known=sites,
+            values=GivenValues(carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()}),
         )
-        known = tuple(self.sites.values())
-        more: dict[str, Any] = {"trace_backward": differentiated, "path": self._path, "known": known}
-        more["values"] = GivenValues(
-            carried.inputs, {name: pair[0] for name, pair in carried.buffers.items()}
-        )
-        traced = trace(self.model, batch.args, batch.kwargs, *setting, **more)
         if traced.path is not None:
-            self._path = PathTracing.ON  # the general trace need not be tried again
-            traced = with_known_casts(traced, known)
+            self._path = PathTracing.ON  # skip the general trace from now on
+            traced = with_known_casts(traced, sites)
         refuse_larger_than_memory(traced.graph, config.device)
         if not traced.outputs:
             raise InputError(
@@ -157,10 +144,10 @@ class ExecutorCache:
         return executor
 
     def _follow(self, traced: TracedModel) -> None:
-        """Apply the effects of a call to a copy of the model's state; the user's model is not changed."""
+        """Apply the effects of a call on Python state to a copy of the user's model."""
         if not any(change.plain for change in traced.changes):
             return
-        if not self._is_copy or traced.reads:  # then the model as it was is run as well
+        if not self._is_copy or traced.reads:  # with reads, the model in its earlier state is run as well
             tensors = named_tensors(self.model).values()
             self.model = structural_copy(self.model, {id(t): t for t in tensors})
             self._executors, self._is_copy = TraceCache(), True
@@ -168,11 +155,11 @@ class ExecutorCache:
 
 
 def _for_carried_inputs(rules: RuleSet, batch: Batch) -> tuple[RuleSet, Batch]:
-    """Return the rules and inputs of a call whose inputs an earlier call has made.
+    """Return the rules and inputs of a call whose inputs come from an earlier call.
 
-    Where nothing but the user's own cast makes the inputs 16 bits, as under ``model.half()``, a carried one
-    keeps its dtype; a policy that places outputs as well casts at each call. Policies that act on the FP32
-    graph trace the model with FP32 inputs.
+    Carried inputs keep their dtype where only the user's own cast makes inputs 16 bits, as under
+    ``model.half()``; a policy that casts outputs as well casts inputs at each call. Policies that act on the
+    FP32 graph trace the model with FP32 inputs.
     """
     weights = rules.file.weights
     if rules.file.level == "graph":

@@ -50,11 +50,11 @@ class TailRisk:
     """The estimated risk of one site.
 
     Attributes:
-        per_million: expected batches' overflows per million samples.
-        low: lower end of a 90 % interval, by parametric bootstrap.
-        high: its upper end.
-        batches: maxima that the fit is from.
-        samples: samples in a batch.
+        per_million: Expected number of batches that overflow per million samples.
+        low: Lower end of a 90 % interval, by parametric bootstrap.
+        high: Upper end of the interval.
+        batches: Number of maxima in the fit.
+        samples: Number of samples in a batch.
     """
 
     per_million: float
@@ -88,23 +88,20 @@ def fit(maxima: Sequence[float] | Floats) -> ExtremeValues | None:
 def tail_risk(maxima: Sequence[float], limit: float, samples: int, seed: int = 0) -> TailRisk | None:
     """Estimate the risk at one site; ``None`` if the batches are too few or all alike.
 
-    Args:
-        maxima: the peak of each batch.
-        limit: the magnitude from which the format overflows.
-        samples: samples in each batch.
-        seed: of the bootstrap.
+    ``maxima`` are the peaks of batches of so many ``samples``; the format overflows from the magnitude
+    ``limit``.
     """
     if len(maxima) < MIN_BATCHES or samples < 1:
         return None
-    found = fit(maxima)
-    if found is None:
+    distribution = fit(maxima)
+    if distribution is None:
         return None
     generator = np.random.default_rng(seed)
-    refitted = (fit(found.sample(len(maxima), generator)) for _ in range(RESAMPLES))
+    refitted = (fit(distribution.sample(len(maxima), generator)) for _ in range(RESAMPLES))
     rates = sorted(_rate(other, limit, samples) for other in refitted if other is not None)
     ends = rates[int(0.05 * len(rates))], rates[min(int(0.95 * len(rates)), len(rates) - 1)]
-    return TailRisk(_rate(found, limit, samples), *ends, len(maxima), samples)
+    return TailRisk(_rate(distribution, limit, samples), *ends, len(maxima), samples)
 
 
-def _rate(found: ExtremeValues, limit: float, samples: int) -> float:
-    return found.beyond(limit) * 1e6 / samples
+def _rate(distribution: ExtremeValues, limit: float, samples: int) -> float:
+    return distribution.beyond(limit) * 1e6 / samples

@@ -1,4 +1,4 @@
-"""Compares outputs with the user's own FP32 model if the converted graph may follow other code."""
+"""Compares outputs with the user's own FP32 model if the converted graph may run other code."""
 
 from __future__ import annotations
 
@@ -30,15 +30,10 @@ _ELEMENTS = {"complex": "complex numbers", "float": "floating-point numbers", "i
 
 
 class Fp32Check:
-    """Calls the FP32 model wherever the reference may differ from it.
+    """Calls the FP32 model wherever the lock-step reference may differ from it.
 
-    A trace during which nothing read a precision is of the code that FP32 runs: nothing is done. Otherwise
-    the model is run eagerly.
-
-    Args:
-        config: under which the traces were made.
-        eager: runs the model; shared by the policies of an audit.
-        record: of the run; differences are noted in its ``code``.
+    If the code did not read a precision while it was traced, FP32 runs the same code, and nothing is done.
+    Otherwise the model is run eagerly, and differences are added to the ``code`` of the record.
     """
 
     def __init__(self, config: RunConfig, eager: EagerModel, record: RunRecord) -> None:
@@ -52,18 +47,13 @@ class Fp32Check:
     ) -> dict[str, torch.Tensor] | None:
         """Return the FP32 model's outputs by name, without those that 16 bits lack.
 
-        Args:
-            model: the user's, as it was before this batch.
-            program: of the batch's trace.
-            batch: what it is called with.
-            number: of the batch.
-            pairs: the outputs of the lock-step.
+        ``model`` is in the state before this batch, ``pairs`` are the outputs of the lock-step run.
 
         Returns:
-            ``None`` where the reference is the FP32 model, or is as good as it.
+            ``None`` if the reference computes the same as the FP32 model.
 
         Raises:
-            ReferenceBroken: the FP32 model gives NaN or infinity, and the reference does not.
+            ReferenceBroken: the FP32 model returns NaN or infinity, and the reference does not.
         """
         traced = program.traced
         try:
@@ -73,44 +63,46 @@ class Fp32Check:
             self._record.code.place = self._record.code.place or self._place(model, traced, batch, number)
             return None
         self._record.code.batches += 1
-        named = dict(zip(traced.outputs, pairs, strict=True))
-        found = _differences(named, fp32)
-        if all(difference.agrees for difference in found):
+        by_name = dict(zip(traced.outputs, pairs, strict=True))
+        differences = _differences(by_name, fp32)
+        if all(difference.agrees for difference in differences):
             return None
-        self._refuse_broken(named, fp32, batch.title(number))
+        self._refuse_broken(by_name, fp32, batch.title(number))
         place = self._place(model, traced, batch, number)
         if place is None:
-            # the same code: ties fall either way in FP32 as well, and other random numbers are no difference
-            ties = all(d.agrees or (d.integers and d.problem is None) for d in found)
+            # the code is the same: ties may fall either way in FP32 as well, and random numbers may differ
+            ties = all(d.agrees or (d.integers and d.problem is None) for d in differences)
             if ties or any(step.random for step in program.steps):
                 return None
-        self._record.code.note(found, place, traced.reads)
-        apart = {difference.name for difference in found if difference.problem is not None}
-        return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
+        self._record.code.note(differences, place, traced.reads)
+        apart = {difference.name for difference in differences if difference.problem is not None}
+        return {name: tensor for name, tensor in fp32.items() if name in by_name and name not in apart}
 
     def refuse_other_path(
         self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
     ) -> None:
         """Compare the reference of a trace along one path with the model itself.
 
-        Random numbers may be drawn in another order, and autocast of the model's own rounds in FP32 as well:
-        then nothing is compared. Neither is a model that writes to its parameters.
+        Nothing is compared if the model draws random numbers, perhaps in another order, if it computes in 16
+        bits itself, or if it writes to its parameters.
 
         Raises:
-            RunFailed: they differ, so that the trace is not of what the model does.
+            RunFailed: they differ, so that the trace is not of what the model computes.
         """
         traced = program.traced
-        written = {node.name for node in program.written}
+        written_names = {node.name for node in program.written}
         if traced.path is None or any(step.random for step in program.steps):
             return
-        if any(p.slot is Slot.PARAMETER and p.node in written for p in traced.placeholders):
-            return  # the call would write to the user's own
+        if any(p.slot is Slot.PARAMETER and p.node in written_names for p in traced.placeholders):
+            return  # the call would write to the user's parameters
         try:
             fp32 = self._eager.outputs(model, batch, number)
         except AuditError:
-            return  # it may need more memory than there is, or 16-bit inputs
-        found = _differences(dict(zip(traced.outputs, pairs, strict=True)), fp32)
-        other = next((d for d in found if not d.agrees and not (d.integers and d.problem is None)), None)
+            return  # it may need more memory than available, or 16-bit inputs
+        differences = _differences(dict(zip(traced.outputs, pairs, strict=True)), fp32)
+        other = next(
+            (d for d in differences if not d.agrees and not (d.integers and d.problem is None)), None
+        )
         if other is not None and not self._eager.computes_in_16_bits(model, batch, number):
             raise RunFailed(
                 f"along the path of batch {number}, FP32 does not give the outputs of the model itself "
@@ -119,21 +111,21 @@ class Fp32Check:
             )
 
     def unedited(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
-        """Return the outputs of the user's own FP32 model, to judge a run of edited code.
+        """Return the outputs of the user's FP32 model, with which a run of edited code is compared.
 
         Raises:
-            RunFailed: it cannot be called.
-            ReferenceBroken: it gives NaN or infinity.
+            RunFailed: the model cannot be called.
+            ReferenceBroken: the model returns NaN or infinity.
         """
         try:
-            found = self._eager.outputs(model, batch, number)
+            outputs = self._eager.outputs(model, batch, number)
         except Exception as error:
             raise RunFailed(f"the FP32 model cannot be called: {first_line(error)}") from error
-        broken = next((name for name, output in found.items() if is_broken(output)), None)
+        broken = next((name for name, output in outputs.items() if is_broken(output)), None)
         if broken is not None:
             where = batch.title(number)
             raise ReferenceBroken(f"the FP32 model itself gives NaN or infinity in {where}: {broken}")
-        return dict(found)
+        return dict(outputs)
 
     def _note_failure(self, error: Exception, traced: TracedModel) -> None:
         cause = error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error
@@ -145,17 +137,19 @@ class Fp32Check:
     def _place(
         self, model: nn.Module, traced: TracedModel, batch: Batch, number: int
     ) -> CodeDifference | None:
-        """Return where the traces differ; ``None`` if they do not, or if there is no trace."""
+        """Return the first difference from FP32's trace; ``None`` if they agree or it cannot be traced."""
         if id(traced) not in self._places:
             config = self._config
             uncast = plain_fp32(whole=config.rules.op_names if config.rules is not None else frozenset())
-            differentiated = config.trains
-            setting = (uncast, uncast, config.number_format, None, config.edits, differentiated)
-            seed = config.seed + number
             try:
-                path = PathTracing.OFF if traced.path is None else PathTracing.ON
-                more: dict[str, Any] = {"trace_backward": differentiated, "path": path}
-                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, **more)
+                fp32 = trace(
+                    *(model, batch.args, batch.kwargs, uncast, uncast, config.number_format),
+                    edits=config.edits,
+                    differentiated=config.trains,
+                    seed=config.seed + number,
+                    trace_backward=config.trains,
+                    path=PathTracing.OFF if traced.path is None else PathTracing.ON,
+                )
             except AuditError:
                 self._record.code.untraced = True
                 self._places[id(traced)] = traced, None
@@ -164,35 +158,35 @@ class Fp32Check:
                 self._places[id(traced)] = traced, first_difference(traced, fp32)
         return self._places[id(traced)][1]
 
-    def _refuse_broken(self, named: Mapping[str, Pair], fp32: Mapping[str, Any], title: str) -> None:
+    def _refuse_broken(self, pairs: Mapping[str, Pair], fp32: Mapping[str, Any], title: str) -> None:
         broken = [name for name, tensor in fp32.items() if is_broken(tensor)]
-        if any(name in named and not is_broken(named[name][0]) for name in broken):
+        if any(name in pairs and not is_broken(pairs[name][0]) for name in broken):
             raise ReferenceBroken(
                 f"the FP32 model itself gives NaN or infinity in {title}: {broken[0]}, run eagerly"
             )
 
 
-def _differences(named: Mapping[str, Pair], fp32: Mapping[str, Any]) -> list[OutputDifference]:
-    found = [_difference(name, pair, fp32.get(name)) for name, pair in named.items()]
-    only = (name for name in fp32 if name not in named)
-    return [*found, *(OutputDifference(name, problem="is returned in FP32 only") for name in only)]
+def _differences(pairs: Mapping[str, Pair], fp32: Mapping[str, Any]) -> list[OutputDifference]:
+    differences = [_difference(name, pair, fp32.get(name)) for name, pair in pairs.items()]
+    only = (name for name in fp32 if name not in pairs)
+    return [*differences, *(OutputDifference(name, problem="is returned in FP32 only") for name in only)]
 
 
 def _difference(name: str, pair: Pair, fp32: torch.Tensor | None) -> OutputDifference:
-    found = OutputDifference(name)
+    difference = OutputDifference(name)
     if fp32 is None:
-        return replace(found, problem="is returned in 16 bits only")
+        return replace(difference, problem="is returned in 16 bits only")
     if not all(isinstance(side, torch.Tensor) for side in pair):
-        return found
+        return difference
     reference, value = pair
     if reference.shape != fp32.shape:
         here, there = ("x".join(map(str, t.shape)) or "a scalar" for t in (reference, fp32))
-        return replace(found, problem=f"is {here}, and {there} in FP32")
+        return replace(difference, problem=f"is {here}, and {there} in FP32")
     if output_kind(reference) != output_kind(fp32):
         here, there = (_ELEMENTS[output_kind(tensor)] for tensor in (reference, fp32))
-        return replace(found, problem=f"holds {here}, and {there} in FP32")
+        return replace(difference, problem=f"holds {here}, and {there} in FP32")
     if torch.equal(reference, fp32):
-        return found
+        return difference
     if output_kind(fp32) == "integer":
         wrong = (float((side != fp32).sum()) for side in (value, reference))
         return OutputDifference(name, None, True, float(fp32.numel()), *wrong)
@@ -201,7 +195,7 @@ def _difference(name: str, pair: Pair, fp32: torch.Tensor | None) -> OutputDiffe
 
 
 def _error(value: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
-    """Return the difference; 0 between equal infinities or NaN and NaN."""
+    """Return the difference, which is 0 between equal infinities, and between NaN and NaN."""
     value = value.to(fp32.dtype)
     same = (value == fp32) | (value.isnan() & fp32.isnan())
     return torch.where(same, 0, value - fp32)
@@ -213,7 +207,7 @@ def _squares(values: torch.Tensor) -> float:
 
 
 def is_broken(output: object) -> bool:
-    """Return whether there is NaN, +inf or nothing but -inf; some -inf is normal for masked scores."""
+    """Return whether an output contains NaN, +inf or only -inf; some -inf is normal for masked scores."""
     if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.numel() == 0:
         return False
     return bool((output.isnan() | (output == torch.inf)).any() or (output == -torch.inf).all())

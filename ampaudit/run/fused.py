@@ -1,8 +1,8 @@
 """Measures a pair of vectors on a CUDA device in one kernel, written in Triton.
 
-With torch's own ops ``measure_any`` takes some fifty kernels for the same fields, and every one of them
-reads or writes a whole tensor. Here each program of the kernel walks through its part of both vectors,
-and the last one to finish merges the parts in a fixed order, so that equal inputs give equal sums.
+With torch's own ops ``measure_any`` takes some fifty kernels for the same fields, each of which reads or
+writes a whole tensor. Here each program of the kernel processes a part of both vectors, and the last one to
+finish merges the parts in a fixed order, so that equal inputs give equal sums.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton.language as tl
 __all__ = ["measure_fused"]
 
 _BLOCK = 1024  # elements that a program reads at once
-_PROGRAMS = 256  # at most: enough for every GPU of today, and merged at once
+_PROGRAMS = 256  # maximum: enough for every current GPU, and merged at once
 _FIELDS = 9
 
 
 def measure_fused(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the fields of ``measure_any``, for two contiguous and not empty vectors of one device.
+    """Return the fields of ``measure_any`` for two contiguous, non-empty vectors on one device.
 
     Their dtypes may differ; the sums may differ from those of ``measure_any`` in their last bits.
     """
@@ -36,7 +36,7 @@ def measure_fused(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _scratch(device: torch.device, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for the parts of all programs, and their counter, for the kernels of one stream."""
+    """Allocate the parts of all programs and their counter, for the kernels of one stream."""
     del stream
     parts = torch.empty(_FIELDS * _PROGRAMS, dtype=torch.float64, device=device)
     return parts, torch.zeros((), dtype=torch.int32, device=device)
@@ -90,7 +90,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     if tl.atomic_add(finished, 1) == programs - 1:
         which = tl.arange(0, most)
         for field in tl.static_range(9):
-            # past the first-level cache, which does not see what other programs have written
+            # bypass the first-level cache, which does not see the writes of other programs
             part = tl.load(
                 parts + field * most + which, mask=which < programs, other=0.0, cache_modifier=".cg"
             )

@@ -16,12 +16,12 @@ from ampaudit.run.device import generators_of
 from ampaudit.source.interface import Batch
 
 __all__ = [
-    "exact_float32",
     "guarded",
     "naming_indices",
     "refuse_broken_inputs",
     "refuse_larger_than_memory",
     "refuse_more_than_memory",
+    "storages_of",
     "tf32",
 ]
 
@@ -30,8 +30,8 @@ _OUT_OF_RANGE = ("out of range", "out of bounds", "class values must be smaller"
 
 @contextlib.contextmanager
 def guarded(device: torch.device, batch: Batch | None = None) -> Iterator[None]:
-    """Set up the whole context; random numbers drawn inside do not affect later ones."""
-    with torch.random.fork_rng(**generators_of(device)), exact_float32(), _memory_errors(device):
+    """Set up the context of a run, and restore the random state afterwards."""
+    with torch.random.fork_rng(**generators_of(device)), tf32(allowed=False), _memory_errors(device):
         if batch is None:
             yield
         else:
@@ -41,55 +41,52 @@ def guarded(device: torch.device, batch: Batch | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_indices(batch: Batch) -> Iterator[None]:
-    """Turn an index out of range, such as an unknown token id, into an error about the inputs it is from.
+    """Report an index out of range, such as an unknown token id, as an error about the inputs.
 
     Raises:
-        InputError: an index is out of range, and there are integers in the batch.
+        InputError: an index is out of range, and the batch contains integers.
     """
     try:
         yield
     except (IndexError, RuntimeError) as error:
         text = first_line(error)
-        given = ", ".join(_integers(batch))
-        if not given or not any(words in text.lower() for words in _OUT_OF_RANGE):
+        integers = ", ".join(_integers(batch))
+        if not integers or not any(words in text.lower() for words in _OUT_OF_RANGE):
             raise
         raise InputError(
-            f"{_noted_line(error)}an index is beyond its table ({text}); the batch has the integers {given}",
+            f"{_noted_line(error)}an index is beyond its table ({text}); "
+            f"the batch has the integers {integers}",
             hint="check the inputs against the sizes of embeddings, positions and classes",
         ) from error
 
 
 def _integers(batch: Batch) -> Iterator[str]:
-    """Name the tensors of integers in a batch, with their ranges."""
+    """Describe the tensors of integers in a batch, with their ranges."""
     places = {"input": batch.args, "item": batch.item} | dict(batch.kwargs)
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, value in places.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            if not isinstance(leaf, torch.Tensor) or id(leaf) in seen or not leaf.numel():
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in visited or not leaf.numel():
                 continue
-            seen.add(id(leaf))
+            visited.add(id(leaf))
             if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype is not torch.bool:
                 yield f"{name}{pytree.keystr(path)} from {int(leaf.min()):,} to {int(leaf.max()):,}"
 
 
 def _noted_line(error: Exception) -> str:
+    """Return the source line that ``noting_source_line`` added to an error, as a prefix."""
     return "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
-
-
-def exact_float32() -> contextlib.AbstractContextManager[None]:
-    """Switch off TF32, so that the reference is float32."""
-    return tf32(allowed=False)
 
 
 @contextlib.contextmanager
 def tf32(*, allowed: bool) -> Iterator[None]:
-    """Switch TF32 on or off for products and convolutions of float32 tensors."""
+    """Switch TF32 on or off for products and convolutions; off, float32 is exact."""
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
     torch.backends.cuda.matmul.allow_tf32 = allowed
     # cudnn.flags also works if the global flags are locked
-    kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+    flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     try:
-        with cudnn.flags(allow_tf32=allowed, benchmark_limit=cudnn.benchmark_limit, **kept):
+        with cudnn.flags(allow_tf32=allowed, benchmark_limit=cudnn.benchmark_limit, **flags):
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = matmul
@@ -119,14 +116,13 @@ def _memory_errors(device: torch.device) -> Iterator[None]:
 
 
 def refuse_larger_than_memory(graph: fx.Graph, device: torch.device) -> None:
-    """Raise if one value of a graph alone is larger than the memory of the machine or the device.
+    """Raise if a single value of a graph is larger than the memory of the machine or the device.
 
-    Raises:
-        RunFailed: one is; the system might otherwise end the process without a word.
+    Otherwise, the system might kill the process without a message.
     """
     available = _memory(device)
     for node in graph.nodes:
-        size = max((size for _, size in _sizes(node)), default=0)
+        size = max((size for _, _, size in storages_of(node)), default=0)
         if size > available:
             raise RunFailed(
                 f"{node.target} computes a value of {format_bytes(size)}; {device} has "
@@ -136,12 +132,9 @@ def refuse_larger_than_memory(graph: fx.Graph, device: torch.device) -> None:
 
 
 def refuse_more_than_memory(graph: fx.Graph, device: torch.device, copies: int) -> None:
-    """Raise if all values of a graph, in a number of copies, are more than the memory of the device.
-
-    Raises:
-        RunFailed: they are.
-    """
-    sizes = {key: size for node in graph.nodes if node.op != "placeholder" for key, size in _sizes(node)}
+    """Raise if so many copies of all values of a graph exceed the memory of the device."""
+    computed = (node for node in graph.nodes if node.op != "placeholder")
+    sizes = {key: size for node in computed for _, key, size in storages_of(node)}
     needed, available = sum(sizes.values()) * copies, _memory(device)
     if needed > available:
         raise RunFailed(
@@ -157,22 +150,18 @@ def _memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _sizes(node: fx.Node) -> Iterator[tuple[int, int]]:
-    """Return the memory of a node's values, which views share, and its bytes as far as they are known."""
+def storages_of(node: fx.Node) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Yield the tensors of a node with the identity and bytes of their storage, if those are known."""
     for value in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            memory = value.untyped_storage()
-            size = memory.nbytes()
+            storage = value.untyped_storage()
+            size = storage.nbytes()
             if isinstance(size, int):
-                yield memory._cdata, size
+                yield value, storage._cdata, size
 
 
 def refuse_broken_inputs(tensors: list[torch.Tensor], title: str) -> None:
-    """Raise for inputs that contain NaN or infinity.
-
-    Raises:
-        InputError: one holds NaN or infinity.
-    """
+    """Raise for inputs that contain NaN or infinity."""
     for index, tensor in enumerate(tensors):
         if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
             raise InputError(f"input[{index}] of {title} holds NaN or infinity", hint="clean the input")

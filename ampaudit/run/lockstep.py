@@ -1,4 +1,4 @@
-"""Runs reference and converted graph together, node by node, and shows each pair of values to an observer."""
+"""Runs the reference and the converted graph together, node by node, and passes each pair to an observer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ampaudit.run.observer import Observer, Pair, StepCall, resolved
 from ampaudit.run.program import Program
 from ampaudit.run.segments import weights_by_group
 from ampaudit.run.sharing import MISSING, SharedReference
-from ampaudit.run.step import Step, noting_line
+from ampaudit.run.step import Step, noting_source_line
 from ampaudit.trace.converted import ConvertedModel, Release
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
@@ -28,7 +28,7 @@ __all__ = ["Carried", "GraphState", "LockStep", "MasterWeights", "shape_of"]
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """The 16-bit run's own inputs, and what earlier calls left in the buffers of both runs, by name."""
+    """The inputs of the 16-bit run, and the values that earlier calls left in the buffers, by name."""
 
     inputs: Sequence[torch.Tensor]
     buffers: Mapping[str, Pair] = field(default_factory=dict)
@@ -36,12 +36,12 @@ class Carried:
 
 @dataclass(slots=True)
 class GraphState:
-    """Where a run stands between two groups of steps.
+    """The state of a run between two groups of steps.
 
     Attributes:
-        values: what is alive, of both runs.
-        buffers: those of the model that are written, which the end of the run does not free.
-        group: the next group.
+        values: Live values of both runs.
+        buffers: The model's buffers, which outlive the run.
+        group: Index of the next group.
     """
 
     values: dict[fx.Node, Pair]
@@ -50,10 +50,10 @@ class GraphState:
 
 
 class LockStep:
-    """Runs one converted model on one device; holds weights, but no activations, between runs.
+    """Runs one converted model on one device; keeps weights, but no activations, between runs.
 
-    With ``converted_only``, the reference is left out where the 16-bit run does not need it. With
-    ``by_segment``, weights stay where they are until they are held, or used.
+    With ``converted_only``, the reference is skipped where the 16-bit run does not need it. With
+    ``by_segment``, weights are moved to the device only when held or used.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LockStep:
         self.program = program
         self.buffers: dict[fx.Node, Pair] = {}  # those that the last run wrote
         self._reference_only = reference_only
-        # on a path, FP32's choices are needed
+        # along a path, FP32's choices are needed
         self._converted_only = converted_only and program.traced.path is None and not program.written
         self.backend = backend
         self.device = device
@@ -81,36 +81,36 @@ class LockStep:
 
     @cached_property
     def weight_reads(self) -> list[frozenset[str]]:
-        """The placeholders of weights that each group of steps reads."""
+        """The weights that each group of steps reads, by placeholder."""
         return weights_by_group(self.program)
 
     @property
     def placed(self) -> ConvertedModel:
-        """The model with its weights on the device, for another executor that need not move them again."""
+        """The model with its weights on the device, so that another executor need not move them again."""
         return replace(self.converted, masters=self.weights.all)
 
     @torch.no_grad()
-    def run(self, inputs: list[torch.Tensor], observer: Observer, own: Carried | None = None) -> list[Pair]:
+    def run(
+        self, inputs: list[torch.Tensor], observer: Observer, carried: Carried | None = None
+    ) -> list[Pair]:
         """Run one batch; return the pairs of outputs in graph order.
 
-        A value is dropped after its last use; what both runs would do to the same tensors is done once.
+        A value is dropped after its last use; calls that are the same in both runs are made once.
         """
-        return _last(self.proceed(self.start(inputs, own), observer))
+        return _last(self.proceed(self.start(inputs, carried), observer))
 
     @torch.no_grad()
     def run_pairs(self, pairs: list[Pair], observer: Observer) -> list[Pair]:
         """Like ``run``, for inputs that already differ between the runs."""
-        given = zip(self.program.inputs, pairs, strict=True)
-        values: dict[fx.Node, Pair] = {}
-        for node, pair in given:
-            written = node in self.program.written
-            values[node] = (pair[0].clone(), pair[1].clone()) if written else pair
+        values = dict(zip(self.program.inputs, pairs, strict=True))
+        for node in values.keys() & self.program.written:
+            values[node] = (values[node][0].clone(), values[node][1].clone())
         return _last(self.proceed(self._state(values), observer))
 
     def proceed(
         self, state: GraphState, observer: Observer, shared: SharedReference | None = None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
-        """Go on from where a run stands, and yield before each group of steps; gradients must be off.
+        """Continue a run from a state, yielding before each group of steps; gradients must be off.
 
         Between two groups, the values may be moved elsewhere and back.
         """
@@ -118,56 +118,52 @@ class LockStep:
         while state.group < len(self.program.groups):
             group = self.program.groups[state.group]
             yield group
-            drawn = random_state(self.device) if group[0].random else None
+            rng_state = random_state(self.device) if group[0].random else None
             references = self._references(group, values, shared)
             for step, reference in zip(group, references, strict=True):
                 inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
-                values[step.node] = self._advance(step, inputs_of, reference, drawn, observer)
+                values[step.node] = self._advance(step, inputs_of, reference, rng_state, observer)
                 del inputs_of
                 for node in step.frees:
-                    self._free(node, values)
+                    pair = values.pop(node, None)
+                    self.weights.free(node.name, None if pair is None else pair[0])
             del references
             state.group += 1
         self.buffers = state.buffers
         return [self._value(node, values) for node in self.program.outputs]
 
-    def _free(self, node: fx.Node, values: dict[fx.Node, Pair]) -> None:
-        """Drop a value after its last use; a streamed weight is released with its views."""
-        pair = values.pop(node, None)
-        self.weights.free(node.name, None if pair is None else pair[0])
-
     def _references(
         self, group: tuple[Step, ...], values: dict[fx.Node, Pair], shared: SharedReference | None
     ) -> list[Any]:
-        """Compute the reference's results of a run of steps."""
+        """Compute the reference's results of a group of steps."""
         if self._converted_only:
             return [None] * len(group)
-        found: dict[fx.Node, Any] = {}
+        results: dict[fx.Node, Any] = {}
         for step in group:
             sides: dict[fx.Node, Pair] = {}
             for node in step.node.all_input_nodes:
-                if node in found:
-                    sides[node] = (found[node], None)
+                if node in results:
+                    sides[node] = (results[node], None)
                 elif node in values:
                     sides[node] = values[node]
                 else:
                     sides[node] = (self._reference_weight(node), None)
             args, kwargs = self._reference.arguments(step)
-            found[step.node] = self._reference_call(
+            results[step.node] = self._reference_call(
                 step, resolved(args, sides, 0), resolved(kwargs, sides, 0), shared
             )
-        return [found[step.node] for step in group]
+        return [results[step.node] for step in group]
 
     def _reference_call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedReference | None
     ) -> Any:
         if shared is None:
-            with noting_line(step):
+            with noting_source_line(step):
                 return self._reference.call(step, args, kwargs)
         leads = shared.programs[0] is self.program
         result = MISSING if leads else shared.take(step, self.program, args, kwargs)
         if result is MISSING:
-            with noting_line(step):
+            with noting_source_line(step):
                 result = self._reference.call(step, args, kwargs)
         if leads:
             shared.offer(step, self.program, args, kwargs, result)
@@ -197,26 +193,21 @@ class LockStep:
             if state is not None:
                 restore_random_state(state, self.device)
             call.measure = observer.block_measure(step, reference)
-            with noting_line(step):
-                call, result = self._call(step, call, reference)
+            with noting_source_line(step):
+                if self.program.traced.path is None:
+                    result = self.backend.call(step, call.args, call.kwargs, call.measure)
+                else:
+                    call, result = call_on_path(step, call, reference, self._reference, self.backend)
             value = self._unaliased(step, call, result)
         return reference, observer.observe(step, reference, value, call)
-
-    def _call(self, step: Step, call: StepCall, reference: Any) -> tuple[StepCall, Any]:
-        """Call a step in 16 bits."""
-        if self.program.traced.path is None:
-            return call, self.backend.call(step, call.args, call.kwargs, call.measure)
-        return call_on_path(step, call, reference, self._reference, self.backend)
 
     def _rounds(self, step: Step) -> bool:
         """Return whether the converted run may differ from the reference on equal inputs."""
         return step.rounds
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
-        """Copy casts that are later written to, since a cast to float32 would return its own input."""
-        if step.node not in self.program.written or step.site is None:
-            return result
-        if step.site.role.converts:
+        """Copy casts that are later written to, since a cast to float32 returns its own input."""
+        if step.node in self.program.written and step.site is not None and step.site.role.converts:
             source = step.node.all_input_nodes[0].meta.get("val")
             if getattr(source, "dtype", None) != step.dtypes[0] and any(
                 result is arg for arg in (*call.args, *call.ref_args)
@@ -225,20 +216,20 @@ class LockStep:
         return result
 
     def named_buffers(self) -> dict[str, Pair]:
-        """Return what the last run left in buffers, by name."""
+        """Return the values that the last run left in buffers, by name."""
         return {self._places[node.name].name: pair for node, pair in self.buffers.items()}
 
-    def is_given_float(self, node: fx.Node) -> bool:
+    def is_float_input(self, node: fx.Node) -> bool:
         """Return whether a placeholder takes a floating-point tensor of the batch."""
         dtype = self._places[node.name].dtype
         return self._places[node.name].slot is Slot.INPUT and dtype is not None and dtype.is_floating_point
 
-    def given_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
+    def placeholder_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
         """Return the largest finite FP32 magnitude of a placeholder; 0 for integers."""
         tensor = self.weights.all.get(node.name)
         if tensor is None:
-            given = [n for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
-            tensor = inputs[given.index(node)]
+            input_nodes = [n for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
+            tensor = inputs[input_nodes.index(node)]
         if not tensor.is_floating_point() or not tensor.numel():
             return 0.0
         return float(tensor.detach().float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
@@ -250,15 +241,15 @@ class LockStep:
         remaining = zip(inputs, carried.inputs, strict=True)
         for node in self.program.inputs:
             place = self._places[node.name]
-            kept = carried.buffers.get(place.name)
+            buffer = carried.buffers.get(place.name)
             if place.slot is Slot.INPUT:
-                given, own = next(remaining)
-                values[node] = self._input(node, given.to(self.device), place)
-                if own is not given:
-                    value = self.backend.represent(own.to(self.device), place.dtype)
+                wide, low = next(remaining)
+                values[node] = self._input(node, wide.to(self.device), place)
+                if low is not wide:
+                    value = self.backend.represent(low.to(self.device), place.dtype)
                     values[node] = values[node][0], value.clone() if node in self.program.written else value
-            elif node in self.program.written or kept is not None:
-                reference, value = kept or self._weight(node, place)
+            elif node in self.program.written or buffer is not None:
+                reference, value = buffer or self._weight(node, place)
                 values[node] = (reference.clone(), value.clone())
         return self._state(values)
 
@@ -277,8 +268,8 @@ class LockStep:
         return reference, value
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Pair]) -> Pair:
-        found = values.get(node)
-        return found if found is not None else self._weight(node, self._places[node.name])
+        pair = values.get(node)
+        return pair if pair is not None else self._weight(node, self._places[node.name])
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Return a weight: masters are used directly, 16-bit copies are made for each use."""
@@ -295,7 +286,7 @@ class LockStep:
 
 
 def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
-    """Return the nodes that all steps lead to."""
+    """Run all steps and return the outputs."""
     while True:
         try:
             next(steps)
@@ -305,13 +296,13 @@ def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
 
 
 class MasterWeights:
-    """Masters by the name of their placeholder.
+    """Holds the master weights by placeholder.
 
     Args:
-        masters: the model's own tensors.
-        device: of the run.
-        release: gives the memory of a weight back until its next use.
-        on_demand: whether weights are moved to the device for each use, or while they are held.
+        masters: The model's own tensors.
+        device: Device of the run.
+        release: Function that frees the memory of a weight until its next use.
+        on_demand: Whether weights are moved to the device for each use, or while they are held.
     """
 
     def __init__(
@@ -327,19 +318,17 @@ class MasterWeights:
         self._device = device
         self._release = release
         self._held: dict[str, torch.Tensor] = {}
-        self._addresses: set[int] = set()  # of those that are held, which views share
+        self._addresses: set[int] = set()  # data pointers of held weights, which views share
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a master on the device."""
-        held = self._held.get(name)
-        return self.all[name].detach().to(self._device) if held is None else held
+        tensor = self._held.get(name)
+        return self.all[name].detach().to(self._device) if tensor is None else tensor
 
     def hold(self, names: Iterable[str], pool: dict[int, torch.Tensor]) -> None:
-        """Keep weights on the device until ``let_go``, however often they are used.
+        """Keep weights on the device until ``let_go``.
 
-        Args:
-            names: of their placeholders.
-            pool: what was moved for others already, by the identity of the master.
+        ``pool`` holds the weights already moved for other executors, by the identity of the master.
         """
         for name in names:
             key = id(self.all[name])
@@ -349,17 +338,17 @@ class MasterWeights:
             self._addresses.add(pool[key].data_ptr())
 
     def let_go(self) -> None:
-        """Free the weights that are held."""
-        held, self._held, self._addresses = self._held, {}, set()
+        """Free the held weights."""
+        names, self._held, self._addresses = self._held, {}, set()
         if self._release is not None:
-            for name in held:
+            for name in names:
                 self._release(self.all[name])
 
-    def free(self, name: str, shown: object) -> None:
-        """Free a weight after its last use, by its name, or by a view of it that was used last."""
+    def free(self, name: str, value: object) -> None:
+        """Free a weight after its last use, given its name or the view of it that was used last."""
         if self._release is None:
             return
-        tensor = self.all.get(name) if shown is None else shown
+        tensor = self.all.get(name) if value is None else value
         if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in self._addresses:
             self._release(tensor)
 
@@ -367,15 +356,15 @@ class MasterWeights:
 def call_on_path(
     step: Step, call: StepCall, reference: Any, float32: Float32Backend, backend: Backend
 ) -> tuple[StepCall, Any]:
-    """Call a step in 16 bits, on FP32's choices where its own give other sizes than the graph's."""
-    own = "sizes that do not fit"
+    """Call a step in 16 bits, with FP32's choices where its own would change the sizes in the graph."""
+    sizes = "sizes that do not fit"
     with contextlib.suppress(RuntimeError, IndexError):
         result = backend.call(step, call.args, call.kwargs, call.measure)
-        if reference is None or _shapes(reference) == _shapes(result):  # some only write to their arguments
+        if reference is None or _shapes(reference) == _shapes(result):  # some ops return nothing
             return call, result
-        own = shape_of(result)
+        sizes = shape_of(result)
     call = StepCall(_with_fp32_choices(call.inputs), step, float32, backend, shared=False)
-    call.resized = own
+    call.resized = sizes
     result = backend.call(step, call.args, call.kwargs)
     if _shapes(reference) != _shapes(result):
         result = _represented(backend, step, reference)
@@ -393,18 +382,15 @@ def shape_of(result: Any) -> str:
 
 
 def _with_fp32_choices(inputs: dict[fx.Node, Pair]) -> dict[fx.Node, Pair]:
-    """Give the 16-bit run the choices of FP32: the booleans and integers among an op's inputs."""
-
-    def chosen(pair: Pair) -> Pair:
-        reference, value = pair
-        exact = isinstance(value, torch.Tensor) and not inexact(value)
-        return (reference, reference) if exact else pair
-
-    return {node: chosen(pair) for node, pair in inputs.items()}
+    """Replace booleans and integers in the 16-bit run's inputs by FP32's."""
+    return {
+        node: (pair[0], pair[0]) if isinstance(pair[1], torch.Tensor) and not inexact(pair[1]) else pair
+        for node, pair in inputs.items()
+    }
 
 
 def _represented(backend: Backend, step: Step, reference: Any) -> Any:
-    """Return the reference's result of a step as the 16-bit run holds it."""
+    """Return the reference's result of a step as the 16-bit run represents it."""
     if isinstance(reference, torch.Tensor):
         return backend.represent(reference, step.dtypes[0])
     pairs = zip(reference, step.dtypes, strict=True)

@@ -1,4 +1,4 @@
-"""Runs a batch for several steps: each run feeds its own outputs back as its next inputs."""
+"""Runs a batch for several steps, feeding the outputs of each run back as its next inputs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
 __all__ = ["run_steps"]
 
-OpSeen = tuple[str, bool, SourceLine | None]  # its name, whether its result is finite, its line if it is not
-_SEED_OFFSET = 2_000_003  # next inputs draw other random numbers than the model
+OpOutcome = tuple[str, bool, SourceLine | None]  # op, whether its result is finite, its line if it is not
+_SEED_OFFSET = 2_000_003  # so that next inputs draw other random numbers than the model
 
 
 def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress: Progress) -> None:
@@ -43,13 +43,13 @@ def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress:
 
     The 16-bit run carries its own floating-point state; integers and booleans, such as a chosen token, are
     FP32's in both, so that the runs stay comparable. If a step breaks, its repaired state is carried on, so
-    that later steps are audited as if it had not happened. The unrepaired state is carried on as well, and
-    says which later steps it poisons.
+    that later steps are audited as if the fault had not happened. The unrepaired state is carried on as well,
+    to determine which later steps it poisons.
 
     Raises:
-        InputError: what the function returns cannot be the next inputs.
+        InputError: the function does not return valid next inputs.
         SourceError: the function fails.
-        ReferenceBroken: it gives NaN or infinity in FP32.
+        ReferenceBroken: the function returns NaN or infinity in FP32.
     """
     loop, runner.record.fed_back = _Loop(runner, steps, batch), steps.fed_back
     for step in range(1, steps.count + 1):
@@ -59,46 +59,46 @@ def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress:
 
 @dataclass(slots=True)
 class _Side:
-    """One of the runs: its inputs and buffers, and its own copy of the function that makes the inputs."""
+    """One of the runs: its inputs, buffers, and copy of the function that computes the next inputs."""
 
     inputs: Batch
     function: NextInputs
     buffers: dict[str, Pair] = field(default_factory=dict)
 
-    def call(self, outputs: Any, lent: Lent, call: str) -> tuple[Batch, OpWatch]:
-        """Return the next inputs, and the ops that made them."""
+    def call(self, outputs: Any, lent: Loans, call: str) -> tuple[Batch, OpWatch]:
+        """Return the next inputs, and the ops that computed them."""
         inputs = self.inputs.mapped(lent.lend)
         with OpWatch() as watch:
-            made = call_next_inputs(self.function, outputs, inputs, call)
-        return made.mapped(lent.take_back), watch
+            next_batch = call_next_inputs(self.function, outputs, inputs, call)
+        return next_batch.mapped(lent.take_back), watch
 
 
 class _Loop:
-    """The state of the FP32 run, of the 16-bit run with repairs, and of that without once they differ."""
+    """The state of the FP32 run and of the 16-bit runs with and, once they differ, without repairs."""
 
     def __init__(self, runner: Runner, steps: Steps, batch: Batch) -> None:
         self._runner = runner
         self._config = runner.config
         self._count = steps.count
         opened = Batch(*with_objects_open((batch.args, batch.kwargs)))
-        given = opened.mapped(lambda tensor: tensor.to(self._config.device, copy=True))
-        self._fp32 = _Side(given, own_copy(steps.next_inputs))
-        self._own = _Side(given, own_copy(steps.next_inputs))
+        inputs = opened.mapped(lambda tensor: tensor.to(self._config.device, copy=True))
+        self._fp32 = _Side(inputs, private_copy(steps.next_inputs))
+        self._low = _Side(inputs, private_copy(steps.next_inputs))
         self._unrepaired: _Side | None = None
         self._lost = False  # the unrepaired run cannot go on: its values are too broken
 
     def advance(self, record: StepObservation) -> StepObservation:
-        """Run one step and, but for the last, make the inputs of the next."""
+        """Run one step and, unless it is the last, compute the inputs of the next."""
         number, first = record.batch * self._count + record.step - 1, record.step == 1
-        own = None if first else self._own.inputs
+        low_inputs = None if first else self._low.inputs
         inputs = replace(self._fp32.inputs, name=self._config.call_name(number))
-        ready = self._runner.prepare(inputs, number, own, self._own.buffers)
+        ready = self._runner.prepare(inputs, number, low_inputs, self._low.buffers)
         outputs, buffers, result = self._runner.execute(ready)
         if first:
-            self._own.inputs = _as_placed(self._own.inputs, ready)
+            self._low.inputs = _as_placed(self._low.inputs, ready)
             self._fp32.inputs = self._fp32.inputs.mapped(widened_tensor)
         self._measure(record, ready, result)
-        self._own.buffers |= ready.executor.named_buffers()
+        self._low.buffers |= ready.executor.named_buffers()
         unrepaired: list[Pair] | None = None
         if self._unrepaired is not None:
             unrepaired = self._run_unrepaired(ready, self._unrepaired)
@@ -107,17 +107,17 @@ class _Loop:
             unrepaired = outputs
         record.poisoned |= self._lost
         if record.step < self._count:
-            spare = _Side(self._own.inputs, own_copy(self._own.function), self._own.buffers | buffers)
+            spare = _Side(self._low.inputs, private_copy(self._low.function), self._low.buffers | buffers)
             self._step_on(record, ready, result.outputs, unrepaired, self._unrepaired or spare)
         return record
 
     def _measure(self, record: StepObservation, ready: PreparedBatch, result: CallResult) -> None:
-        """Note errors, peaks and the least headroom of a step."""
+        """Record the errors and the least headroom of a step."""
         traced, form = ready.executor.program.traced, self._config.number_format
-        named = dict(zip(traced.outputs, result.outputs, strict=True))
-        for name, seen in compare_outputs(named, ready.number).items():
-            if seen.kind != "integer" and seen.elements:
-                record.errors[name] = seen.err_sq, seen.ref_sq
+        outputs = dict(zip(traced.outputs, result.outputs, strict=True))
+        for name, comparison in compare_outputs(outputs, ready.number).items():
+            if comparison.kind != "integer" and comparison.elements:
+                record.errors[name] = comparison.err_sq, comparison.ref_sq
         record.origins = result.origins
         sites = {site.id: site for site in traced.sites}
         exempt = self._runner.record.by_design | self._runner.executors.parameter_free
@@ -133,15 +133,16 @@ class _Loop:
         record.headroom_bits = form.headroom_bits(peak) if peak > 0.0 else None
 
     def _run_unrepaired(self, ready: PreparedBatch, side: _Side) -> list[Pair]:
-        """Return the outputs of the unrepaired run; none if it cannot go on."""
-        ready = replace(ready, own=Carried(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers))
+        """Return the outputs of the unrepaired run; none if it cannot continue."""
+        carried = Carried(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers)
+        ready = replace(ready, carried=carried)
         try:
-            found = self._runner.outputs(ready, Observer())
+            outputs = self._runner.outputs(ready, Observer())
         except (AuditError, ValueError):
             self._unrepaired, self._lost = None, True
             return []
         side.buffers |= ready.executor.named_buffers()
-        return found
+        return outputs
 
     def _step_on(
         self,
@@ -151,24 +152,24 @@ class _Loop:
         unrepaired: list[Pair] | None,
         side: _Side,
     ) -> None:
-        """Make the inputs of the next step in each run; ``side`` is the unrepaired one, if it differs."""
-        again = _Side(self._fp32.inputs, own_copy(self._fp32.function))
+        """Compute the inputs of the next step in each run; ``side`` is the unrepaired run."""
+        again = _Side(self._fp32.inputs, private_copy(self._fp32.function))
         fp32, watch = self._call(self._fp32, ready, outputs, 0)
-        own, own_watch = self._call(self._own, ready, outputs, 1)
+        low, low_watch = self._call(self._low, ready, outputs, 1)
         call = self._config.call_name(ready.number)
         if record.step == 1:
             refuse_misfit(ready.model, fp32, call)
             refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
-        self._fp32.inputs, self._own.inputs = fp32, carried_inputs(fp32, own, call, record)
+        self._fp32.inputs, self._low.inputs = fp32, carried_inputs(fp32, low, call, record)
         if record.faults:
-            op, line = first_fault(watch.ops, own_watch.ops)
+            op, line = first_fault(watch.ops, low_watch.ops)
             record.faults = [replace(fault, op=op, line=line) for fault in record.faults]
         if self._lost or (unrepaired is None and not record.faults):
             return
         try:
             if unrepaired is not None:
-                own, _ = self._call(side, ready, unrepaired, 1)
-            side.inputs = carried_inputs(fp32, own, call, None)
+                low, _ = self._call(side, ready, unrepaired, 1)
+            side.inputs = carried_inputs(fp32, low, call, None)
             self._unrepaired = side
         except AuditError:
             self._unrepaired, self._lost = None, True
@@ -194,11 +195,11 @@ class _Loop:
         with guarded(self._config.device, self._fp32.inputs), torch.no_grad():
             torch.manual_seed(self._config.seed + ready.number + _SEED_OFFSET)
             try:
-                return side.call(program.traced.structure.filled(tensors), Lent(shared), call)
+                return side.call(program.traced.structure.filled(tensors), Loans(shared), call)
             except NothingFedBack:
-                if not self._own.buffers:
+                if not self._low.buffers:
                     raise
-                return side.inputs, OpWatch()  # the state is in buffers
+                return side.inputs, OpWatch()  # the state is in the buffers
 
 
 def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:
@@ -219,8 +220,8 @@ def _broken(outputs: list[Pair]) -> bool:
     )
 
 
-def own_copy(function: NextInputs) -> NextInputs:
-    """Copy a function that keeps a state, but not the models that it holds.
+def private_copy(function: NextInputs) -> NextInputs:
+    """Copy a function with its state, but not the models that it holds.
 
     Raises:
         InputError: it cannot be copied.
@@ -236,15 +237,15 @@ def own_copy(function: NextInputs) -> NextInputs:
         ) from error
 
 
-class Lent:
-    """Lends a function copies of tensors that both runs share, since it may write to them."""
+class Loans:
+    """Passes copies of tensors that both runs share to a function, which may write to them."""
 
     def __init__(self, shared: set[int]) -> None:
         self._shared = shared
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy."""
+        """Return a copy of a shared tensor, or the tensor itself."""
         if id(tensor) not in self._shared:
             return tensor
         copied = tensor.clone()
@@ -252,28 +253,28 @@ class Lent:
         return copied
 
     def take_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that a copy was made of, if nothing was written to it."""
+        """Return the original of a copy, unless the copy was written to."""
         original, copied, version = self._lent.get(id(tensor), (tensor, tensor, tensor._version))
         return original if copied._version == version else tensor
 
 
-def carried_inputs(fp32: Batch, own: Batch, call: str, record: StepObservation | None) -> Batch:
+def carried_inputs(fp32: Batch, low: Batch, call: str, record: StepObservation | None) -> Batch:
     """Return the 16-bit run's next inputs: its own floats, and FP32's integers and other values.
 
-    With a record, broken elements are noted and replaced by FP32's, within the range of the format.
+    With a record, broken elements are recorded and replaced by FP32's, clamped to the format.
 
     Raises:
-        InputError: the two are not alike.
-        ReferenceBroken: FP32's hold NaN or infinity.
+        InputError: the inputs differ in structure or shape.
+        ReferenceBroken: FP32's inputs contain NaN or infinity.
     """
-    named, others = (named_inputs(side.args, side.kwargs) for side in (fp32, own))
-    if [name for name, _ in named] != [name for name, _ in others]:
+    wide_leaves, low_leaves = (named_inputs(side.args, side.kwargs) for side in (fp32, low))
+    if [name for name, _ in wide_leaves] != [name for name, _ in low_leaves]:
         raise InputError(f"{NEXT_INPUTS} returned another structure in 16 bits than in FP32 after {call}")
-    made = [
+    leaves = [
         _carried_leaf(name, first, second, call, record)
-        for (name, first), (_, second) in zip(named, others, strict=True)
+        for (name, first), (_, second) in zip(wide_leaves, low_leaves, strict=True)
     ]
-    return Batch(*pytree.tree_unflatten(made, pytree.tree_structure((own.args, own.kwargs))))
+    return Batch(*pytree.tree_unflatten(leaves, pytree.tree_structure((low.args, low.kwargs))))
 
 
 def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObservation | None) -> Any:
@@ -281,7 +282,8 @@ def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObs
     if first is second:
         return first
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        _note_choice(record, name, type(first) is not type(second) or first != second)
+        if record is not None and (type(first) is not type(second) or first != second):
+            record.flipped.append(name)
         return first
     if first.shape != second.shape:
         here, there = (tuple(tensor.shape) for tensor in (second, first))
@@ -290,7 +292,8 @@ def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObs
             hint="a shape that depends on values cannot be followed in both runs",
         )
     if not (inexact(first) and inexact(second)):
-        _note_choice(record, name, not torch.equal(first, second))
+        if record is not None and not torch.equal(first, second):
+            record.flipped.append(name)
         return first
     if bool((first.isnan() | (first == torch.inf)).any()):
         raise ReferenceBroken(f"{NEXT_INPUTS} gives NaN or infinity in FP32 after {call}: {name}")
@@ -307,18 +310,11 @@ def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObs
     return torch.where(wrong, repaired.to(second.dtype), second)
 
 
-def _note_choice(record: StepObservation | None, name: str, differs: bool) -> None:
-    if record is not None and differs:
-        record.flipped.append(name)
-
-
 def refuse_hidden_state(first: Batch, second: Batch) -> None:
-    """Raise for a function that returns something else if it is called again, as it is for each run.
-
-    Raises:
-        InputError: it does.
-    """
-    for one, two in zip(*(tensor_leaves(made.args, made.kwargs) for made in (first, second)), strict=False):
+    """Raise if a function returned something else when called again with the same arguments."""
+    for one, two in zip(
+        *(tensor_leaves(batch.args, batch.kwargs) for batch in (first, second)), strict=False
+    ):
         wide = one.to(torch.complex128), two.to(torch.complex128)
         if one.shape != two.shape or not torch.allclose(*wide, 1e-3, equal_nan=True):
             raise InputError(
@@ -329,16 +325,16 @@ def refuse_hidden_state(first: Batch, second: Batch) -> None:
 
 
 class OpWatch(TorchDispatchMode):
-    """Notes of each op whether its result is finite."""
+    """Records whether the result of each op is finite."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[OpSeen] = []
+        self.ops: list[OpOutcome] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the op, and look at what it returns."""
+        """Call the op and record its result."""
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         finite = all(bool(t.isfinite().all()) for t in tensors if inexact(t))
@@ -346,11 +342,11 @@ class OpWatch(TorchDispatchMode):
         return result
 
 
-def first_fault(reference: Sequence[OpSeen], own: Sequence[OpSeen]) -> tuple[str, SourceLine | None]:
-    """Return name and line of the first op that is finite in FP32 only; no name if the ops differ before."""
-    for (name, finite, _), (own_name, own_finite, line) in zip(reference, own, strict=False):
-        if name != own_name:
+def first_fault(reference: Sequence[OpOutcome], low: Sequence[OpOutcome]) -> tuple[str, SourceLine | None]:
+    """Return name and line of the first op that is finite in FP32 only; no name if the ops differ earlier."""
+    for (name, finite, _), (low_name, low_finite, line) in zip(reference, low, strict=False):
+        if name != low_name:
             break
-        if finite and not own_finite:
+        if finite and not low_finite:
             return name, line
     return "", None

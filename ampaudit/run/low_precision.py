@@ -1,13 +1,13 @@
 """Calls ops on 16-bit tensors if a device does more than compute in float32 and round once.
 
-Four kinds of op are like that. A composite op calls others, and each of these rounds: ``logsumexp`` holds a
+There are four kinds of such ops. A composite op calls others, each of which rounds: ``logsumexp`` stores a
 sum of exponentials in 16 bits. An accumulating op (``scatter_add``) rounds after each addition. Some ops
-depend on the format itself: ``nan_to_num`` replaces infinity by the format's largest number. And of an op
-from outside PyTorch, only its own kernel knows what it does in 16 bits.
+depend on the format itself: ``nan_to_num`` replaces infinity by the format's largest number. For ops from
+outside PyTorch, only their own kernels define what they do in 16 bits.
 
-The CPU adds some of them up in float32. Here all of them go through ``index_put_``, whose CPU kernel adds one
-element after the other in the tensor's own type. A GPU adds in another order from run to run: the size of the
-error is the same, its value is not.
+The CPU accumulates some of them in float32. Here they all go through ``index_put_``, whose CPU kernel adds
+one element after the other in the tensor's own dtype. A GPU adds in an order that varies from run to run: the
+size of the error is the same, its value is not.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampaudit.run.views import rounded_components
 from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.opnames import (
+    argument_names,
     base_name,
     composite_kernel,
     is_foreign,
@@ -46,8 +47,8 @@ from ampaudit.trace.values import (
 
 __all__ = ["call_in_low_precision", "differs_from_one_rounding", "multiplies"]
 
-Named = dict[str, Any]
-# the values of ``reduce`` with which an op adds
+Arguments = dict[str, Any]
+# values of ``reduce`` with which an op adds
 _ADDS: dict[str, tuple[str | None, ...]] = {
     "index_add": (None,),
     "index_reduce": ("mean",),
@@ -55,7 +56,7 @@ _ADDS: dict[str, tuple[str | None, ...]] = {
     "scatter_add": (None,),
     "scatter_reduce": ("sum", "mean"),
 }
-# aten's kernels for the CPU and for CUDA are one function here, and it calls ops that round
+# aten uses the same function for the CPU and CUDA, which calls ops that round
 _SHARED_KERNELS = frozenset(
     """
     addbmm addbmm_ huber_loss linalg_matrix_exp mse_loss smooth_l1_loss
@@ -71,7 +72,7 @@ _IN_OWN_TYPE = frozenset(
 
 
 def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call with these (fake) arguments must see 16-bit tensors."""
+    """Return whether a call with these (fake) arguments must run on 16-bit tensors."""
     if op.namespace != "aten":
         return is_foreign(op)
     if is_fourier(op) or str(op) == "aten.view.dtype" or _runs_natively(op) or accumulates(op, args, kwargs):
@@ -85,14 +86,14 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
         with torch.no_grad():
             counter.call(op, *pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs)))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return True  # what it calls depends on values
+        return True  # the ops that it calls depend on values
     return counter.roundings > 1
 
 
 def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an op on tensors of its true dtypes; each inner op is computed in float32 and rounded.
 
-    Complex numbers are complex64 here whatever they are in the graph.
+    Complex numbers are complex64 here, whatever their dtype in the graph.
     """
     if is_fourier(op):
         return _half_fourier(op, args, kwargs)
@@ -102,8 +103,8 @@ def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def _half_fourier(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Transform in float16; the result is in float32 or complex64.
 
-    What cuFFT gives is float16 before it is scaled. The zero frequency is the sum of all elements; a scale of
-    1/n comes after it, when it may be infinite.
+    cuFFT returns float16 before scaling: the zero frequency is the sum of all elements, which may overflow
+    before a scale of 1/n is applied.
     """
     wide = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_complex() else t.float(), (args, kwargs))
     with _RoundedTransforms():
@@ -131,8 +132,7 @@ class _RoundedTransforms(TorchDispatchMode):
 class _InnerOps(TorchDispatchMode):
     """Intercepts every op that a kernel calls, and runs it in float32.
 
-    Args:
-        run: whether to compute; if not, tensors are on the meta device and only ``roundings`` counts.
+    Without ``run``, tensors are on the meta device, and only ``roundings`` are counted.
     """
 
     def __init__(self, run: bool = True) -> None:
@@ -149,7 +149,7 @@ class _InnerOps(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an op by its parts, if any; a kernel that calls itself again is a leaf."""
+        """Call an op by its parts, if any; a kernel that calls itself is a leaf."""
         args = _with_tensors(op, args)
         if self._run and accumulates(op, args, kwargs):
             return accumulate(op, args, kwargs)
@@ -175,7 +175,7 @@ class _InnerOps(TorchDispatchMode):
         return _rounded_once(op, args, kwargs)
 
 
-# nothing is computed: memory is made, resized, filled or copied
+# ops that only allocate, resize, fill or copy memory
 _MOVES = frozenset(
     """
     as_strided_ copy_ empty empty_like empty_strided fill_ full full_like masked_fill_ new_empty
@@ -200,9 +200,9 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         return torch.float32 if isinstance(value, torch.dtype) and value in LOW_PRECISION_DTYPES else value
 
     result = op(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs))
-    written = [args[p] if p < len(args) else None for p in mutated_arguments(op)]
-    written += [kwargs[n] for n in _written_names(op) if n in kwargs]
-    for original in (t for t in written if isinstance(t, torch.Tensor) and id(t) in wide):
+    targets = [args[p] if p < len(args) else None for p in mutated_arguments(op)]
+    targets += [kwargs.get(argument_names(op)[p]) for p in mutated_arguments(op)]
+    for original in (t for t in targets if isinstance(t, torch.Tensor) and id(t) in wide):
         if original.shape != wide[id(original)].shape:
             original.resize_(wide[id(original)].shape)
         original.copy_(wide[id(original)])
@@ -238,18 +238,13 @@ def _tensor_arguments(op: OpOverload) -> frozenset[int]:
 
 
 def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the explicit dtype, or the one that type promotion gives."""
-    given = named_arguments(op, args, kwargs).get("dtype")
-    return given if isinstance(given, torch.dtype) else promoted(_tensors((args, kwargs)))
+    """Return the explicit dtype, or the result of type promotion."""
+    dtype = named_arguments(op, args, kwargs).get("dtype")
+    return dtype if isinstance(dtype, torch.dtype) else promoted(_tensors((args, kwargs)))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-@cache
-def _written_names(op: OpOverload) -> tuple[str, ...]:
-    return tuple(op._schema.arguments[position].name for position in mutated_arguments(op))
 
 
 @cache
@@ -260,13 +255,13 @@ def _runs_natively(op: OpOverload) -> bool:
 
 @cache
 def _parts(op: OpOverload) -> Callable[..., Any] | None:
-    """Call a composite op so that its parts are dispatched; ``None`` if it has none."""
+    """Return a function that calls a composite op and dispatches its parts; ``None`` if it has none."""
     if base_name(op) in _SHARED_KERNELS:
         return lambda *args, **kwargs: op._op_dk(DispatchKey.CPU, *args, **kwargs)
     return None if rounds_once(op) or is_foreign(op) else composite_kernel(op)
 
 
-def accumulates(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
+def accumulates(op: OpOverload, args: tuple[Any, ...], kwargs: Arguments) -> bool:
     """Return whether the call adds up elements in a 16-bit tensor one by one."""
     adds = _ADDS.get(base_name(op).rstrip("_")) if op.namespace == "aten" else None
     if adds is None or args[0].dtype not in LOW_PRECISION_DTYPES:
@@ -274,31 +269,31 @@ def accumulates(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
     return named_arguments(op, args, kwargs).get("reduce") in adds
 
 
-def multiplies(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
+def multiplies(op: OpOverload, args: tuple[Any, ...], kwargs: Arguments) -> bool:
     """Return whether the call multiplies elements one by one, which is not emulated."""
     reduces = op.namespace == "aten" and base_name(op).rstrip("_") in _ADDS
     return reduces and named_arguments(op, args, kwargs).get("reduce") in ("prod", "multiply")
 
 
-def accumulate(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:
-    """Compute such a call, in its first argument if the op is in-place."""
-    named = named_arguments(op, args, kwargs)
-    result = named["self"].clone()
+def accumulate(op: OpOverload, args: tuple[Any, ...], kwargs: Arguments) -> torch.Tensor:
+    """Compute an accumulating call, in its first argument if the op is in-place."""
+    arguments = named_arguments(op, args, kwargs)
+    result = arguments["self"].clone()
     into = result.reshape(1) if result.ndim == 0 else result
-    index = named["index"].reshape(1) if named["index"].ndim == 0 else named["index"]
-    whole = base_name(op).startswith("index")  # then an index stands for a whole slice
-    places = _places(into, named["dim"] % into.ndim, index, whole)
-    values = _values(named, into, index, whole)
-    include_self = named.get("include_self", True)
+    index = arguments["index"].reshape(1) if arguments["index"].ndim == 0 else arguments["index"]
+    whole = base_name(op).startswith("index")  # each index selects a whole slice
+    places = _places(into, arguments["dim"] % into.ndim, index, whole)
+    values = _values(arguments, into, index, whole)
+    include_self = arguments.get("include_self", True)
     if not include_self:
         into.index_put_(places, into.new_zeros(()))
     into.index_put_(places, values, accumulate=True)
-    if named.get("reduce") == "mean":
+    if arguments.get("reduce") == "mean":
         counts = torch.full_like(into, float(include_self))
         counts.index_put_(places, torch.ones_like(values), accumulate=True)
         into.div_(counts.masked_fill_(counts == 0, 1))
     result = into.reshape(result.shape)
-    return named["self"].copy_(result) if mutated_arguments(op) else result  # type: ignore[no-any-return]
+    return arguments["self"].copy_(result) if mutated_arguments(op) else result  # type: ignore[no-any-return]
 
 
 def _places(into: torch.Tensor, dim: int, index: torch.Tensor, whole: bool) -> tuple[torch.Tensor, ...]:
@@ -313,11 +308,11 @@ def _places(into: torch.Tensor, dim: int, index: torch.Tensor, whole: bool) -> t
     return tuple(places)
 
 
-def _values(named: Named, into: torch.Tensor, index: torch.Tensor, whole: bool) -> torch.Tensor:
-    source = next(named[name] for name in ("source", "src", "value") if name in named)
+def _values(arguments: Arguments, into: torch.Tensor, index: torch.Tensor, whole: bool) -> torch.Tensor:
+    source = next(arguments[name] for name in ("source", "src", "value") if name in arguments)
     if not isinstance(source, torch.Tensor):
         return torch.full(index.shape, source, dtype=into.dtype, device=into.device)
     source = source.reshape(1) if source.ndim == 0 else source
     if whole:
-        return source * named["alpha"] if named.get("alpha", 1) != 1 else source
+        return source * arguments["alpha"] if arguments.get("alpha", 1) != 1 else source
     return source[tuple(slice(0, size) for size in index.shape)]

@@ -1,10 +1,9 @@
 """Computes exact statistics of a value against its reference as a short vector of numbers.
 
-Three routines fill the same fields. ``measure_any`` works on every device without looking at a result, so
-nothing waits for the device. ``measure_on_device`` does the same in a single kernel where it can, which is
-on CUDA with Triton (``fused``). ``measure_cpu`` walks through blocks that fit the cache and takes a shorter
-way where a block is finite, which is nearly always; a block that is not goes to ``measure_any``.
-The shorter way reads each element four times, all but once from the cache.
+Three routines fill the same fields. ``measure_any`` works on every device without synchronizing.
+``measure_on_device`` does the same in a single kernel where it can, on CUDA with Triton (``fused``).
+``measure_cpu`` processes blocks that fit the cache. Finite blocks, nearly all, take a shorter path that reads
+each element four times, all but once from the cache; other blocks go to ``measure_any``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ampaudit.run.views import flat_pair
 __all__ = ["BLOCK", "FIELDS", "BlockMeasure", "measure_any", "measure_cpu", "measure_on_device"]
 
 FIELDS = (
-    "ref_peak",  # largest finite |reference|; in blocks whose reference is not read, |value|
-    "peak",  # largest finite |value|; where all is finite and far from the limit, |reference|
+    "ref_peak",  # largest finite |reference|; |value| in blocks whose reference is not read
+    "peak",  # largest finite |value|; |reference| if all is finite and far from the limit
     "pos_inf",  # +inf where the reference is finite
     "neg_inf",  # -inf where the reference is finite
     "nan",  # NaN where the reference is not NaN
@@ -61,7 +60,7 @@ def measure_any(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def measure_on_device(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return what ``measure_any`` does; the dtypes may differ."""
+    """Like ``measure_any``, in one kernel if possible; the dtypes may differ."""
     suits = all(vector.is_contiguous() and vector.dtype in _FUSED_DTYPES for vector in (reference, value))
     fused = _fused(value.device) if value.is_cuda and value.numel() and suits else None
     return fused(reference, value) if fused else measure_any(reference, value.to(reference.dtype))
@@ -69,7 +68,7 @@ def measure_on_device(reference: torch.Tensor, value: torch.Tensor) -> torch.Ten
 
 @cache
 def _fused(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return the routine in one kernel if a device can run it: Triton may be missing, or its C compiler."""
+    """Return the single-kernel routine, unless Triton or its C compiler is missing."""
     one = torch.ones(1, device=device)
     try:
         from ampaudit.run.fused import measure_fused
@@ -84,9 +83,9 @@ def measure_cpu(reference: torch.Tensor, value: torch.Tensor, near: float = math
     """Return the fields as Python numbers, for CPU tensors.
 
     Args:
-        reference: a float vector.
-        value: a vector of the same length, or the same object.
-        near: reference peak from which the value's own peak is measured too.
+        reference: A float vector.
+        value: A vector of the same length, or the same object.
+        near: Reference peak from which the value's own peak is measured as well.
     """
     merged = [0.0] * len(FIELDS)
     same = reference is value
@@ -101,12 +100,12 @@ class BlockMeasure:
     """Measures a CPU value block by block while it is written, so that it is read once.
 
     Every block is searched for its peak, inf and NaN. Errors are summed over every eighth block: the
-    reference has left the cache by then, and reading all of it would cost as much as all the rest. A
-    tensor of up to 262,144 elements is one block, and so exact.
+    reference has left the cache by then, and reading all of it would cost as much as the rest. Tensors of up
+    to 262,144 elements are a single block, and so exact.
 
     Attributes:
-        fields: the merged fields so far, in the order of ``FIELDS``.
-        elements: elements seen so far.
+        fields: The merged fields so far, in the order of ``FIELDS``.
+        elements: Number of elements measured so far.
     """
 
     def __init__(self, reference: torch.Tensor, near: float) -> None:
@@ -165,8 +164,8 @@ def _peak(value: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 def _peak_of(value: torch.Tensor) -> float:
     """Return the largest magnitude; NaN or infinity if there is one.
 
-    Positive floats are ordered like their bits, and comparing integers is twice as fast because nothing
-    looks for NaN; a positive NaN is the largest of all. The minimum finds negative values and NaN.
+    Positive floats are ordered like their bits, and comparing integers is twice as fast, since it needs no
+    check for NaN; a positive NaN is the largest of all. The minimum finds negative values and NaN.
     """
     lowest: float = value.amin().item()
     if value.dtype is not torch.float32:

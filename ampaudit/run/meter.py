@@ -1,8 +1,8 @@
 """Measures every floating-point value of a run without changing it.
 
-Calling every op a third time in full would cost a third forward pass, so a large op is called on a few
-rows of its input, which come out exactly as they would in the whole. Ops for which no such cut is known
-are called in full where their output is small, and have no local error otherwise.
+Calling every op a third time in full would cost a third forward pass, so a large op is called on a few rows
+of its input, whose results are the same as in the full call. Ops without such a cut are called in full if
+their output is small, and have no local error otherwise.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 __all__ = ["FULL_CALL", "MeasuredValue", "Meter", "PathValues", "float_outputs"]
 
 
-FULL_CALL = 1 << 13  # output elements up to which any op is simply called again in full
+FULL_CALL = 1 << 13  # output elements up to which any op is called again in full
 _ROWS = 8
 
 Index = tuple[slice, ...]
-# From the argument values and the output: an index for each argument to be cut, and one for the output.
+# Maps argument values and output to an index for each argument to cut, and one for the output.
 Cut = Callable[[tuple[Any, ...], torch.Tensor], tuple[dict[int, Index], Index] | None]
-Named = dict[str, Any]
+Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class MeasuredValue:
     site: SiteId
     fields: dict[str, float]
     elements: int
-    updated: int | None = None  # position of the argument, if it is one that the op wrote besides its result
+    updated: int | None = None  # position of a written argument that is not the result
 
     @property
     def bad(self) -> bool:
@@ -62,10 +62,10 @@ class MeasuredValue:
 
 
 class Meter(Observer):
-    """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``.
+    """Measures pairs of values. On a GPU, measurements stay on the device until ``results``.
 
     Attributes:
-        deferred: whether numbers stay on their device, even on a CPU.
+        deferred: Whether they stay on their device even if it is the CPU.
     """
 
     deferred = False
@@ -97,7 +97,9 @@ class Meter(Observer):
         self._note_gaps(step)
         self.path.observe(step, reference, call)
         if step.decides and step.site is not None and not call.shared:
-            self._count_choices(step.site.id, reference, value)
+            counted = differing_choices(reference, value)
+            if counted is not None:
+                self._choices.append((step.site.id, *counted))
         if step.choice is not None:
             self._chosen.append(
                 (step.choice.parameter, step.choice.chosen(call.inputs[step.choice.index][1]))
@@ -111,22 +113,18 @@ class Meter(Observer):
             if second.is_floating_point():
                 self._updated[len(self._rows)] = position
                 bad |= self._measure_pair(step, first, second, None)
-        self._measure_inside(step, call)
+        if self.local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
+            self._inside_rows.append((step.site.id, peak))
         if self.local and step.low_precision and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
         return value
 
-    def _measure_inside(self, step: Step, call: StepCall) -> None:
-        assert step.site is not None
-        if self.local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
-            self._inside_rows.append((step.site.id, peak))
-
     def _measure_pair(
-        self, step: Step, reference: torch.Tensor, value: torch.Tensor, seen: BlockMeasure | None
+        self, step: Step, reference: torch.Tensor, value: torch.Tensor, measure: BlockMeasure | None
     ) -> bool:
-        """Measure one output; on the CPU, return whether it went wrong."""
+        """Measure one output; on the CPU, return whether it is inf or NaN in 16 bits only."""
         assert step.site is not None
         if reference.shape != value.shape:
             self._note_gap(
@@ -142,8 +140,8 @@ class Meter(Observer):
             self._rows.append((step.site.id, measure_on_device(first, second), second.numel()))
             return False
         second = second.to(first.dtype)
-        if seen is not None and seen.elements == value.numel():
-            fields = seen.fields
+        if measure is not None and measure.elements == value.numel():
+            fields = measure.fields
         elif step.site.role is Role.WEIGHT_CAST:
             fields = self._measure_weight(first, second)
         else:
@@ -152,23 +150,18 @@ class Meter(Observer):
         return fields[2] + fields[3] + fields[4] > 0
 
     def _measure_weight(self, master: torch.Tensor, copy: torch.Tensor) -> list[float]:
-        """Measure a weight; one within range is only rounded, so its exact error is not computed."""
+        """Measure a weight; the rounding error of weights within range is not computed."""
         fields = measure_cpu(master, master)
         return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
 
-    def _count_choices(self, site: SiteId, reference: Any, value: Any) -> None:
-        counted = differing_choices(reference, value)
-        if counted is not None:
-            self._choices.append((site, *counted))
-
     def choices(self) -> Iterator[tuple[SiteId, int, int]]:
-        """Return, per decision, the number of choices and how many differ between the runs."""
+        """Yield for each decision the number of choices, and of those that differ between the runs."""
         differing = torch.stack([row for _, row, _ in self._choices]).tolist() if self._choices else []
         for (site, _, elements), count in zip(self._choices, differing, strict=True):
             yield site, elements, int(count)
 
     def chosen(self) -> Iterator[tuple[str, set[int]]]:
-        """Return, per stack of matrices, the numbers of those that were chosen by a tensor."""
+        """Yield for each stack of matrices the indices that a tensor selected."""
         if not self._chosen:
             return
         flags = iter(torch.cat([used for _, used in self._chosen]).tolist())
@@ -189,10 +182,10 @@ class Meter(Observer):
             self._note_gap(step, GapKind.CONTROL_FLOW, reason)
 
     def state(self) -> dict[str, Any]:
-        """Return everything that was seen, as plain data and tensors, for another process to go on with."""
+        """Return all measurements as plain data and tensors, for another process to continue with."""
         self.samples.flush()
         return {
-            "samples": [(site, asdict(found)) for site, found in self.samples.results.items()],
+            "samples": [(site, asdict(statistics)) for site, statistics in self.samples.results.items()],
             "path": self.path.state(),
             "gaps": [(gap.site, gap.kind.value, gap.op, gap.reason) for gap in self.gaps],
             "updated": self._updated,
@@ -204,8 +197,8 @@ class Meter(Observer):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take what a meter of another process has seen."""
-        self.samples.results = {site: SampleStatistics(**found) for site, found in state["samples"]}
+        """Restore the measurements of another process."""
+        self.samples.results = {site: SampleStatistics(**fields) for site, fields in state["samples"]}
         self.path.restore(state["path"])
         self.gaps = {Gap(site, GapKind(kind), op, reason) for site, kind, op, reason in state["gaps"]}
         self._updated, self._rows = state["updated"], state["rows"]
@@ -213,7 +206,7 @@ class Meter(Observer):
         self._choices, self._chosen = state["choices"], state["chosen"]
 
     def results(self) -> Iterator[MeasuredValue]:
-        """Return all measurements since the start, fetched from the device at once."""
+        """Yield all measurements since the start, fetched from the device at once."""
         self.samples.flush()
         waiting = [row for _, row, _ in self._rows if isinstance(row, torch.Tensor)]
         fetched = iter(torch.stack(waiting).tolist() if waiting else [])
@@ -224,13 +217,13 @@ class Meter(Observer):
             )
 
     def inside_results(self) -> Iterator[tuple[SiteId, float]]:
-        """Return the largest square inside each norm with 16-bit input."""
+        """Yield the largest square inside each norm with 16-bit input."""
         if self._inside_rows:
             peaks = torch.stack([peak for _, peak in self._inside_rows]).tolist()
             yield from zip((site for site, _ in self._inside_rows), peaks, strict=True)
 
     def local_results(self) -> Iterator[tuple[SiteId, float, float, int]]:
-        """Return sums of squared local errors and references, with the number of elements."""
+        """Yield sums of squared local errors and references, and the number of elements."""
         if not self._local_rows:
             return
         numbers = torch.stack([row for _, row, _ in self._local_rows]).tolist()
@@ -240,7 +233,7 @@ class Meter(Observer):
 
 
 def float_outputs(reference: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of real tensors among an op's outputs; complex ones as their components."""
+    """Yield pairs of real tensors among an op's outputs; complex ones as their components."""
     single = not isinstance(value, list | tuple)
     pairs = zip((reference,), (value,)) if single else zip(reference, value)  # noqa: B905
     for first, second in pairs:
@@ -268,11 +261,11 @@ def local_error(
     result = backend.call(step, *_clean_arguments(step, backend, call, cuts))
     if not isinstance(result, torch.Tensor):
         return None
-    # a convolution of the top rows also gives rows that saw padding instead of what lies below
+    # a convolution of the top rows also returns rows computed from padding instead of the rows below
     result = result[tuple(slice(0, size) for size in expected.shape)]
     if result.shape != expected.shape:
         return None
-    # infinities make the sums infinite, and such a row is left out when the numbers are fetched
+    # infinities make the sums infinite; such rows are left out when the numbers are fetched
     signal = components(expected).reshape(-1)
     error = components(result).to(signal.dtype).reshape(-1) - signal
     return torch.stack([torch.dot(error, error), torch.dot(signal, signal)]), expected.numel()
@@ -281,13 +274,13 @@ def local_error(
 def _clean_arguments(
     step: Step, backend: Backend, call: StepCall, cuts: dict[int, Index]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments without accumulated error: rounded again, except weights and inputs."""
+    """Return arguments without accumulated error: FP32's, rounded unless they are weights or inputs."""
 
     def clean(node: fx.Node, index: Index | None = None) -> Any:
         reference, value = call.inputs[node]
         if not isinstance(value, torch.Tensor):
             return reference
-        if _is_given(node) or reference is value:
+        if _is_stored(node) or reference is value:
             return value if index is None else value[index]
         reference = reference if index is None else reference[index]
         return backend.represent(reference, getattr(node.meta.get("val"), "dtype", None))
@@ -300,21 +293,20 @@ def _clean_arguments(
     return cleaned, fx.node.map_arg(kwargs, clean)
 
 
-def _is_given(node: fx.Node) -> bool:
-    """Return whether a value is a placeholder or its cast, so that it is its rounded reference."""
-    if node.op == "placeholder":
-        return True
-    return node.target is torch.ops.aten.to.dtype and node.all_input_nodes[0].op == "placeholder"
+def _is_stored(node: fx.Node) -> bool:
+    """Return whether a node is a placeholder or its cast, whose value is already the rounded reference."""
+    is_cast = node.target is torch.ops.aten.to.dtype
+    return node.op == "placeholder" or (is_cast and node.all_input_nodes[0].op == "placeholder")
 
 
 def _rows(shape: tuple[int, ...]) -> Index:
-    """Take the first index of leading dimensions, eight of the last but one, and all of the last."""
+    """Index the first element of leading dimensions, eight rows, and all of the last dimension."""
     leading = [slice(0, 1)] * max(len(shape) - 2, 0)
     return (*leading, slice(0, _ROWS), slice(None)) if len(shape) > 1 else (slice(None),)
 
 
 def _broadcast(shape: tuple[int, ...], out: Index) -> Index:
-    """Take the part of a broadcast operand that belongs to the sampled output."""
+    """Index the part of a broadcast operand that belongs to the sampled output."""
     aligned = out[len(out) - len(shape) :]
     return tuple(slice(None) if size == 1 else part for size, part in zip(shape, aligned, strict=True))
 
@@ -350,7 +342,7 @@ def _matmul(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index],
 
 
 def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index], Index] | None:
-    """Sample one image, eight output channels, and the top row, which sees no lower padding."""
+    """Sample one image, eight output channels, and the top row, which does not read the lower padding."""
     x, weight = args[0], args[1]
     if (len(args) > 6 and args[6] != 1) or x.ndim != out.ndim or out.ndim < 3:
         return None
@@ -419,8 +411,8 @@ _CUTS: dict[str, Cut] = {
 def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Tensor | None:
     """Return the peak of (x - mean)^2 or x^2 over an op's reference input, as a scalar on its device.
 
-    ``None`` where the op squares nothing, is not given 16 bits, or, on a CPU, where its input is too small
-    for a square to pass ``limit``.
+    ``None`` if the op does not square, has no 16-bit input, or, on a CPU, if its input is too small for a
+    square to exceed ``limit``.
     """
     if not isinstance(step.target, OpOverload):
         return None
@@ -444,36 +436,36 @@ def _takes_low_precision(step: Step) -> bool:
     return any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes))
 
 
-def _plain(x: torch.Tensor, named: Named) -> torch.Tensor:
-    del named
+def _plain(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    del arguments
     return x
 
 
-def _over_shape(x: torch.Tensor, named: Named) -> torch.Tensor:
-    axes = tuple(range(-len(named["normalized_shape"]), 0))
+def _over_shape(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    axes = tuple(range(-len(arguments["normalized_shape"]), 0))
     return x - x.mean(axes, keepdim=True)
 
 
-def _over_groups(x: torch.Tensor, named: Named) -> torch.Tensor:
-    grouped = x.reshape(x.shape[0], int(named["num_groups"]), -1)
+def _over_groups(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    grouped = x.reshape(x.shape[0], int(arguments["num_groups"]), -1)
     return grouped - grouped.mean(-1, keepdim=True)
 
 
-def _over_axes(x: torch.Tensor, named: Named) -> torch.Tensor:
-    axes = named.get("dim")
+def _over_axes(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    axes = arguments.get("dim")
     if axes is None or axes is True or axes is False or axes == []:
         return x - x.mean()
     return x - x.mean(axes, keepdim=True)
 
 
-def _over_batch(x: torch.Tensor, named: Named) -> torch.Tensor:
-    """Return whether a batch norm computes batch statistics, as it does in training."""
-    if not named.get("training", named.get("use_input_stats", False)):
+def _over_batch(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """Center by batch statistics; zero for a batch norm that does not compute any."""
+    if not arguments.get("training", arguments.get("use_input_stats", False)):
         return x.new_zeros(1)
     return x - x.mean([d for d in range(x.ndim) if d != 1], keepdim=True)
 
 
-NORMS: dict[str, Callable[[torch.Tensor, Named], torch.Tensor]] = {
+NORMS: dict[str, Callable[[torch.Tensor, Arguments], torch.Tensor]] = {
     "layer_norm": _over_shape,
     "rms_norm": _plain,
     "group_norm": _over_groups,
@@ -484,10 +476,10 @@ NORMS: dict[str, Callable[[torch.Tensor, Named], torch.Tensor]] = {
 
 
 class PathValues:
-    """Collects what the model's code reads during one run; values stay on their device until the end.
+    """Collects the values that the model's code reads during one run, on their device.
 
     Attributes:
-        resized: sites whose result has another size in 16 bits, with that size.
+        resized: Sites whose result differs in size in 16 bits, with that size.
     """
 
     def __init__(self) -> None:
@@ -505,15 +497,15 @@ class PathValues:
             self._read.append((mark_number(step.node), copied, low))
 
     def state(self) -> dict[str, Any]:
-        """Return what was read, as plain data and tensors."""
+        """Return the reads as plain data and tensors."""
         return {"read": self._read, "resized": self.resized}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take what another process has read."""
+        """Restore the reads of another process."""
         self._read, self.resized = state["read"], state["resized"]
 
     def results(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return both values of each read, fetched from their device together."""
+        """Return both values of each read by its number, fetched from the device together."""
         numbers = [number for number, _, _ in self._read]
         fp32 = _fetched([reference for _, reference, _ in self._read])
         low = _fetched([value for _, _, value in self._read])
@@ -521,11 +513,11 @@ class PathValues:
 
 
 def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors to the CPU, those of one dtype at once."""
-    found: dict[int, torch.Tensor] = {}
+    """Copy tensors to the CPU, with one transfer per dtype."""
+    by_index: dict[int, torch.Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors}:
         group = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
         flat = torch.cat([tensor.reshape(-1) for _, tensor in group]).cpu()
         parts = flat.split([tensor.numel() for _, tensor in group])
-        found |= {i: part.reshape(tensor.shape) for (i, tensor), part in zip(group, parts, strict=True)}
-    return [found[i] for i in range(len(tensors))]
+        by_index |= {i: part.reshape(tensor.shape) for (i, tensor), part in zip(group, parts, strict=True)}
+    return [by_index[i] for i in range(len(tensors))]

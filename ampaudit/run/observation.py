@@ -11,16 +11,15 @@ from ampaudit.run.samples import SampleStatistics
 __all__ = ["Observation"]
 
 _MAXIMA = ("ref_peak", "peak", "bad_ref_peak", "inside_peak")
-_APART = ("batch_peaks", "samples")
+_JOINED_SEPARATELY = ("batch_peaks", "samples")
 
 
 @dataclass(slots=True)
 class Observation:
     """The measurements of one site, merged over batches (maxima, minima, sums).
 
-    Peaks, counts and errors are over all elements; what ``samples`` holds is over the sampled ones.
-    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch, by its
-    number (of several steps, that of the call).
+    Peaks, counts and errors cover all elements, ``samples`` only the sampled ones. ``inside_peak`` is the
+    largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch (or call) by its number.
     """
 
     elements: int = 0
@@ -58,7 +57,7 @@ class Observation:
     def join(self, later: Observation) -> None:
         """Add the measurements of later batches."""
         for name in self.__dataclass_fields__:
-            if name not in _APART:
+            if name not in _JOINED_SEPARATELY:
                 old, new = getattr(self, name), getattr(later, name)
                 setattr(self, name, max(old, new) if name in _MAXIMA else old + new)
         for number, peak in later.batch_peaks.items():

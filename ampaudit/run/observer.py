@@ -1,4 +1,4 @@
-"""Shows pairs of values to observers, with the call that made them."""
+"""Observers of pairs of values, and the calls that computed them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Observer:
     __slots__ = ()
 
     def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Return an object that measures the converted run's step block by block, if any."""
+        """Return an object that measures the 16-bit result block by block, if any."""
         del step, reference
         return None
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Observe a pair; the returned value continues in the converted run (normally ``value`` itself)."""
+        """Observe a pair; the 16-bit run continues with the returned value (normally ``value`` itself)."""
         del step, reference, call
         return value
 
 
 class StepCall:
-    """The resolved arguments of one step, with which observers can call it again."""
+    """The resolved arguments of one step, so that observers can call it again."""
 
     __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "resized", "shared", "state")
 
@@ -48,14 +48,14 @@ class StepCall:
         self.inputs = inputs
         self.shared = shared
         self.measure: BlockMeasure | None = None
-        self.state: torch.Tensor | None = None  # of the random numbers, before a step that draws some
-        self.resized: str | None = None  # the sizes that the 16-bit run's own choices would have given
+        self.state: torch.Tensor | None = None  # random state before the call, if it draws random numbers
+        self.resized: str | None = None  # sizes that the 16-bit run's own choices would have produced
         self._template = reference.arguments(step)
         args, kwargs = (reference if shared else backend).arguments(step)
         self.args, self.kwargs = resolved(args, inputs, 1), resolved(kwargs, inputs, 1)
 
     def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return written arguments besides the result: their position, and their value in both runs."""
+        """Return the position and both values of written arguments other than the result."""
         if not step.updates:
             return []
         args, kwargs = resolved(self._template, self.inputs, 0)
@@ -64,11 +64,11 @@ class StepCall:
 
     @property
     def ref_args(self) -> tuple[Any, ...]:
-        """The reference's positional arguments."""
+        """Positional arguments of the reference's call."""
         args: tuple[Any, ...] = resolved(self._template[0], self.inputs, 0)
         return args
 
 
 def resolved(template: Any, inputs: dict[fx.Node, Pair], side: int) -> Any:
-    """Put values in the places of nodes: of the reference (0) or of the 16-bit run (1)."""
+    """Replace nodes by their values in the reference (side 0) or the 16-bit run (side 1)."""
     return fx.node.map_arg(template, lambda node: inputs[node][side])

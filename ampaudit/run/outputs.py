@@ -1,7 +1,7 @@
 """Compares the outputs of the 16-bit run with those of FP32.
 
-SQNR compares an error with whole values: a series around 50,000 that is rounded to one value has a high SQNR
-and no information. The mean of each row is taken out, since an output may hold series of several levels.
+SQNR relates an error to whole values: a series around 50,000 that rounds to a single value keeps a high SQNR
+but no information. So the variation within rows is compared as well, with the mean of each row removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MIN_ELEMENTS = 16  # fewer numbers have no distribution to speak of
-FLAT = 2.0**-16  # relative to the mean: less is the rounding of FP32 itself, as ops before amplify it
+FLAT = 2.0**-16  # relative to the mean; smaller variation is amplified rounding of FP32 itself
 NUMBERS = 7  # per way to divide a tensor into rows: see `measure_rows`
 OutputKind = Literal["float", "complex", "integer"]
 _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,14 +39,14 @@ class RowVariation:
     """The variation of an output within its rows, against its error; constant rows do not count.
 
     Attributes:
-        axes: those along which a row extends; all of them for the whole output.
-        spread_sq: sum of (reference - mean of the row)^2.
-        err_sq: sum of (value - reference)^2 over the same rows.
-        elements: in these rows.
-        worst: index of the row with the lowest ratio, along the other axes.
-        mean: of that row.
-        worst_spread_sq: its part of ``spread_sq``.
-        worst_err_sq: its part of ``err_sq``.
+        axes: Axes along which a row extends; all of them for the whole output.
+        spread_sq: Sum of (reference - mean of the row)^2.
+        err_sq: Sum of (value - reference)^2 over the same rows.
+        elements: Number of elements in these rows.
+        worst: Index of the row with the lowest ratio, along the other axes.
+        mean: Mean of that row.
+        worst_spread_sq: Contribution of that row to ``spread_sq``.
+        worst_err_sq: Contribution of that row to ``err_sq``.
     """
 
     axes: tuple[int, ...]
@@ -72,32 +72,32 @@ class RowVariation:
 
     @property
     def worst_db(self) -> float:
-        """The same of the worst row."""
+        """10 log10(spread_sq / err_sq) of the worst row."""
         return ratio_db(self.worst_spread_sq, self.worst_err_sq)
 
 
 def divisions(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the axes of a row, for each way to divide a tensor: the whole, its last axis, its channels."""
+    """Yield the axes of a row for each division of a tensor: the whole, its last axis, its channels."""
     axes = tuple(range(len(shape)))
-    found = [axes]
+    row_axes = [axes]
     if len(axes) > 1:
-        found.append(axes[-1:])
+        row_axes.append(axes[-1:])
     if len(axes) > 2:
-        found.append(axes[2:] if len(axes) > 3 else axes[1:2])
-    sizes = {row: math.prod(shape[axis] for axis in row) for row in found}
+        row_axes.append(axes[2:] if len(axes) > 3 else axes[1:2])
+    sizes = {row: math.prod(shape[axis] for axis in row) for row in row_axes}
     yield from (row for row, size in sizes.items() if size >= MIN_ELEMENTS)
 
 
 def measure_rows(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of each division, one after the other, as float64 on the tensors' device.
+    """Return the statistics of all divisions as one float64 vector on the tensors' device.
 
-    They are the sums of squared spread and error over all rows that vary, the elements of these rows, and
-    of the worst row the index, mean, spread and error. Pairs that are not finite are left out.
+    Each division has ``NUMBERS``: the sums of squared spread and error over all rows that vary, the elements
+    of these rows, and the index, mean, spread and error of the worst row. Non-finite pairs are left out.
     """
     finite = reference.isfinite() & value.isfinite()
     wide = torch.where(finite, reference, 0).double()
     errors = torch.where(finite, value.double() - wide, 0).square()
-    found = []
+    numbers = []
     for axes in divisions(reference.shape):
         count = finite.sum(axes, keepdim=True)
         mean = wide.sum(axes, keepdim=True) / count.clamp(min=1)
@@ -107,20 +107,20 @@ def measure_rows(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ratio = torch.where(varies & (error > 0), spread / error, torch.inf)
         worst = ratio.argmin()
         sums = [torch.where(varies, part, 0).sum().double() for part in (spread, error, count)]
-        found += [*sums, worst.double(), mean[worst], spread[worst], error[worst]]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=reference.device)
+        numbers += [*sums, worst.double(), mean[worst], spread[worst], error[worst]]
+    return torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64, device=reference.device)
 
 
 def row_variation(shape: Sequence[int], numbers: Sequence[float]) -> RowVariation | None:
-    """Return the division whose rows lose most; ``None`` if nothing varies, or nothing is lost."""
-    found = []
+    """Return the division with the lowest ratio; ``None`` if no row varies or there is no error."""
+    variations = []
     for start, axes in enumerate(divisions(shape)):
         spread, error, elements, worst, *of_worst = numbers[start * NUMBERS : (start + 1) * NUMBERS]
         if spread and error:
             others = [size for axis, size in enumerate(shape) if axis not in axes]
             where = tuple(map(int, np.unravel_index(int(worst), others)))
-            found.append(RowVariation(axes, spread, error, int(elements), where, *of_worst))
-    return min(found, key=lambda rows: rows.db, default=None)
+            variations.append(RowVariation(axes, spread, error, int(elements), where, *of_worst))
+    return min(variations, key=lambda rows: rows.db, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +128,16 @@ class OutputComparison:
     """One output of one batch compared with FP32.
 
     Attributes:
-        kind: what its elements are; booleans count as integers, and a complex number as two floats.
-        batch: number of the batch.
-        elements: elements compared.
-        err_sq: sum of (value - reference)^2 over finite pairs.
-        ref_sq: sum of reference^2 over the same pairs.
-        rows: what is left of the variation within its rows; ``None`` if nothing varies, or nothing is lost.
-        bad: elements that are inf or NaN in 16 bits only.
-        differing: integers that differ.
-        constant: the one value that FP32 gives everywhere, of two elements or more.
-        mismatch: how the two outputs cannot be compared: another shape or dtype; empty if they can.
+        kind: Kind of its elements; booleans count as integers, and a complex number as two floats.
+        batch: Number of the batch.
+        elements: Number of elements compared.
+        err_sq: Sum of (value - reference)^2 over finite pairs.
+        ref_sq: Sum of reference^2 over the same pairs.
+        rows: Variation within its rows; ``None`` if no row varies or there is no error.
+        bad: Number of elements that are inf or NaN in 16 bits only.
+        differing: Number of integers that differ.
+        constant: FP32's value if all elements, two or more, are equal.
+        mismatch: Why the outputs cannot be compared (shape or dtype); empty if they can.
     """
 
     kind: OutputKind
@@ -153,7 +153,7 @@ class OutputComparison:
 
     @property
     def accuracy_db(self) -> float | None:
-        """Return the signal-to-noise ratio in dB; ``None`` if exact, -inf if nothing is right.
+        """Return the signal-to-noise ratio in dB; ``None`` if exact, -inf if broken.
 
         10 log10(sum ref^2 / sum err^2) for floats; for integers see ``share_db``.
         """
@@ -161,34 +161,30 @@ class OutputComparison:
             return -math.inf
         if self.kind == "integer":
             return share_db(self.differing / self.elements) if self.elements else None
-        return _decibel(self.ref_sq, self.err_sq)
+        return None if self.err_sq == 0.0 else ratio_db(self.ref_sq, self.err_sq)
 
     @property
     def variation_db(self) -> float | None:
-        """Return the same with the mean of each row taken out; ``None`` if that is meaningless."""
+        """Return the same with the mean of each row removed; ``None`` if that is meaningless."""
         return self.rows.db if self.rows is not None else None
 
     @property
     def energy(self) -> float:
-        """Return the total error, as a sum over elements that is comparable between runs of a batch."""
+        """Return the total error as a sum over elements, comparable between runs of a batch."""
         if self.mismatch or self.bad:
             return math.inf
         return float(self.differing) if self.kind == "integer" else self.err_sq
 
 
-def _decibel(signal: float, error: float) -> float | None:
-    return None if error == 0.0 else ratio_db(signal, error)
-
-
 def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[str, OutputComparison]:
-    """Compare each pair (FP32's, the 16-bit run's); all numbers are fetched in one transfer."""
-    found: dict[str, OutputComparison] = {}
+    """Compare pairs of FP32 and 16-bit outputs; all statistics are fetched in one transfer."""
+    comparisons: dict[str, OutputComparison] = {}
     waiting: dict[str, tuple[OutputKind, torch.Size, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
         kind = output_kind(value if reference is None else reference)
         mismatch = _mismatch(reference, value)
         if mismatch or not reference.numel():
-            found[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
+            comparisons[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
             continue
         if kind == "complex":
             reference, value = map(_parts, (reference, value))
@@ -197,35 +193,29 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     rows = [numbers for _, _, numbers in waiting.values()]
     fetched = torch.cat([row.cpu() for row in rows]).split([row.numel() for row in rows]) if rows else ()
     for (name, (kind, shape, _)), row in zip(waiting.items(), fetched, strict=True):
-        found[name] = _comparison(kind, batch, shape, row.tolist())
-    return {name: found[name] for name in pairs}
+        comparisons[name] = _comparison(kind, batch, shape, row.tolist())
+    return {name: comparisons[name] for name in pairs}
 
 
 def paired_with_fp32(
     pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
 ) -> dict[str, tuple[Any, Any]]:
-    """Replace the reference by the FP32 model's own outputs, if they may differ.
-
-    An output that the FP32 model does not return is paired with ``None``.
-    """
+    """Replace the references by the FP32 model's outputs, if any; ``None`` where it has none."""
     if fp32 is None:
         return dict(pairs)
     return {name: (fp32.get(name), value) for name, (_, value) in pairs.items()}
 
 
 def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> list[str]:
-    """Keep the worst batch of each output; return the names for which it is this one."""
-    worse = [n for n, seen in batch.items() if n not in into or _rank(seen) < _rank(into[n])]
+    """Keep the worst batch of each output; return the names of the outputs that this batch replaced."""
+    worse = [n for n, comparison in batch.items() if n not in into or _rank(comparison) < _rank(into[n])]
     into.update({name: batch[name] for name in worse})
     return worse
 
 
 def _rank(comparison: OutputComparison) -> tuple[float, float]:
     accuracy, variation = comparison.accuracy_db, comparison.variation_db
-    return (
-        math.inf if accuracy is None else accuracy,
-        math.inf if variation is None else variation,
-    )
+    return (math.inf if accuracy is None else accuracy, math.inf if variation is None else variation)
 
 
 def output_kind(value: torch.Tensor) -> OutputKind:
@@ -257,12 +247,13 @@ def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     """Return bad elements, error, signal, minimum, maximum, and the numbers of the rows."""
     if reference.dtype not in _MEASURED:  # float8 has hardly any kernel
         reference, value = reference.float(), value.float()
-    same = reference is value
-    value = reference if same else value.to(reference.dtype)
+    value = reference if reference is value else value.to(reference.dtype)
     first, second = flat_pair(reference, value)
-    on_cpu = reference.device.type == "cpu"
-    row = torch.tensor(measure_cpu(first, second), dtype=torch.float64) if on_cpu else None
-    fields = dict(zip(FIELDS, row if row is not None else measure_on_device(first, second), strict=True))
+    if reference.device.type == "cpu":
+        row = torch.tensor(measure_cpu(first, second), dtype=torch.float64)
+    else:
+        row = measure_on_device(first, second)
+    fields = dict(zip(FIELDS, row, strict=True))
     bad = fields["pos_inf"] + fields["neg_inf"] + fields["nan"]
     extremes = first.amin().double(), first.amax().double()
     numbers = torch.stack([bad, fields["err_sq"], fields["ref_sq"], *extremes])

@@ -1,4 +1,4 @@
-"""Records what the model's code reads along a path, and whether it decides the same way in 16 bits."""
+"""Records the values that the model's code reads along a path, and whether 16 bits change its decisions."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class ReadStats:
     """The reads of values by one line of the model's code, over all batches.
 
     Attributes:
-        name: how the code reads them (``bool``, ``item``, ``numpy`` ...), or the op whose size they decide.
-        kind: what Python makes of them.
-        layer: path of the module whose forward reads them.
-        source: the innermost line of the model's code.
-        caller: the user's own line, if that is another one.
-        sizes: whether an op's sizes depend on values, rather than Python code.
-        producer: the op that computed the values.
-        reads: how often they were read.
-        differing: how often Python goes another way with the values of the 16-bit run.
-        faults: how often it would not, were it not for a value that overflows before.
-        batch: number of the first batch in which it does.
-        fp32: what was read in FP32 the first time that it differs, as text; otherwise the first time.
-        low: the same in 16 bits.
-        answers: how often each value was read in FP32.
-        error_sq: of arrays of floats, the sum of squared differences.
-        signal_sq: of the same, the sum of squares in FP32.
+        name: How the code reads them (``bool``, ``item``, ``numpy`` ...), or the op whose size they decide.
+        kind: How Python uses them.
+        layer: Path of the module whose forward reads them.
+        source: The innermost line of the model's code.
+        caller: The user's own line, if it is another one.
+        sizes: Whether an op's sizes depend on values, rather than Python code.
+        producer: The op that computed the values.
+        reads: Number of reads.
+        differing: Number of reads after which Python code takes another path in 16 bits.
+        faults: Number of these that are only due to an earlier overflow.
+        batch: Number of the first batch with a differing read.
+        fp32: Text of FP32's value at the first differing read, or else at the first read.
+        low: Text of the 16-bit run's value at the same read.
+        answers: Counts of the values read in FP32.
+        error_sq: Sum of squared differences, for arrays of floats.
+        signal_sq: Sum of FP32's squares, for arrays of floats.
     """
 
     name: str
@@ -96,18 +96,18 @@ class ReadStats:
 
 @dataclass(slots=True)
 class PathRecord:
-    """What was read along the paths of all batches.
+    """The values read along the paths of all batches.
 
     Attributes:
-        reads: by line, layer and name, as text.
-        paths: digests of the different sequences of sites that batches ran.
+        reads: Statistics by a text key of line, layer and name.
+        paths: Digests of the distinct sequences of sites that batches ran.
     """
 
     reads: dict[str, ReadStats] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)
 
     def join(self, later: PathRecord) -> None:
-        """Add what later batches have read."""
+        """Add the reads of later batches."""
         self.paths |= later.paths
         for key, stats in later.reads.items():
             if key in self.reads:
@@ -115,15 +115,15 @@ class PathRecord:
             else:
                 self.reads[key] = replace(stats, answers=Counter(stats.answers))
 
-    def stats(self, made: ReadStats) -> ReadStats:
-        """Return the statistics of a line, which begin with the given ones."""
-        key = repr((made.source, made.caller, made.layer, made.name))
-        return self.reads.setdefault(key, made)
+    def stats(self, initial: ReadStats) -> ReadStats:
+        """Return the statistics of a line, starting from ``initial``."""
+        key = repr((initial.source, initial.caller, initial.layer, initial.name))
+        return self.reads.setdefault(key, initial)
 
     def add(
         self, values: PathValues, traced: TracedModel, batch: int, repaired: PathValues | None = None
     ) -> None:
-        """Add what one batch has read, and what it reads once its faults are repaired, if it has any."""
+        """Add the reads of one batch, and those of its repaired run, if any."""
         if traced.path is None:
             return
         self.paths.add(sha256("\n".join(site.id for site in traced.sites).encode()).hexdigest())
@@ -146,28 +146,28 @@ class PathRecord:
             name = site.id.rpartition("/")[2].partition("#")[0]
             about = (name, ReadKind.CHOICE, site.layer, site.source, site.caller)
             size = shape_of(node.meta.get("val"))
-            own = resized.get(site.id, size)
+            low_size = resized.get(site.id, size)
             stats = self.stats(ReadStats(*about, sizes=True, producer=site.id))
             if site.id in resized and not stats.differing:
                 stats.producer = site.id
             healthy = None if again is None else site.id in again
-            stats.add(batch, site.id in resized, size, own, repaired=healthy)
+            stats.add(batch, site.id in resized, size, low_size, repaired=healthy)
 
     def _add(self, read: ValueRead, producer: SiteId | None, runs: Sequence[_Reads], batch: int) -> None:
         first, last = runs[0], runs[-1] if len(runs) > 1 else None
         values = first.of(read)
-        shown = [_shown(read, value) for value in values]
-        for decided in read.decided:  # the line that decides may be another one than that which reads
+        texts = [_as_text(read, value) for value in values]
+        for decided in read.decided:  # the deciding line may differ from the reading line
             about = (read.name, ReadKind.CHOICE, read.layer, decided.source, decided.caller)
             stats = self.stats(ReadStats(*about, producer=producer))
             healthy = None if last is None else decided.differs(last.plain)
-            stats.add(batch, decided.differs(first.plain), *shown, repaired=healthy)
+            stats.add(batch, decided.differs(first.plain), *texts, repaired=healthy)
         if read.kind is ReadKind.NUMBER and read.decided:
             return
         about = (read.name, read.kind, read.layer, read.source, read.caller)
         stats = self.stats(ReadStats(*about, producer=producer))
         healthy = None if last is None else last.chooses_differently(read)
-        stats.add(batch, first.chooses_differently(read), *shown, repaired=healthy)
+        stats.add(batch, first.chooses_differently(read), *texts, repaired=healthy)
         fp32, low = values
         if read.kind is ReadKind.ARRAY and fp32.is_floating_point():
             difference = (low.double() - fp32.double()).nan_to_num(math.inf, math.inf, math.inf)
@@ -178,13 +178,13 @@ class PathRecord:
 class _Reads:
     """The values of all reads in one run."""
 
-    def __init__(self, found: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._found = found
-        self.plain = {number: low.item() for number, (_, low) in found.items() if low.numel() == 1}
+    def __init__(self, values: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._values = values
+        self.plain = {number: low.item() for number, (_, low) in values.items() if low.numel() == 1}
 
     def of(self, read: ValueRead) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values in FP32 and in 16 bits."""
-        return self._found.get(read.number, (read.value, read.value))
+        return self._values.get(read.number, (read.value, read.value))
 
     def chooses_differently(self, read: ValueRead) -> bool:
         """Return whether a boolean or an integer differs, alone or in an array."""
@@ -194,26 +194,26 @@ class _Reads:
 
 
 def _producers(traced: TracedModel) -> Iterator[tuple[int, SiteId]]:
-    """Return the site that computes the values of each read."""
+    """Yield the number of each read with the site that computes its values."""
     sites = traced.site_of_node
     for node in traced.graph.nodes:
         if node.target is VALUE_READ and (site := sites.get(marked_values(node)[0].name)) is not None:
             yield mark_number(node), site.id
 
 
-def _shown(read: ValueRead, value: torch.Tensor) -> str:
+def _as_text(read: ValueRead, value: torch.Tensor) -> str:
     if value.numel() != 1:
         return f"{shape_of(value)} values"
-    found = python_value("item" if read.kind is ReadKind.ARRAY else read.name, value)
-    return f"{found:.6g}" if isinstance(found, float) else str(found)
+    plain = python_value("item" if read.kind is ReadKind.ARRAY else read.name, value)
+    return f"{plain:.6g}" if isinstance(plain, float) else str(plain)
 
 
 class _LeftPath(Exception):
-    """Raised where a batch takes another path than the graph."""
+    """Raised when a batch leaves the path of the graph."""
 
 
 class _PathChecker(Observer):
-    """Compares what a run reads with what the trace has read."""
+    """Compares the values that a run reads with those of the trace."""
 
     def __init__(self, traced: TracedModel) -> None:
         self._reads = {read.number: read.value for read in traced.path or ()}
@@ -221,19 +221,19 @@ class _PathChecker(Observer):
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Stop at the first difference."""
         if step.target is VALUE_READ:
-            ((given, _),) = call.inputs.values()
-            known = self._reads[mark_number(step.node)]
-            if given.shape != known.shape or not torch.equal(given.cpu(), known):
+            ((reading, _),) = call.inputs.values()
+            expected = self._reads[mark_number(step.node)]
+            if reading.shape != expected.shape or not torch.equal(reading.cpu(), expected):
                 raise _LeftPath
         else:
-            made = step.node.meta.get("val")
-            if isinstance(made, torch.Tensor) and reference.shape != made.shape:
+            traced_value = step.node.meta.get("val")
+            if isinstance(traced_value, torch.Tensor) and reference.shape != traced_value.shape:
                 raise _LeftPath
         return value
 
 
 def takes_path(executor: LockStep, tensors: list[torch.Tensor], carried: Carried, seed: int) -> bool:
-    """Return whether a batch takes the path that a graph is valid for, by a run of the reference."""
+    """Run the reference to determine whether a batch takes the path for which a graph is valid."""
     device = executor.device
     checked = LockStep(executor.program, executor.placed, executor.backend, device, reference_only=True)
     with guarded(device):

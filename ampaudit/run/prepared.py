@@ -1,4 +1,4 @@
-"""What goes into the run of one batch, and what comes out of it."""
+"""The inputs and results of running one batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ampaudit.run.observer import Pair
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.source.interface import Batch
 
-__all__ = ["CallResult", "Judged", "PreparedBatch"]
+__all__ = ["CallResult", "PreparedBatch", "UnrepairedRun"]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch that is ready to run, the model's state before it, and what the 16-bit run carries."""
+    """A batch that is ready to run, with the model's state and what the 16-bit run carries over."""
 
     executor: LockStep
     tensors: list[torch.Tensor]
@@ -27,26 +27,21 @@ class PreparedBatch:
     batch: Batch
     number: int
     model: nn.Module
-    own: Carried | None = None
+    carried: Carried | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A run without repairs, its measurements, and where its faults lead."""
+class UnrepairedRun:
+    """The measurements of a run without repairs, and how its faults propagate."""
 
     ready: PreparedBatch
     measured: list[MeasuredValue]
     faults: FaultPropagation
 
-    @property
-    def needs_repair(self) -> bool:
-        """Whether the batch has to run again, with repairs."""
-        return self.faults.need_repair
-
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The results of one call, after repairs if something broke; ``origins`` are the sites that did."""
+    """The results of one call, after repairs; ``origins`` are the sites that broke by their own fault."""
 
     outputs: list[Pair]
     measured: list[MeasuredValue]

@@ -1,7 +1,8 @@
-"""Compiles a graph into steps, resolving what is known before the first batch."""
+"""Compiles a graph into steps, resolving everything that does not depend on the batch."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ from ampaudit.trace.values import (
 
 __all__ = ["Program", "call_on", "compile_program"]
 
-# longer runs keep more of the reference alive and gain little
+# longer groups keep more of the reference alive and gain little
 GROUP = 8
 _WHOLE_NUMBERS = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"})
 _UNINITIALIZED = frozenset(
@@ -46,17 +47,17 @@ _UNINITIALIZED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All steps, the placeholders in order, and the nodes of the outputs.
+    """A compiled graph.
 
     Attributes:
-        traced: where it comes from.
-        inputs: the placeholders.
-        steps: every call, in graph order.
-        groups: the same calls in runs of a few: the reference computes a whole run first, while its values
-            are in the cache. A call that writes memory or draws random numbers is a separate run.
-        outputs: the nodes whose values are the model's outputs.
-        written: nodes whose memory some step writes to, or may share with one that is written to.
-        parameter_free: nodes that no parameter has touched.
+        traced: The traced model.
+        inputs: Placeholders, in order.
+        steps: All calls, in graph order.
+        groups: The same calls in groups of a few: the reference computes a whole group first, while its
+            values are in the cache. A call that writes memory or draws random numbers is its own group.
+        outputs: Nodes of the model's outputs.
+        written: Nodes whose memory some step writes to, or that may share such memory.
+        parameter_free: Nodes that do not depend on a parameter.
     """
 
     traced: TracedModel
@@ -71,12 +72,10 @@ class Program:
 def compile_program(traced: TracedModel, device: torch.device) -> Program:
     """Compile a graph into steps in graph order; each value is freed after its last use.
 
-    The trace was made on the model's own device; constants that name it now name the run's.
+    Constants that name the model's device are changed to the device of the run.
     """
-    graph = traced.graph
-    sites = traced.site_of_node
-    output = graph.output_node()
-    outputs = tuple(arg for arg in output.all_input_nodes)
+    graph, sites = traced.graph, traced.site_of_node
+    outputs = tuple(graph.output_node().all_input_nodes)
     frees = _last_uses(graph, frozenset(outputs))
     choices = stack_choices(traced)
     steps = tuple(
@@ -84,20 +83,20 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         for node in graph.nodes
         if node.op == "call_function"
     )
-    written = _written_nodes(steps)
+    written_nodes = _written_nodes(steps)
     return Program(
         traced=traced,
         inputs=tuple(graph.find_nodes(op="placeholder")),
         steps=steps,
-        groups=_grouped(steps, written),
+        groups=_grouped(steps, written_nodes),
         outputs=outputs,
-        written=written,
+        written=written_nodes,
         parameter_free=_parameter_free(traced),
     )
 
 
 def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
-    """Return every node that may share memory with one that is written."""
+    """Return all nodes that may share memory with a node that some step writes to."""
     parent: dict[fx.Node, fx.Node] = {}
 
     def root(node: fx.Node) -> fx.Node:
@@ -106,41 +105,41 @@ def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
             node = parent[node]
         return node
 
-    written: list[fx.Node] = []
+    targets: list[fx.Node] = []
     if not any(map(_write_targets, steps)):
         return frozenset()
     memory = SharedMemory(steps[0].node.graph)
     for step in steps:
         root(step.node)
-        own = memory.of(step.node.meta.get("val"))
+        storages = memory.of(step.node.meta.get("val"))
         for source in step.node.all_input_nodes:
             root(source)
-            # an op that is no view by its schema may be one all the same, such as atleast_3d
-            if not own.isdisjoint(memory.of(source.meta.get("val"))):
+            # some ops return views although their schema does not say so, such as atleast_3d
+            if not storages.isdisjoint(memory.of(source.meta.get("val"))):
                 parent[root(step.node)] = root(source)
-        # views share memory by definition; a cast returns its own input where the dtypes agree, and in the
-        # float32 reference they always do; lists of views are taken apart by nodes that are no site
+        # views share memory by definition; a cast returns its own input where the dtypes agree, as always in
+        # the float32 reference; the nodes that unpack lists of views are not sites
         if step.site is None or step.site.role is Role.VIEW or step.site.role.converts:
             for source in step.node.all_input_nodes[:1]:
                 parent[root(step.node)] = root(source)
         for target in _write_targets(step):
             parent[root(step.node)] = root(target)
-            written.append(target)
-    roots = {root(node) for node in written}
+            targets.append(target)
+    roots = {root(node) for node in targets}
     return frozenset(node for node in list(parent) if root(node) in roots)
 
 
 def _write_targets(step: Step) -> list[fx.Node]:
     """Return the nodes that a step writes to."""
-    found = step.written(step.node.args, dict(step.node.kwargs))
-    return [value for value in found if isinstance(value, fx.Node)]
+    arguments = step.written(step.node.args, dict(step.node.kwargs))
+    return [value for value in arguments if isinstance(value, fx.Node)]
 
 
-def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tuple[Step, ...], ...]:
+def _grouped(steps: tuple[Step, ...], written_nodes: frozenset[fx.Node]) -> tuple[tuple[Step, ...], ...]:
     groups: list[list[Step]] = []
     open_group = False
     for step in steps:
-        alone = bool(step.mutates) or step.random or step.node in written
+        alone = bool(step.mutates) or step.random or step.node in written_nodes
         if alone or not open_group or len(groups[-1]) == GROUP:
             groups.append([])
         groups[-1].append(step)
@@ -149,10 +148,7 @@ def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tupl
 
 
 def call_on(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the target, arguments and keyword arguments with which a traced op runs on a device.
-
-    Devices that it names become this one, except ``meta``.
-    """
+    """Return target, args and kwargs of a traced op with its devices, except ``meta``, replaced."""
 
     def here(value: Any) -> Any:
         return device if isinstance(value, torch.device) and value.type != "meta" else value
@@ -206,8 +202,8 @@ def _step(
 
 def _decides(node: fx.Node, overload: OpOverload, outputs: Any) -> bool:
     """Return whether an op turns floats into integers, booleans or whole numbers."""
-    given = [source.meta.get("val") for source in node.all_input_nodes]
-    if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in given):
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in inputs):
         return False
     if base_name(overload).rstrip("_") in _WHOLE_NUMBERS:
         return True
@@ -218,15 +214,15 @@ def _decides(node: fx.Node, overload: OpOverload, outputs: Any) -> bool:
 def _updates(
     node: fx.Node, overload: OpOverload, mutates: tuple[int, ...]
 ) -> tuple[tuple[int, torch.dtype], ...]:
-    """Return written arguments that are not the result, with their dtypes in the converted model."""
-    found: list[tuple[int, torch.dtype]] = []
-    given = named_arguments(overload, node.args, dict(node.kwargs))
+    """Return positions and converted dtypes of the written arguments that are not the result."""
+    updates: list[tuple[int, torch.dtype]] = []
+    arguments = named_arguments(overload, node.args, dict(node.kwargs))
     for position in set(mutates) - set(returned_arguments(overload)):
-        written = given.get(argument_names(overload)[position])
-        dtype = getattr(written.meta.get("val"), "dtype", None) if isinstance(written, fx.Node) else None
+        target = arguments.get(argument_names(overload)[position])
+        dtype = getattr(target.meta.get("val"), "dtype", None) if isinstance(target, fx.Node) else None
         if dtype is not None:
-            found.append((position, dtype))
-    return tuple(sorted(found, key=lambda item: item[0]))
+            updates.append((position, dtype))
+    return tuple(sorted(updates, key=operator.itemgetter(0)))
 
 
 def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
@@ -240,41 +236,39 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
 def _low_operands(
     node: fx.Node, op: OpOverload | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.dtype | None, frozenset[int | str], tuple[Any, ...], dict[str, Any]]:
-    """Return the 16-bit dtype to which an op converts operands, the tensors among them, and its arguments."""
+    """Return the 16-bit dtype to which an op converts operands, which these are, and its arguments."""
     fake = fake_arguments(node)
     computing = computing_dtype(op, *fake) if op is not None else None
     if op is None or computing is None:
         return None, frozenset(), args, kwargs
-    given: list[tuple[int | str, Any]] = [*enumerate(fake[0]), *fake[1].items()]
-    tensors = frozenset(key for key, value in given if gives_way(value, computing))
+    operands: list[tuple[int | str, Any]] = [*enumerate(fake[0]), *fake[1].items()]
+    tensors = frozenset(key for key, value in operands if gives_way(value, computing))
     low = converted_numbers(op, args, kwargs, computing)
     return computing if tensors or low != (args, kwargs) else None, tensors, *low
 
 
 class _Zeroed:
-    """Wraps an op that returns uninitialized memory, and zeroes it so that both runs agree."""
+    """Wraps an op that returns uninitialized memory and zeroes it, so that both runs agree."""
 
     def __init__(self, op: OpOverload) -> None:
         self._op = op
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kept = args[0].numel() if mutated_arguments(self._op) else 0
-        made: torch.Tensor = self._op(*args, **kwargs)
-        if not kept:
-            return made.zero_()
-        made.view(-1)[kept:].zero_()
-        return made
+        initialized = args[0].numel() if mutated_arguments(self._op) else 0
+        tensor: torch.Tensor = self._op(*args, **kwargs)
+        tensor.view(-1)[initialized:].zero_() if initialized else tensor.zero_()
+        return tensor
 
 
 def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call draws random numbers; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    given = named_arguments(target, args, kwargs)
-    return given.get("dropout_p", 0.0) != 0.0 if "dropout_p" in argument_names(target) else True
+    arguments = named_arguments(target, args, kwargs)
+    return arguments.get("dropout_p", 0.0) != 0.0 if "dropout_p" in argument_names(target) else True
 
 
-def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+def _last_uses(graph: fx.Graph, outputs: frozenset[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -283,19 +277,16 @@ def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple
                 last[used] = node
     frees: dict[fx.Node, list[fx.Node]] = {}
     for value, user in last.items():
-        if value not in kept:
+        if value not in outputs:
             frees.setdefault(user, []).append(value)
     return {user: tuple(values) for user, values in frees.items()}
 
 
 def _parameter_free(traced: TracedModel) -> frozenset[fx.Node]:
-    """Return nodes that depend on no parameter: masks, positions, and constants."""
+    """Return nodes that do not depend on a parameter, such as masks, positions and constants."""
     parameters = {p.node for p in traced.placeholders if p.slot is Slot.PARAMETER}
     free: set[fx.Node] = set()
     for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            if node.name not in parameters:
-                free.add(node)
-        elif all(used in free for used in node.all_input_nodes):
+        if node.name not in parameters and all(used in free for used in node.all_input_nodes):
             free.add(node)
     return frozenset(free)

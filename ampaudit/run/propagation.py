@@ -24,16 +24,10 @@ _FILLING = ("masked_fill", "where", "full", "full_like", "fill")
 class FaultPropagation:
     """The wrong sites of one unrepaired batch, and the paths between them.
 
-    A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that
-    is, or takes in, a mask (something no parameter has touched, at the bottom of the format's range),
-    when every path from there ends in finite values: a softmax turned them into zeros. ``by_design`` are
-    sites near the limit because of a mask, whether or not anything is wrong there.
-
-    Args:
-        program: what was run.
-        measured: what was seen.
-        limit: largest finite value of the 16-bit format.
-        given_peak: largest magnitude of a placeholder's value.
+    A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that is, or
+    includes, a mask (independent of parameters, at the bottom of the format's range), if every path from
+    there ends in finite values: a softmax turned them into zeros. ``by_design`` are sites near the limit
+    because of a mask, whether or not anything is wrong there.
     """
 
     def __init__(
@@ -41,20 +35,22 @@ class FaultPropagation:
         program: Program,
         measured: Iterable[MeasuredValue],
         limit: float,
-        given_peak: Callable[[fx.Node], float],
+        placeholder_peak: Callable[[fx.Node], float],
     ) -> None:
         self._program = program
         self._limit = limit
-        self._given_peak = given_peak
+        self._placeholder_peak = placeholder_peak
         self._rows: dict[SiteId, MeasuredValue] = {}
         self._peaks: dict[SiteId, float] = {}
-        self._seen: dict[SiteId, tuple[float, float]] = {}
+        self._energies: dict[SiteId, tuple[float, float]] = {}
         bad: set[tuple[SiteId, int | None]] = set()
-        kept = {p.node: p.name for p in program.traced.placeholders if p.slot in (Slot.BUFFER, Slot.CONSTANT)}
-        self._buffers = {node: kept[node.name] for node in program.inputs if node.name in kept}
+        stored = {
+            p.node: p.name for p in program.traced.placeholders if p.slot in (Slot.BUFFER, Slot.CONSTANT)
+        }
+        self._buffers = {node: stored[node.name] for node in program.inputs if node.name in stored}
         for row in measured:
-            signal, error = self._seen.get(row.site, (0.0, 0.0))
-            self._seen[row.site] = (signal + row.fields["ref_sq"], error + row.fields["err_sq"])
+            signal, error = self._energies.get(row.site, (0.0, 0.0))
+            self._energies[row.site] = (signal + row.fields["ref_sq"], error + row.fields["err_sq"])
             self._peaks[row.site] = max(self._peaks.get(row.site, 0.0), row.fields["ref_peak"])
             if row.bad and row.site not in self._rows:
                 self._rows[row.site] = row
@@ -79,19 +75,13 @@ class FaultPropagation:
         return any(not self._harmless(step) for step in self._wrong_steps())
 
     def origin(self, site: SiteId, batch: int, origins: Container[SiteId]) -> Origin:
-        """Return the sites that an origin poisons, and whether an output shows it.
-
-        Args:
-            site: the origin.
-            batch: its number.
-            origins: all of the batch.
-        """
+        """Describe an origin of a batch: the sites that it poisons, and whether an output shows it."""
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
         reached = _downstream(start, self._wrong)
         if again := self._broken_again(origins):
             for node in again & _downstream(start):
                 reached |= _downstream(node, self._wrong)
-        shown = any(node in reached for node in self._program.outputs)
+        in_output = any(node in reached for node in self._program.outputs)
         poisons = tuple(
             step.site.id
             for step in self._program.steps
@@ -103,31 +93,29 @@ class FaultPropagation:
             if step.site
             and step.node not in reached
             and step.makes_values
-            and step.site.id in self._seen
+            and step.site.id in self._energies
             and any(node in reached for node in step.node.all_input_nodes)
         ]
         buffer = self._buffer(start)
-        fate: Fate = "reaches the output" if shown or not hiding or buffer else "recovered"
-        sqnr = [db for hidden in hiding if (db := self._sqnr(hidden)) is not None]
-        return Origin(site, batch, poisons, fate, tuple(hiding), min(sqnr, default=None), buffer)
+        fate: Fate = "reaches the output" if in_output or not hiding or buffer else "recovered"
+        energies = [self._energies[hidden] for hidden in hiding]
+        # without error a site is exact, without signal nothing of it is left
+        sqnr = [signal_to_noise_db(*pair) if pair[0] else 0.0 for pair in energies if pair[1]]
+        worst = min((db for db in sqnr if db is not None), default=None)
+        return Origin(site, batch, poisons, fate, tuple(hiding), worst, buffer)
 
     def _buffer(self, node: fx.Node) -> str | None:
-        """Return the buffer to which a broken step has written a broken value."""
+        """Return the buffer to which a broken step wrote a broken value, if any."""
         step = self._steps[node]
         updated = {position for position, _ in step.updates}
         for position in step.mutates:
-            written = node.args[position] if position < len(node.args) else None
-            while isinstance(written, fx.Node) and written not in self._buffers and written.all_input_nodes:
-                written = written.all_input_nodes[0]  # the views and writes before
+            target = node.args[position] if position < len(node.args) else None
+            while isinstance(target, fx.Node) and target not in self._buffers and target.all_input_nodes:
+                target = target.all_input_nodes[0]  # the views and writes before
             wrong = (node, position if position in updated else None) in self._parts
-            if wrong and isinstance(written, fx.Node) and written in self._buffers:
-                return self._buffers[written]
+            if wrong and isinstance(target, fx.Node) and target in self._buffers:
+                return self._buffers[target]
         return None
-
-    def _sqnr(self, site: SiteId) -> float | None:
-        """Return the accuracy in the unrepaired run; 0 if nothing of the signal is left."""
-        signal, error = self._seen[site]
-        return signal_to_noise_db(signal, error) if signal else (0.0 if error else None)
 
     def _wrong_nodes(self) -> set[fx.Node]:
         wrong: set[fx.Node] = set()
@@ -143,9 +131,9 @@ class FaultPropagation:
         return [s for s in self._program.steps if s.site and s.site.id in self._rows]
 
     def _broken_again(self, origins: Container[SiteId]) -> set[fx.Node]:
-        """Return what breaks with intact inputs, but not with the origins repaired.
+        """Return nodes that break with intact inputs, but not once the origins are repaired.
 
-        A fault that is hidden comes back there: x / inf is 0, and its logarithm is -inf.
+        There, a hidden fault resurfaces: x / inf is 0, and its logarithm is -inf.
         """
         return {
             step.node
@@ -167,7 +155,7 @@ class FaultPropagation:
         return not reaches_output and all(self._only_negative(node) for node in reached)
 
     def _mask_takers(self) -> set[fx.Node]:
-        """Return nodes that are a mask, fill one in, or add, select or cast a value with one."""
+        """Return nodes that are a mask, or fill in, add, select or cast one."""
         takers: set[fx.Node] = set()
         free = self._program.parameter_free
         for step in self._program.steps:
@@ -188,7 +176,7 @@ class FaultPropagation:
         return takers
 
     def _fills_low(self, step: Step) -> bool:
-        """Return whether a Python number in the outer half of the format's range is written."""
+        """Return whether a step fills in a number in the outer half of the format's range."""
         exact = step.site.original_args.values() if step.site is not None else ()
         values = (*step.node.args, *exact)
         numbers = [a for a in values if isinstance(a, float | int) and not isinstance(a, bool)]
@@ -201,11 +189,11 @@ class FaultPropagation:
             node = step.node.all_input_nodes[0]
             step = self._steps.get(node)
         if step is None or step.site is None:
-            return node.op == "placeholder" and self._given_peak(node) >= self._limit / 2
+            return node.op == "placeholder" and self._placeholder_peak(node) >= self._limit / 2
         return self._peaks.get(step.site.id, 0.0) >= self._limit / 2
 
     def _harmless(self, step: Step) -> bool:
-        """Return whether a site is a mask, or its only fault came in through one."""
+        """Return whether a site is a mask, or only broken by one."""
         assert step.site is not None
         if step.site.id in self.masks:
             return True
@@ -222,7 +210,7 @@ class FaultPropagation:
 
 
 def _downstream(start: fx.Node, through: Set[fx.Node] | None = None) -> set[fx.Node]:
-    """Return a node and all that depends on it; where ``through`` is given, by way of these nodes alone."""
+    """Return a node and all that depend on it, if ``through`` is set only by way of these nodes."""
     reached, frontier = {start}, [start]
     while frontier:
         users = frontier.pop().users.keys() - reached

@@ -50,12 +50,12 @@ class BufferUpdate:
     """The update of a 16-bit buffer by one forward pass.
 
     Attributes:
-        name: the buffer's path.
-        site: the op that writes it.
-        moved: elements that FP32 changes.
-        stalled: those among them that are as before in 16 bits.
-        counts: whether what is there before and after is whole numbers.
-        example: value of the first that stalls.
+        name: Path of the buffer.
+        site: The op that writes it.
+        moved: Number of elements that change in FP32.
+        stalled: Number of these that do not change in 16 bits.
+        counts: Whether the buffer holds whole numbers before and after.
+        example: Value of the first element that stalls.
     """
 
     name: str
@@ -67,8 +67,8 @@ class BufferUpdate:
 
 
 def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
-    """Return the updates of the last run that stalled."""
-    found: list[BufferUpdate] = []
+    """Return the buffer updates of the last run that stalled."""
+    updates: list[BufferUpdate] = []
     places = {place.node: place for place in executor.program.traced.placeholders}
     for node, (reference, value) in executor.buffers.items():
         place, site = places[node.name], _writer(executor, node)
@@ -78,11 +78,11 @@ def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
         stalled = (reference != before) & (value == executor.backend.represent(before, place.dtype))
         count = int(stalled.sum())
         if count:
-            moved = int((reference != before).sum())
+            changed = int((reference != before).sum())
             whole = bool((before == before.round()).all() & (reference == reference.round()).all())
             example = float(value[stalled][0])
-            found.append(BufferUpdate(place.name, site, moved, count, whole, example))
-    return found
+            updates.append(BufferUpdate(place.name, site, changed, count, whole, example))
+    return updates
 
 
 _ARITHMETIC = frozenset(
@@ -93,16 +93,16 @@ _ARITHMETIC = frozenset(
 
 
 def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
-    """Return the last op that computes what it writes to a buffer, or to a view of it."""
-    shown, writer = {buffer}, None
+    """Return the last op that computes a new value for a buffer, or for a view of it."""
+    aliases, writer = {buffer}, None
     for step in executor.program.steps:
-        written = [step.node.args[p] for p in step.mutates if p < len(step.node.args)]
-        if step.site is not None and any(node in shown for node in written):
-            shown.add(step.node)
+        targets = [step.node.args[p] for p in step.mutates if p < len(step.node.args)]
+        if step.site is not None and any(node in aliases for node in targets):
+            aliases.add(step.node)
             op = overload_of(step.target)
             writer = step.site.id if op is not None and base_name(op) in _ARITHMETIC else None
-        elif not step.makes_values and shown.intersection(step.node.all_input_nodes):
-            shown.add(step.node)
+        elif not step.makes_values and aliases.intersection(step.node.all_input_nodes):
+            aliases.add(step.node)
     return writer
 
 
@@ -111,12 +111,12 @@ class OutputDifference:
     """One output against the FP32 model, summed over the batches that differ.
 
     Attributes:
-        name: of the output.
-        problem: why it cannot be compared, if so.
-        integers: whether it holds integers; squares are then counts of elements, and of those that differ.
-        ref_sq: sum of squares of the FP32 model's output.
-        err_sq: of the 16-bit run's error.
-        code_err_sq: of the error that the same code has in FP32: what the code alone does.
+        name: Name of the output.
+        problem: Why it cannot be compared, if it cannot.
+        integers: Whether it holds integers; sums of squares are then counts of (differing) elements.
+        ref_sq: Sum of squares of the FP32 model's output.
+        err_sq: Sum of squares of the 16-bit run's error.
+        code_err_sq: Sum of squares of the error of the same code in FP32, the effect of the code alone.
     """
 
     name: str
@@ -155,12 +155,12 @@ class CodeRecord:
     """The results of the eager runs of the FP32 model.
 
     Attributes:
-        batches: how many were run and compared.
-        failure: why one could not be run.
-        untraced: whether the FP32 model could not be traced either, to compare the traces.
-        reads: lines that read a precision, of the trace that differs.
-        place: where the traces differ first.
-        outputs: by name; empty where 16 bits take the code of FP32.
+        batches: Number of batches run and compared.
+        failure: Why a batch could not be run.
+        untraced: Whether the FP32 model could not be traced, so that the traces could not be compared.
+        reads: Lines that read a precision in the trace that differs.
+        place: The first difference between the traces.
+        outputs: Differences of the outputs by name; empty where 16 bits run the code of FP32.
     """
 
     batches: int = 0
@@ -171,19 +171,22 @@ class CodeRecord:
     outputs: dict[str, OutputDifference] = field(default_factory=dict)
 
     def join(self, later: CodeRecord) -> None:
-        """Add what later batches showed."""
+        """Add the record of later batches."""
         self.batches += later.batches
         self.failure = self.failure or later.failure
         self.untraced |= later.untraced
         self.note(later.outputs.values(), later.place, later.reads)
 
     def note(
-        self, found: Iterable[OutputDifference], place: CodeDifference | None, reads: tuple[SourceLine, ...]
+        self,
+        differences: Iterable[OutputDifference],
+        place: CodeDifference | None,
+        reads: tuple[SourceLine, ...],
     ) -> None:
         """Add a batch whose outputs differ from those of the FP32 model."""
         self.place = self.place or place
         self.reads = self.reads or reads
-        for difference in found:
+        for difference in differences:
             if difference.name in self.outputs:
                 self.outputs[difference.name].merge(difference)
             else:
@@ -199,13 +202,13 @@ class Origin:
     """A site that breaks by its own fault, with intact inputs.
 
     Attributes:
-        site: where.
-        batch: number of the first batch in which it happened, from 0.
-        poisons: sites that become inf or NaN because of it when nothing is repaired, in graph order.
-        fate: whether an output of the model is inf or NaN because of it, or all is finite again before.
-        hidden_at: sites that take in inf or NaN from it and give finite values, in graph order.
-        hidden_sqnr_db: the worst accuracy at those; ``None`` where they are exact.
-        buffer: name of the buffer that it leaves inf or NaN, whatever becomes of the value in this run.
+        site: The site that breaks.
+        batch: Number of the first batch in which it breaks, from 0.
+        poisons: Sites that become inf or NaN because of it if nothing is repaired, in graph order.
+        fate: Whether inf or NaN reaches an output of the model, or is lost on the way.
+        hidden_at: Sites that read its inf or NaN and return finite values, in graph order.
+        hidden_sqnr_db: The worst accuracy at those sites; ``None`` if exact.
+        buffer: Name of the buffer that it leaves inf or NaN, if any.
     """
 
     site: SiteId
@@ -218,23 +221,23 @@ class Origin:
 
     @property
     def harms(self) -> bool:
-        """Whether values stay wrong because of it; otherwise they become finite and right again."""
+        """Whether values remain wrong because of it, rather than become finite and accurate again."""
         right = self.hidden_sqnr_db is None or self.hidden_sqnr_db >= RIGHT_DB
         return not (self.fate == "recovered" and right)
 
 
 @dataclass(frozen=True, slots=True)
 class StateFault:
-    """A fault of the function that makes a step's inputs from the last one's outputs.
+    """A fault of the function that computes a step's inputs from the outputs of the previous step.
 
     Attributes:
-        name: the input that is not finite in 16 bits only.
-        op: the op that breaks, of which no other input was broken; empty if that is not known.
-        line: of the function's code.
-        peak: the largest FP32 value among the broken elements.
-        broken: how many there are.
-        nan: how many of them are NaN.
-        elements: of the input.
+        name: The input that is not finite in 16 bits only.
+        op: The first op that breaks; empty if unknown.
+        line: Its line in the function's code.
+        peak: Largest FP32 magnitude among the broken elements.
+        broken: Number of broken elements.
+        nan: Number of them that are NaN.
+        elements: Number of elements of the input.
     """
 
     name: str
@@ -251,15 +254,15 @@ class StepObservation:
     """One step of one batch.
 
     Attributes:
-        batch: number of the batch, from 0.
-        step: number of the step, from 1.
-        errors: by output, the sums of squared errors and of squares in FP32, after repairs.
-        headroom_bits: least headroom of the step's 16-bit values; negative where one overflows.
-        headroom_at: the site, or input, that has it.
-        origins: sites that break by their own fault.
-        faults: of the function that makes the next inputs.
-        flipped: next inputs, such as the chosen token, that would be others in the 16-bit run.
-        poisoned: whether an earlier step's fault leaves inf or NaN in an output, if nothing is repaired.
+        batch: Number of the batch, from 0.
+        step: Number of the step, from 1.
+        errors: Sums of squared errors and of FP32's squares after repairs, by output.
+        headroom_bits: Least headroom of the step's 16-bit values; negative if one overflows.
+        headroom_at: The site, or input, with the least headroom.
+        origins: Sites that break by their own fault.
+        faults: Faults of the function that computes the next inputs.
+        flipped: Next inputs, such as the chosen token, that would differ in the 16-bit run.
+        poisoned: Whether an earlier step's fault reaches an output if nothing is repaired.
     """
 
     batch: int
@@ -280,33 +283,33 @@ class RunRecord:
     Attributes:
         device: ``cpu`` or ``cuda``.
         backend: ``emulated`` or ``native``.
-        batches: batches run.
-        names: of the batches that have one, by number.
-        observations: by site id; views share their source's values and have none of their own.
-        origins: independent origins, in graph order.
-        masks: sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
-        by_design: sites near the limit because they take in a mask, harmless or not.
-        gaps: what the run did not look at, one per site and kind.
-        chosen: of stacks of matrices such as experts, by name, the numbers that tensors chose.
-        twins: by op, why its twin was not checked; empty for one that agrees with the op's kernel.
-        seconds: wall time per phase.
-        gradients: what the backward pass showed, if there was one.
-        sensitivity: what probes found, if there were some.
-        outputs: by name, the worst batch of each output, as it is when nothing is repaired.
-        edited: by name, what edited code gives in FP32 against the user's FP32 model; empty without edits.
-        decisions: by site, for ops that turn floats into integers, booleans or whole numbers.
-        buffers: by name, updates of buffers of which something stalls.
-        culprits: where the errors of outputs that are too inaccurate enter.
-        code: where the model's code does something else than in FP32.
-        path: what the model's code reads, where it was traced along the path of its inputs.
-        steps: what each step showed; empty without ``--steps``.
-        traces: how often the model was traced.
-        comparison: with the reference model of ``--against``.
-        fed_back: what makes the inputs of a step, in words.
-        given: peaks of the batches' tensors, by number of the graph and placeholder, for measured rules.
+        batches: Number of batches run.
+        names: Names of the batches that have one, by number.
+        observations: Measurements by site; views share their source's.
+        origins: Independent origins, in graph order.
+        masks: Sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
+        by_design: Sites near the limit because they read a mask, harmless or not.
+        gaps: Parts that the run did not examine, one per site and kind.
+        chosen: Indices selected in stacks of matrices, such as experts, by name of the stack.
+        twins: Reason why the twin of an op was not checked, by op; empty if it agrees with the kernel.
+        seconds: Wall time per phase.
+        gradients: Record of the backward pass, if any.
+        sensitivity: Record of the probes, if any.
+        outputs: Comparison of each output, without repairs, in its worst batch.
+        edited: Comparison of edited code in FP32 with the user's FP32 model, by output; empty without edits.
+        decisions: Choices of ops that turn floats into integers, booleans or whole numbers, by site.
+        buffers: Updates of buffers that stall, by name.
+        culprits: Ops at which the errors of inaccurate outputs enter.
+        code: Differences between the model's code in 16 bits and in FP32.
+        path: Values that the model's code reads, if it was traced along the path of its inputs.
+        steps: Observations of each step; empty without ``--steps``.
+        traces: Number of times the model was traced.
+        comparison: Comparison with the reference model of ``--against``.
+        fed_back: Description of the function that computes the inputs of a step.
+        given: Peaks of the batches' tensors, by graph number and placeholder, for measured rules.
     """
 
-    # parts of an audit travel as JSON; what a reference model gave, which holds tensors, never does
+    # parts of an audit are sent as JSON, except the comparison with a reference model, which holds tensors
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         arbitrary_types_allowed=True, ser_json_inf_nan="constants"
     )
@@ -342,16 +345,19 @@ class RunRecord:
         """Add wall-clock time to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def taken(self) -> RunRecord:
-        """Return what was recorded since this was last called, as a record of its own."""
-        found, empty = replace(self), RunRecord(self.device, self.backend)
+    def drain(self) -> RunRecord:
+        """Return everything recorded so far as a new record, and empty this one."""
+        drained, empty = replace(self), RunRecord(self.device, self.backend)
         for item in fields(self):
             setattr(self, item.name, getattr(empty, item.name))
-        return found
+        return drained
 
     def measured(self) -> RunRecord:
-        """Return what a policy's measured rules look at."""
-        peaks = {site: Observation(ref_peak=seen.ref_peak) for site, seen in self.observations.items()}
+        """Return the part of the record that a policy's measured rules read."""
+        peaks = {
+            site: Observation(ref_peak=observation.ref_peak)
+            for site, observation in self.observations.items()
+        }
         return RunRecord(
             *(self.device, self.backend),
             observations=peaks,
@@ -363,8 +369,8 @@ class RunRecord:
     def join(self, later: RunRecord) -> None:
         """Add the record of later batches.
 
-        Records are joined in the order of their batches, so that the result, and the rounding of its sums,
-        does not depend on who has run which.
+        Records are joined in the order of their batches, so that the result, including the rounding of its
+        sums, does not depend on which machine ran which batch.
         """
         self._join_sites(later)
         self.batches += later.batches
@@ -375,7 +381,7 @@ class RunRecord:
             self.add_seconds(phase, seconds)
         if later.gradients is not None:
             if self.gradients is None:
-                self.gradients = later.gradients.emptied()
+                self.gradients = later.gradients.empty_copy()
             self.gradients.join(later.gradients)
         if later.sensitivity is not None:
             self.sensitivity = self.sensitivity or SensitivityRecord()
@@ -386,17 +392,17 @@ class RunRecord:
         self.code.join(later.code)
         self.path.join(later.path)
         self.steps += later.steps
-        known, found = self.comparison, later.comparison
-        if known is None or (found is not None and found.wrong and not known.wrong):
-            self.comparison = found
+        worst, other = self.comparison, later.comparison
+        if worst is None or (other is not None and other.wrong and not worst.wrong):
+            self.comparison = other
         self.fed_back = self.fed_back or later.fed_back
         for graph, peaks in later.given.items():
             mine = self.given.setdefault(graph, {})
             mine.update({name: max(mine.get(name, 0.0), peak) for name, peak in peaks.items()})
 
     def _join_sites(self, later: RunRecord) -> None:
-        for site, seen in later.observations.items():
-            self.observation(site).join(seen)
+        for site, observation in later.observations.items():
+            self.observation(site).join(observation)
         for site, choices in later.decisions.items():
             self.decisions.setdefault(site, DecisionStats()).add(choices.elements, choices.differing)
         self.add_origins(later.origins)
@@ -408,11 +414,11 @@ class RunRecord:
 
     def add_origins(self, later: Iterable[Origin]) -> None:
         """Add the origins of later batches: the first of each site, or the first that harms."""
-        known = {origin.site: origin for origin in self.origins}
+        by_site = {origin.site: origin for origin in self.origins}
         for origin in later:
-            if origin.site not in known or (origin.harms and not known[origin.site].harms):
-                known[origin.site] = origin
-        self.origins = list(known.values())
+            if origin.site not in by_site or (origin.harms and not by_site[origin.site].harms):
+                by_site[origin.site] = origin
+        self.origins = list(by_site.values())
 
     def observation(self, site: SiteId) -> Observation:
         """Return the observation of a site, creating it if necessary."""

@@ -1,14 +1,15 @@
 """Repairs broken values during a run, to find all origins in one pass.
 
-A repaired element gets the reference's value, limited to the format's range. What is computed from it
-also follows the reference, so that later sites are audited as if the fault had not happened, and every
-independent origin shows itself in one pass. A value that is wrong because its input was is no origin; in
-elementwise ops this is decided element by element, elsewhere for the whole value.
+A repaired element gets the reference's value, clamped to the format. Values computed from it also follow the
+reference, so that later sites are audited as if the fault had not happened, and all independent origins are
+found in one pass. A value that is wrong because its input was is not an origin; elementwise ops decide this
+per element, other ops for the whole value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Container
 from typing import Any
 
@@ -30,27 +31,27 @@ class RepairingMeter(Observer):
     """Measures like ``Meter``, repairs broken elements, and records which sites are origins.
 
     Attributes:
-        origins: sites that went wrong although their inputs were in order.
+        origins: Sites that went wrong although their inputs were intact.
     """
 
     def __init__(self, meter: Meter, masks: set[SiteId]) -> None:
         self.meter = meter
         self.origins: list[SiteId] = []
         self._masks = masks
-        # which elements of a node's value were repaired
+        # masks of the repaired elements of each node's value
         self._repaired: dict[fx.Node, torch.Tensor] = {}
 
     def state(self) -> dict[str, Any]:
-        """Return what was seen and repaired, as plain data and tensors."""
+        """Return the measurements and repairs as plain data and tensors."""
         repaired = {node.name: mask for node, mask in self._repaired.items()}
         return {"meter": self.meter.state(), "origins": list(self.origins), "repaired": repaired}
 
     def forget(self, live: Container[fx.Node]) -> None:
-        """Drop the marks of values that are no longer alive."""
+        """Drop the masks of values that are no longer live."""
         self._repaired = {node: mask for node, mask in self._repaired.items() if node in live}
 
     def restore(self, state: dict[str, Any], graph: fx.Graph) -> None:
-        """Take what another process has seen and repaired, at the nodes of a graph."""
+        """Restore the state of another process, with masks at the nodes of a graph."""
         self.meter.restore(state["meter"])
         self.origins = state["origins"]
         nodes = {node.name: node for node in graph.nodes}
@@ -84,10 +85,8 @@ class RepairingMeter(Observer):
             assert wrong is not None
             self._repaired[step.node] = wrong
             return _repaired_list(reference, value, step)
-        replaced = torch.zeros(reference.shape, dtype=torch.bool, device=reference.device)
-        for mask in (wrong, affected):
-            replaced = replaced if mask is None else replaced | mask
-        # in FP32 the value may stay beyond the format for long: what is added to it is the same fault
+        replaced = functools.reduce(torch.logical_or, (m for m in (wrong, affected) if m is not None))
+        # FP32's value may exceed the format over many ops: values added to it share the fault
         beyond = reference.abs() > _limit(step.dtypes[0], value.dtype)
         mark = beyond & replaced if wrong is None else beyond & replaced | wrong
         if bool(mark.any()):
@@ -95,15 +94,15 @@ class RepairingMeter(Observer):
         return _replace(reference, value, replaced, step.dtypes[0], bool(step.mutates))
 
     def _repair_updates(self, step: Step, call: StepCall) -> None:
-        """Repair buffers that the step has written, even if nothing in this run reads them."""
+        """Repair buffers that the step has written, even if this run does not read them."""
         for (position, reference, value), (_, dtype) in zip(call.updates(step), step.updates, strict=True):
             wrong = _wrong(reference, value) if value.is_floating_point() else None
             if wrong is not None:
                 if step.site is not None and self._is_origin(step, wrong, None):
                     self.origins.append(step.site.id)
                 _replace(reference, value, wrong, dtype, in_place=True)
-                written = step.written_at(position, step.node.args, dict(step.node.kwargs))
-                self._repaired[written] = wrong | self._repaired.get(written, wrong)
+                target = step.written_at(position, step.node.args, dict(step.node.kwargs))
+                self._repaired[target] = wrong | self._repaired.get(target, wrong)
 
     def _affected(self, step: Step, reference: torch.Tensor) -> torch.Tensor | None:
         """Return the elements that depend on a repaired one."""
@@ -126,23 +125,23 @@ class RepairingMeter(Observer):
         return not any(node in self._repaired for node in step.node.all_input_nodes)
 
     def _follow(self, step: Step, value: Any, call: StepCall) -> None:
-        """Move marks with their elements, using the op that selects, moves or reshapes them."""
+        """Apply an op that selects, moves or reshapes elements to their masks."""
         sources = [node for node in step.node.all_input_nodes if node in self._repaired]
         if not sources or not isinstance(value, torch.Tensor):
             return
 
         def mark_of(node: fx.Node) -> Any:
-            given = call.inputs[node][1]
-            if isinstance(given, torch.Tensor) and (given.is_floating_point() or given.is_complex()):
-                return self._repaired.get(node, torch.zeros_like(given, dtype=torch.bool))
-            return given
+            operand = call.inputs[node][1]
+            if isinstance(operand, torch.Tensor) and (operand.is_floating_point() or operand.is_complex()):
+                return self._repaired.get(node, torch.zeros_like(operand, dtype=torch.bool))
+            return operand
 
         result = None
         if step.site is not None and not step.mutates:
             with contextlib.suppress(RuntimeError, TypeError):
                 result = step.target(*fx.node.map_arg(step.args, mark_of), **call.kwargs)
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.bool:
-            # an op that knows no booleans, or access to one of several outputs
+            # the op does not support booleans, or accesses one of several outputs
             mark = self._repaired[sources[0]]
             result = mark if mark.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
         if bool(result.any()):

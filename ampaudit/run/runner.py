@@ -1,4 +1,4 @@
-"""Runs the batches of one configuration: executes, repairs, merges."""
+"""Runs the batches of one configuration, repairs faults, and merges the measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ampaudit.run.lockstep import Carried, LockStep
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs, paired_with_fp32
-from ampaudit.run.prepared import CallResult, Judged, PreparedBatch
+from ampaudit.run.prepared import CallResult, PreparedBatch, UnrepairedRun
 from ampaudit.run.program import Program
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord, buffer_updates
@@ -42,14 +42,9 @@ __all__ = ["Runner"]
 class Runner:
     """Runs a model batch by batch and merges the results into one record.
 
-    Args:
-        model: the user's.
-        config: what to run.
-        eager: runs the FP32 model; shared by the policies of an audit.
-
     Attributes:
-        executors: of the model's graphs, with their sites.
-        record: of the current batch; in the end, of all.
+        executors: Executors of the model's graphs, with their sites.
+        record: Record of the current batch; at the end, of all batches.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, eager: EagerModel | None = None) -> None:
@@ -76,10 +71,10 @@ class Runner:
             self._gradients.pass_over(executor)
 
     def end_batch(self) -> RunRecord:
-        """Return what was recorded since the last batch, and begin a new record."""
+        """Return the record of the batch, and start a new one."""
         if self._gradients is not None:
             self._gradients.take(self.record)
-        return self.record.taken()
+        return self.record.drain()
 
     def execute(self, ready: PreparedBatch) -> tuple[list[Pair], dict[str, Pair], CallResult]:
         """Run a prepared batch, and again with repairs if something broke.
@@ -93,45 +88,51 @@ class Runner:
         return outputs, ready.executor.named_buffers(), self.finish(ready, outputs)
 
     def prepare(
-        self, batch: Batch, number: int, own: Batch | None = None, buffers: Mapping[str, Pair] | None = None
+        self,
+        batch: Batch,
+        number: int,
+        low_batch: Batch | None = None,
+        buffers: Mapping[str, Pair] | None = None,
     ) -> PreparedBatch:
         """Trace if necessary, and check the inputs.
 
         Args:
-            batch: the inputs.
-            number: of the call.
-            own: the inputs of the 16-bit run in a later step, in the dtypes in which it has them.
-            buffers: what earlier steps left in the buffers.
+            batch: Inputs of the FP32 run.
+            number: Number of the call.
+            low_batch: Inputs of the 16-bit run in a later step, in its own dtypes.
+            buffers: Values that earlier steps left in the buffers of both runs, by name.
         """
         model = self.executors.model
-        executor = self.executors.get(batch, number, own, buffers)
+        executor = self.executors.get(batch, number, low_batch, buffers)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         refuse_broken_inputs(tensors, batch.title(number))
         self._check_twins(executor.program, model, batch, number)
-        carried = None if own is None else Carried(tensor_leaves(own.args, own.kwargs), buffers or {})
-        beyond = carried is not None and self._beyond(tensors, carried)
-        return PreparedBatch(executor, tensors, self._meter(local=not beyond), batch, number, model, carried)
+        carried = None
+        if low_batch is not None:
+            carried = Carried(tensor_leaves(low_batch.args, low_batch.kwargs), buffers or {})
+        meter = self._meter(local=carried is None or not self._exceed_format(tensors, carried))
+        return PreparedBatch(executor, tensors, meter, batch, number, model, carried)
 
     def _check_twins(self, program: Program, model: nn.Module, batch: Batch, number: int) -> None:
         ops = {site.twin.op for site in program.traced.sites if site.twin is not None}
-        if ops:  # on each batch, so that it does not matter which of them this machine runs
-            found = self._eager.check_twins(ops, model, batch, number)
-            self.record.twins |= {op: self.record.twins.get(op) or why for op, why in found.items()}
+        if ops:  # for each batch, so that the result is the same whichever batches this machine runs
+            reasons = self._eager.check_twins(ops, model, batch, number)
+            self.record.twins |= {op: self.record.twins.get(op) or why for op, why in reasons.items()}
 
-    def _beyond(self, tensors: list[torch.Tensor], own: Carried) -> bool:
-        """Return whether FP32's inputs cannot be held in 16 bits: on those, no op shows its own error."""
-        pairs = zip(tensors, own.inputs, strict=True)
+    def _exceed_format(self, tensors: list[torch.Tensor], carried: Carried) -> bool:
+        """Return whether FP32's inputs overflow the format, so that local errors would be meaningless."""
+        pairs = zip(tensors, carried.inputs, strict=True)
         floats = (first for first, second in pairs if first is not second and first.numel())
         return any(float(tensor.abs().amax()) > self.config.number_format.max for tensor in floats)
 
     def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> CallResult:
         """Read the measurements of a run, run again with repairs if something broke, and merge."""
         started = time.perf_counter()
-        judged, repairing, unrepaired = self.judge(ready, outputs), None, outputs
-        if judged.needs_repair:
-            repairing = self.repairing(ready, judged.faults.masks)
+        first_run, repairing, unrepaired = self.analyze(ready, outputs), None, outputs
+        if first_run.faults.need_repair:
+            repairing = self.repairing(ready, first_run.faults.masks)
             outputs = self.outputs(ready, repairing)
-        result = self.conclude(judged, repairing, outputs)
+        result = self.conclude(first_run, repairing, outputs)
         self._add_seconds("run", started)
         if self._gradients is not None:
             started = time.perf_counter()
@@ -141,42 +142,44 @@ class Runner:
             self._add_seconds("backward", started)
         return result
 
-    def judge(self, ready: PreparedBatch, outputs: list[Pair]) -> Judged:
-        """Read the measurements of a run without repairs, compare its outputs, and follow its faults."""
+    def analyze(self, ready: PreparedBatch, outputs: list[Pair]) -> UnrepairedRun:
+        """Read the measurements of a run without repairs, compare its outputs, and trace its faults."""
         executor, tensors, number = ready.executor, ready.tensors, ready.number
         measured = list(ready.meter.results())
         self._note_inputs(executor, tensors)
         fp32 = self.fp32_outputs(ready, outputs)
         if fp32 is None:
             self._refuse_broken_reference(outputs, measured, ready.batch.title(number))
-        named = dict(zip(executor.program.traced.outputs, outputs, strict=True))
+        pairs = dict(zip(executor.program.traced.outputs, outputs, strict=True))
         if self.config.keep_outputs is not None:
-            self.config.keep_outputs(number, named)
+            self.config.keep_outputs(number, pairs)
         if not self.config.fp32_only:
-            self._compare(ready, named, fp32)
+            self._compare(ready, pairs, fp32)
         faults = FaultPropagation(
             executor.program,
             measured,
             self.config.number_format.max,
-            lambda node: executor.given_peak(node, tensors),
+            lambda node: executor.placeholder_peak(node, tensors),
         )
         self.record.masks |= faults.masks
         self.record.by_design |= faults.by_design
-        return Judged(ready, measured, faults)
+        return UnrepairedRun(ready, measured, faults)
 
     def repairing(self, ready: PreparedBatch, masks: Collection[str]) -> RepairingMeter:
-        """Return the observer of the second run of a batch in which something broke."""
+        """Return the observer for the second, repaired run of a batch."""
         return RepairingMeter(self._meter(local=ready.meter.local), set(map(SiteId, masks)))
 
-    def conclude(self, judged: Judged, repairing: RepairingMeter | None, outputs: list[Pair]) -> CallResult:
-        """Merge the measurements of a batch; those with repairs, if it had to run again."""
-        ready, measured = judged.ready, judged.measured
+    def conclude(
+        self, first_run: UnrepairedRun, repairing: RepairingMeter | None, outputs: list[Pair]
+    ) -> CallResult:
+        """Merge the measurements of a batch: those of the repaired run, if there was one."""
+        ready, measured = first_run.ready, first_run.measured
         meter, number = ready.meter, ready.number
         origins: tuple[SiteId, ...] = ()
         if repairing is not None:
             meter, measured = repairing.meter, list(repairing.meter.results())
             origins = tuple(repairing.origins)
-            note_origins(self.record, origins, judged.faults, number)
+            note_origins(self.record, origins, first_run.faults, number)
         repaired = None if meter is ready.meter else meter.path
         self.record.path.add(ready.meter.path, ready.executor.program.traced, number, repaired)
         merge_measured(self.record, meter, measured, number)
@@ -185,21 +188,21 @@ class Runner:
         return CallResult(outputs, measured, origins)
 
     def _compare(
-        self, ready: PreparedBatch, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None
+        self, ready: PreparedBatch, pairs: dict[str, Pair], fp32: dict[str, torch.Tensor] | None
     ) -> None:
-        """Compare outputs with the FP32 model's, and keep the worst batch of each.
+        """Compare the outputs with the FP32 model's, and keep the worst batch of each.
 
-        Edited code is judged by the user's own model, and so is what it gives in FP32.
+        Edited code, in 16 bits and in FP32, is compared with the user's unedited model.
         """
-        found = compare_outputs(paired_with_fp32(named, fp32), ready.number)
+        comparisons = compare_outputs(paired_with_fp32(pairs, fp32), ready.number)
         if self.config.edits and fp32 is not None:
-            edited = {name: (fp32.get(name), reference) for name, (reference, _) in named.items()}
+            edited = {name: (fp32.get(name), reference) for name, (reference, _) in pairs.items()}
             merge_outputs(self.record.edited, compare_outputs(edited, ready.number))
-        buffers = {} if ready.own is None else ready.own.buffers
-        own = Carried(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
-        attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number, own)
-        merge_outputs(self.record.outputs, found)
-        for name in merge_outputs(self._outputs, found):
+        buffers = {} if ready.carried is None else ready.carried.buffers
+        fp32_state = Carried(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
+        attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number, fp32_state)
+        merge_outputs(self.record.outputs, comparisons)
+        for name in merge_outputs(self._outputs, comparisons):
             self._worst[name] = attribution
         self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}
 
@@ -212,30 +215,28 @@ class Runner:
         if comparison is not None and comparison.wrong:
             return  # no rounding is to blame
         started = time.perf_counter()
-        worst = self._worst | {
-            name: self._attribution(seen.batch)
-            for name, seen in self.record.outputs.items()
-            if seen.batch in self._elsewhere
-        }
+        worst = dict(self._worst)
+        for name, output in self.record.outputs.items():
+            if output.batch in self._elsewhere:  # another machine has run it
+                executor, batch = self._elsewhere[output.batch]
+                tensors = tensor_leaves(batch.args, batch.kwargs)
+                seed = self.config.seed + output.batch
+                worst[name] = Attribution(executor, tensors, seed, Carried(tensors))
         self.record.culprits = find_culprits(self.record.outputs, worst, least)
         if self.record.culprits:
             self._add_seconds("attribution", started)
 
-    def _attribution(self, number: int) -> Attribution:
-        """Prepare to trace errors of a batch that another machine has run."""
-        executor, batch = self._elsewhere[number]
-        tensors = tensor_leaves(batch.args, batch.kwargs)
-        return Attribution(executor, tensors, self.config.seed + number, Carried(tensors))
-
     def fp32_outputs(self, ready: PreparedBatch, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
-        """Return the FP32 model's own outputs by name; ``None`` if the reference is that model.
+        """Return the FP32 model's outputs by name; ``None`` if the lock-step reference is that model.
 
-        Outputs that have no counterpart in FP32 are left out. With a reference model, those are its outputs.
+        Outputs without a counterpart in FP32 are left out. ``--against`` uses the reference model's.
         """
         if self.config.against is not None:
             return self._reference_outputs(self.config.against, ready)
         reads, edited = ready.executor.program.traced.reads, bool(self.config.edits)
-        stateful = ready.own is not None and bool(ready.own.buffers)  # which a copy of the model has not
+        stateful = ready.carried is not None and bool(
+            ready.carried.buffers
+        )  # which a copy of the model has not
         if ready.executor.program.traced.path is not None and not (reads or edited or stateful):
             self._fp32.refuse_other_path(
                 ready.model, ready.executor.program, ready.batch, ready.number, outputs
@@ -246,17 +247,20 @@ class Runner:
         model, program, call = ready.model, ready.executor.program, (ready.batch, ready.number)
         # the reference has the edits in it, and the user's model has not
         check = self._fp32
-        found = check.unedited(model, *call) if edited else check.outputs(model, program, *call, outputs)
+        fp32 = check.unedited(model, *call) if edited else check.outputs(model, program, *call, outputs)
         self._add_seconds("fp32", started)
-        return found
+        return fp32
 
     def _reference_outputs(self, against: Against, ready: PreparedBatch) -> dict[str, torch.Tensor]:
         started = time.perf_counter()
-        found, known = against.compare(ready.executor, ready.tensors, ready.number), self.record.comparison
-        if known is None or (found.wrong and not known.wrong):
-            self.record.comparison = found
+        comparison, worst = (
+            against.compare(ready.executor, ready.tensors, ready.number),
+            self.record.comparison,
+        )
+        if worst is None or (comparison.wrong and not worst.wrong):
+            self.record.comparison = comparison
         self._add_seconds("comparison", started)
-        return dict(found.outputs)
+        return dict(comparison.outputs)
 
     def _meter(self, *, local: bool = True) -> Meter:
         local = local and not self.config.fp32_only
@@ -268,25 +272,25 @@ class Runner:
         followed = observer if self._gradients is None else self._gradients.following(observer, program)
         with guarded(self.config.device, ready.batch):
             torch.manual_seed(self.config.seed + ready.number)
-            return ready.executor.run(ready.tensors, followed, ready.own)
+            return ready.executor.run(ready.tensors, followed, ready.carried)
 
     def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
         if self.config.rules is None or not self.config.rules.measured:
             return
-        seen = self.record.given.setdefault(self.executors.number_of(executor.program), {})
-        floats = [node for node in executor.program.inputs if executor.is_given_float(node)]
+        peaks = self.record.given.setdefault(self.executors.number_of(executor.program), {})
+        floats = [node for node in executor.program.inputs if executor.is_float_input(node)]
         for node in floats:
-            seen[node.name] = max(seen.get(node.name, 0.0), executor.given_peak(node, tensors))
+            peaks[node.name] = max(peaks.get(node.name, 0.0), executor.placeholder_peak(node, tensors))
 
     def measurements(self) -> dict[SiteId, Measurement]:
-        """Return the measurements so far, for the policy's second phase."""
-        found: dict[SiteId, Measurement] = {}
+        """Return the measurements so far, for the policy's measured rules."""
+        by_site: dict[SiteId, Measurement] = {}
         for number, program in enumerate(self.executors.programs):
             weights = weight_peaks(program, self.config.release)
-            given = self.record.given.get(number, {})
-            for site, seen in measurements(program, self.record, given, weights).items():
-                found[site] = seen.joined(found[site]) if site in found else seen
-        return found
+            input_peaks = self.record.given.get(number, {})
+            for site, measurement in measurements(program, self.record, input_peaks, weights).items():
+                by_site[site] = measurement.joined(by_site[site]) if site in by_site else measurement
+        return by_site
 
     def _refuse_broken_reference(
         self, outputs: list[Pair], measured: list[MeasuredValue], title: str
@@ -306,42 +310,38 @@ class Runner:
 
 
 def measurements(
-    program: Program, record: RunRecord, given: Mapping[str, float], weights: Mapping[str, float]
+    program: Program, record: RunRecord, input_peaks: Mapping[str, float], weights: Mapping[str, float]
 ) -> dict[SiteId, Measurement]:
     """Return the FP32 peaks at every op that a rule decided about.
 
-    Args:
-        program: what was run.
-        record: what was measured, over all batches.
-        given: peaks of the batches' tensors, by placeholder.
-        weights: peaks of parameters, buffers and constants, by name.
+    ``input_peaks`` are by placeholder, the peaks of ``weights`` by name.
     """
     peaks = dict.fromkeys(program.inputs, None) | {
-        n: given[n.name] for n in program.inputs if n.name in given
+        n: input_peaks[n.name] for n in program.inputs if n.name in input_peaks
     }
     for step in program.steps:
         peaks[step.node] = _output_peak(step, record, peaks)
     masks = _mask_nodes(program, record)
     stored = _stored_nodes(program)
-    found: dict[SiteId, Measurement] = {}
+    by_site: dict[SiteId, Measurement] = {}
     for step in program.steps:
         if step.site is None or step.site.facts is None:
             continue
         facts, sources = step.site.facts, step.node.all_input_nodes
-        found[step.site.id] = Measurement(
+        by_site[step.site.id] = Measurement(
             weight_peak=max((weights[n] for n in facts.parameters if n in weights), default=None),
             input_peak=_largest(peaks[n] for n in sources if n not in stored),
             output_peak=peaks[step.node],
             consumer_peak=_largest(peaks[n] for n in _users(step.node) if n in peaks),
             mask=step.node in masks or any(n in masks for n in sources) or _is_attention_mask(step, peaks),
         )
-    return found
+    return by_site
 
 
 def weight_peaks(program: Program, release: Release | None = None) -> dict[str, float]:
     """Return the largest finite magnitude of each stored float tensor, fetched in one transfer.
 
-    ``release`` gives the memory of each back as soon as it was read.
+    ``release`` frees the memory of each once it has been read.
     """
     places = [p for p in program.traced.placeholders if p.slot is not Slot.INPUT]
     tensors = {p.name: program.traced.tensors[p.node].detach() for p in places}
@@ -361,21 +361,21 @@ def weight_peaks(program: Program, release: Release | None = None) -> dict[str, 
 
 
 def _output_peak(step: Step, record: RunRecord, peaks: Mapping[fx.Node, float | None]) -> float | None:
-    """Return the measured peak, or for a view that of its source."""
-    seen = record.observations.get(step.site.id) if step.site else None
-    if seen is not None:
-        return seen.ref_peak
+    """Return the measured peak, for views that of their source."""
+    observation = record.observations.get(step.site.id) if step.site else None
+    if observation is not None:
+        return observation.ref_peak
     return None if step.makes_values else _largest(peaks[n] for n in step.node.all_input_nodes)
 
 
 def _stored_nodes(program: Program) -> set[fx.Node]:
-    """Return parameters, buffers and constants, with their casts and views."""
+    """Return parameters, buffers and constants, and their casts and views."""
     names = {p.node for p in program.traced.placeholders if p.slot is not Slot.INPUT}
     stored = {node for node in program.inputs if node.name in names}
     for step in program.steps:
         site = step.site
-        handed_on = not step.makes_values or (site is not None and site.role.converts)
-        if handed_on and step.node.all_input_nodes and all(n in stored for n in step.node.all_input_nodes):
+        transparent = not step.makes_values or (site is not None and site.role.converts)
+        if transparent and step.node.all_input_nodes and all(n in stored for n in step.node.all_input_nodes):
             stored.add(step.node)
     return stored
 
@@ -385,8 +385,8 @@ def _mask_nodes(program: Program, record: RunRecord) -> set[fx.Node]:
     by_design = record.masks | record.by_design
     masks: set[fx.Node] = set()
     for step in program.steps:
-        handed_on = not step.makes_values and any(n in masks for n in step.node.all_input_nodes)
-        if handed_on or (step.site is not None and step.site.id in by_design):
+        transparent = not step.makes_values and any(n in masks for n in step.node.all_input_nodes)
+        if transparent or (step.site is not None and step.site.id in by_design):
             masks.add(step.node)
     return masks
 
@@ -414,13 +414,13 @@ def _largest(peaks: Iterable[float | None]) -> float | None:
 
 
 def note_origins(record: RunRecord, origins: Sequence[SiteId], faults: FaultPropagation, number: int) -> None:
-    """Add the origins of a batch, with what each of them poisons."""
+    """Record the origins of a batch and the sites that each of them poisons."""
     harming = {origin.site for origin in record.origins if origin.harms}
     record.add_origins(faults.origin(site, number, origins) for site in origins if site not in harming)
 
 
 def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredValue], number: int) -> None:
-    """Add what a meter has seen in a batch."""
+    """Merge the measurements of a batch into the record."""
     for row in measured:
         record.observation(row.site).merge(row.fields, row.elements, number)
     for site, error, signal, elements in meter.local_results():

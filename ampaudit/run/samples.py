@@ -20,22 +20,22 @@ __all__ = ["AS_RUN", "SampleStatistics", "Samples"]
 # float32 exponents from -150 (below the smallest subnormal) to 128
 EXPONENT_LOW = -150
 _BINS = 279
-_FLUSH_AT = 128  # rows held before they are reduced: at most half a MiB
+_FLUSH_AT = 128  # rows kept before they are reduced: at most half a MiB
 
 
 def _run_of(counts: dict[int, int]) -> list[int]:
-    """Return the lowest exponent, and the counts of all up to the highest."""
+    """Return the lowest exponent, followed by the counts of all exponents up to the highest."""
     if not counts:
         return []
     low, high = min(counts), max(counts)
     return [low, *(counts.get(exponent, 0) for exponent in range(low, high + 1))]
 
 
-def _counts_of(found: Any) -> Any:
-    """Return the counts again; whatever is no list of integers is left to the type's own validation."""
-    if not isinstance(found, list) or not all(type(item) is int for item in found):
-        return found
-    return {found[0] + place: count for place, count in enumerate(found[1:]) if count}
+def _counts_of(value: Any) -> Any:
+    """Undo ``_run_of``; anything but a list of integers is left to the type's own validation."""
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        return value
+    return {value[0] + place: count for place, count in enumerate(value[1:]) if count}
 
 
 AS_RUN = (BeforeValidator(_counts_of), PlainSerializer(_run_of, return_type=list[int]))
@@ -73,7 +73,7 @@ class Samples:
     """Collects samples on the device and reduces them in blocks.
 
     Attributes:
-        min_normal: smallest normal number of the 16-bit format of the run.
+        min_normal: Smallest normal number of the 16-bit format.
     """
 
     min_normal: float
@@ -82,14 +82,14 @@ class Samples:
     _pending: int = 0
 
     def add(self, site: str, reference: torch.Tensor, value: torch.Tensor) -> None:
-        """Keep a sample of a pair of vectors (the same object twice where they are the same)."""
-        kept = sample(reference)
-        kept = kept.clone() if kept.data_ptr() == reference.data_ptr() else kept
-        other = kept
+        """Keep a sample of a pair of vectors, which may be the same object."""
+        row = sample(reference)
+        row = row.clone() if row.data_ptr() == reference.data_ptr() else row
+        other = row
         if value is not reference:
             other = sample(value)
             other = other.clone() if other.data_ptr() == value.data_ptr() else other
-        self._rows.setdefault(kept.numel(), []).append((site, kept, other))
+        self._rows.setdefault(row.numel(), []).append((site, row, other))
         self._pending += 1
         if self._pending >= _FLUSH_AT:
             self.flush()
@@ -132,7 +132,7 @@ class Samples:
         )
         for site, (zeros, ref_zeros, flushed, subnormal), least, worst, widest, bins in fetched:
             exponents = {index + EXPONENT_LOW: count for index, count in enumerate(bins) if count}
-            found = SampleStatistics(
+            statistics = SampleStatistics(
                 sampled=reference.shape[1],
                 zeros=zeros,
                 ref_zeros=ref_zeros,
@@ -143,7 +143,7 @@ class Samples:
                 max_error=widest,
                 exponents=exponents,
             )
-            self.results.setdefault(site, SampleStatistics()).add(found)
+            self.results.setdefault(site, SampleStatistics()).add(statistics)
 
 
 def _histogram(magnitudes: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Searches the input range for an input that maximizes a site's values.
 
-Gradient ascent on the largest magnitude, by signs, from several starts; then the corner of the domain that
-the gradient points at. Token ids are chosen by the gradient of their embedding: for each place the row of
-the table that raises the value most, to first order.
+Runs gradient ascent, by signs, on the largest magnitude from several starts, and then tries the corner of the
+domain that the gradient points at. Token ids are selected by the gradient of their embedding: for each
+position, the row of the table that increases the value most, to first order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ampaudit.trace.graph import Slot
 __all__ = ["Search", "SearchResult"]
 
 STARTS = 3
-KEEP = -1  # of an id that the value does not depend on
-FIRST_STEP = 0.25  # of the domain's width; halved from time to time
+KEEP = -1  # marks ids that the value does not depend on
+FIRST_STEP = 0.25  # as a share of the domain's width; halved after each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,7 @@ class SearchResult:
 class Search:
     """Runs the FP32 reference of a converted model with gradients of its inputs.
 
-    Args:
-        converted: the model.
-        domain: low and high end of each input, by placeholder.
-        device: where to run.
+    ``domain`` holds the low and high end of each input, by placeholder.
     """
 
     def __init__(
@@ -86,28 +83,28 @@ class Search:
         self, like: Sequence[torch.Tensor], generator: torch.Generator, attempt: int
     ) -> list[torch.Tensor]:
         """Return a corner of the domain and a random point of it, alternately."""
-        made: list[torch.Tensor] = []
+        points: list[torch.Tensor] = []
         for tensor, (low, high) in zip(like, self._domain, strict=True):
             draw = torch.rand(tensor.shape, generator=generator)
             draw = (draw > 0.5).float() if attempt % 2 else draw
             value = low + draw * (high - low)
             value = value if tensor.is_floating_point() else value.round()
-            made.append(value.to(tensor.dtype) if tensor.dtype is not torch.bool else tensor.clone())
-        return made
+            points.append(value.to(tensor.dtype) if tensor.dtype is not torch.bool else tensor.clone())
+        return points
 
     def _moved(
         self, tensors: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor | None], size: float
     ) -> list[torch.Tensor]:
-        moved: list[torch.Tensor] = []
+        points: list[torch.Tensor] = []
         for tensor, slope, (low, high) in zip(tensors, slopes, self._domain, strict=True):
             if slope is None:
-                moved.append(tensor)
+                points.append(tensor)
             elif tensor.is_floating_point():
-                moved.append((tensor + slope.cpu().sign() * (high - low) * size).clamp(low, high))
+                points.append((tensor + slope.cpu().sign() * (high - low) * size).clamp(low, high))
             else:
                 ids = slope.cpu().to(tensor.dtype)
-                moved.append(torch.where(ids == KEEP, tensor, ids.clamp(int(low), int(high))))
-        return moved
+                points.append(torch.where(ids == KEEP, tensor, ids.clamp(int(low), int(high))))
+        return points
 
     def _evaluate(
         self, site: SiteId, tensors: Sequence[torch.Tensor]
@@ -140,9 +137,9 @@ class Search:
     ) -> Any:
         args, kwargs = self._reference.arguments(step)
         args, kwargs = fx.node.map_arg((args, kwargs), values.__getitem__)
-        if written := {id(value) for value in step.written(args, kwargs)}:
+        if targets := {id(value) for value in step.written(args, kwargs)}:
             args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda value: value.clone() if id(value) in written else value, (args, kwargs)
+                torch.Tensor, lambda value: value.clone() if id(value) in targets else value, (args, kwargs)
             )
         result = step.target(*args, **kwargs)
         source = step.node.args[1] if len(step.node.args) > 1 else None
@@ -160,13 +157,13 @@ class Search:
     ) -> tuple[float, list[torch.Tensor | None]]:
         first = value[0] if isinstance(value, list | tuple) else value
         magnitude = first.abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax()
-        wanted = [*leaves.values(), *(rows for _, rows in tables.values())]
-        found = (
-            torch.autograd.grad(magnitude, wanted, allow_unused=True)
-            if wanted and magnitude.requires_grad
-            else [None] * len(wanted)
+        sources = [*leaves.values(), *(rows for _, rows in tables.values())]
+        gradients = (
+            torch.autograd.grad(magnitude, sources, allow_unused=True)
+            if sources and magnitude.requires_grad
+            else [None] * len(sources)
         )
-        by_name = dict(zip([*leaves, *tables], found, strict=True))
+        by_name = dict(zip([*leaves, *tables], gradients, strict=True))
         slopes = [self._slope(name, by_name.get(name), tables) for name in self._inputs]
         return float(magnitude.detach()), slopes
 
@@ -179,6 +176,6 @@ class Search:
         if gradient is None or name not in tables:
             return gradient
         table, _ = tables[name]
-        # either sign: what is large and negative is as large
+        # of either sign: large negative values count as well
         best = (gradient @ table.t()).abs().argmax(-1)
         return torch.where(gradient.abs().amax(-1) > 0, best, KEEP)

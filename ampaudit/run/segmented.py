@@ -1,8 +1,7 @@
 """Runs all batches through one segment of the program at a time.
 
-Every weight is held while all batches pass its segment, and then freed, so that it is moved, or read from
-disk, once for a run over all batches. Batches in which something breaks pass all segments once more, with
-repairs.
+Each weight is held while all batches pass its segment, and then freed, so that it is moved, or read from
+disk, once per run over all batches. Batches in which something breaks pass all segments again, with repairs.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, first_line
 from ampaudit.core.files import temporary_directory, write_bytes
 from ampaudit.run.device import random_state, restore_random_state
-from ampaudit.run.eager import telling_own_failures
+from ampaudit.run.eager import reporting_model_failures
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import GraphState, LockStep
 from ampaudit.run.meter import Meter
 from ampaudit.run.observer import Pair
-from ampaudit.run.prepared import Judged, PreparedBatch
+from ampaudit.run.prepared import PreparedBatch, UnrepairedRun
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
@@ -43,7 +42,7 @@ from ampaudit.source.interface import Batch
 __all__ = ["moved_to", "pack_state", "run_segmented", "unpack_state"]
 
 State = dict[str, Any]
-_MISFITS = (
+_UNPACK_ERRORS = (
     *(pickle.UnpicklingError, EOFError, RuntimeError),
     *(ValueError, KeyError, TypeError, AttributeError, IndexError),
 )
@@ -61,24 +60,16 @@ def run_segmented(
 ) -> PartRecords:
     """Run batches under every policy, all of them through one segment at a time.
 
-    Args:
-        model: the user's.
-        runners: one for each policy.
-        batches: of all machines.
-        share: which of them, and which segments, this machine runs.
-        phase: of the audit.
-        progress: told each step of the way.
-
     Returns:
         The records of all batches that ended in this process, and the first error.
     """
-    known: dict[int, list[RunRecord]] = {}
+    earlier_records: dict[int, list[RunRecord]] = {}
     work, failure = _Segmented(model, runners, share, phase, progress), None
     try:
         for number, batch in enumerate(batches):
             progress(phase, number, len(batches))
             if (earlier := share.recorded(phase, number)) is not None:
-                known[number] = earlier
+                earlier_records[number] = earlier
             work.prepare(number, batch, mine=earlier is None and share.mine(phase, number))
         work.run()
     except AuditError as error:
@@ -87,7 +78,7 @@ def run_segmented(
         if share.alone:
             raise
         failure = Failure.of(work.at, error)
-    return PartRecords(known | work.done, failure)
+    return PartRecords(earlier_records | work.done, failure)
 
 
 @dataclass
@@ -95,8 +86,8 @@ class _Segmented:
     """The batches of one phase of an audit.
 
     Attributes:
-        at: number of the batch that is run.
-        done: the records of batches that have ended, under each policy.
+        at: Number of the current batch.
+        done: Records under each policy of the batches that have ended.
     """
 
     model: nn.Module
@@ -108,7 +99,7 @@ class _Segmented:
     done: dict[int, list[RunRecord]] = field(default_factory=dict)
     _ready: dict[Key, PreparedBatch] = field(default_factory=dict)
     _records: dict[Key, list[RunRecord]] = field(default_factory=dict)
-    _judged: dict[Key, Judged] = field(default_factory=dict)
+    _judged: dict[Key, UnrepairedRun] = field(default_factory=dict)
     _ended: set[Key] = field(default_factory=set)
 
     @property
@@ -116,9 +107,9 @@ class _Segmented:
         return self.share.route
 
     def prepare(self, number: int, batch: Batch, *, mine: bool) -> None:
-        """Trace a batch under every policy, and check it if it is run here."""
+        """Trace a batch under every policy, and check its inputs if it is run here."""
         self.at = number
-        with telling_own_failures(self.model, batch):
+        with reporting_model_failures(self.model, batch):
             for policy, runner in enumerate(self.runners):
                 if mine:
                     self._ready[number, policy] = runner.prepare(batch, number)
@@ -128,15 +119,15 @@ class _Segmented:
                     runner.end_batch()
 
     def run(self) -> None:
-        """Run all batches, and once more those in which something breaks."""
+        """Run all batches, and run those in which something breaks again with repairs."""
         if not self._ready:
             return
         first = next(iter(self._ready.values())).executor.program
         segments = self._cut(first)
         with self._parking(segments) as parking:
-            way = _Way(segments, first, self._route)
+            table = _SegmentTable(segments, first, self._route)
             meters = [self._call(key, ready.meter) for key, ready in self._ready.items()]
-            for call, outputs in self._through(way, parking, "1", meters):
+            for call, outputs in self._through(table, parking, "1", meters):
                 self._judge(call, outputs)
             again = self._route.agreed(self.phase, self._broken() if self._judged else None)
             repairing = [
@@ -144,7 +135,7 @@ class _Segmented:
                 for number, policies in again.items()
                 for key, masks in (((number, policy), masks) for policy, masks in policies.items())
             ]
-            for call, outputs in self._through(way, parking, "2", repairing):
+            for call, outputs in self._through(table, parking, "2", repairing):
                 self._conclude(call, outputs)
 
     def _cut(self, program: Program) -> tuple[Segment, ...]:
@@ -155,7 +146,7 @@ class _Segmented:
 
     @contextmanager
     def _parking(self, segments: Sequence[Segment]) -> Iterator[Parking]:
-        """Let boundaries wait on the device if that is the host, on the host, or else on disk."""
+        """Provide a place for boundaries: the host, or the disk if it is too small."""
         config = self.runners[0].config
         waiting = max(segment.boundary_bytes for segment in segments) * len(self._ready)
         on_host = config.device.type != "cpu"
@@ -172,49 +163,53 @@ class _Segmented:
         return BatchCall(policy, self._ready[key], observer, self.runners[policy].config.seed + number)
 
     def _through(
-        self, way: _Way, parking: Parking, run: str, calls: Iterable[BatchCall]
+        self, table: _SegmentTable, parking: Parking, run: str, calls: Iterable[BatchCall]
     ) -> Iterator[tuple[BatchCall, list[Pair]]]:
-        """Run calls through the segments of this process; yield those that end, with their outputs."""
+        """Run calls through the segments of this process; yield those that end, and their outputs."""
         passages = [Passage(f"{self.phase}-{run}-{name}", c, parking) for name, c in self._grouped(calls)]
-        for segment in way.own:
-            with way.holding(segment, passages):
+        for segment in table.local:
+            with table.holding(segment, passages):
                 for place, passage in enumerate(passages):
-                    self.progress(f"{self.phase}, segment {segment + 1} of {way.count}", place, len(passages))
+                    self.progress(
+                        f"{self.phase}, segment {segment + 1} of {table.count}", place, len(passages)
+                    )
                     self.at = passage.number
-                    yield from self._pass(way, segment, passage)
+                    yield from self._pass(table, segment, passage)
 
-    def _pass(self, way: _Way, segment: int, passage: Passage) -> Iterator[tuple[BatchCall, list[Pair]]]:
+    def _pass(
+        self, table: _SegmentTable, segment: int, passage: Passage
+    ) -> Iterator[tuple[BatchCall, list[Pair]]]:
         started = time.perf_counter()
         passed = self._route.passed(passage.name) if self._route.keeps else 0
-        ends = segment == way.count - 1
-        if passed > segment and not (ends and passed == way.count):
-            return  # an earlier process has done this
+        ends = segment == table.count - 1
+        if passed > segment and not (ends and passed == table.count):
+            return  # done by an earlier process
         if passed and passed >= segment and passage.fresh:
             passage.unpack(self._route.load(passage.name), passage.name)
-        with telling_own_failures(self.model, passage.calls[0].ready.batch):
-            found = passage.advance([way.end(call.ready.executor, segment) for call in passage.calls])
+        with reporting_model_failures(self.model, passage.calls[0].ready.batch):
+            outputs = passage.advance([table.end(call.ready.executor, segment) for call in passage.calls])
         if self._route.keeps and passed <= segment:
-            self._route.save(passage.name, segment + 1, way.count, passage.pack)
-        if found is None:
+            self._route.save(passage.name, segment + 1, table.count, passage.pack)
+        if outputs is None:
             passage.pause()
         self.runners[passage.calls[0].policy].record.add_seconds("run", time.perf_counter() - started)
-        if found is not None:
-            yield from zip(passage.calls, found, strict=True)
+        if outputs is not None:
+            yield from zip(passage.calls, outputs, strict=True)
 
-    def _grouped(self, calls: Iterable[BatchCall]) -> Iterator[tuple[str, list[BatchCall]]]:
+    def _grouped(self, calls: Iterable[BatchCall]) -> Iterable[tuple[str, list[BatchCall]]]:
         """Group the calls of a batch that can share one reference."""
         groups: dict[str, list[BatchCall]] = {}
         for call in calls:
             alone = self._route.keeps or call.draws
             name = f"{call.ready.number}-{call.policy}" if alone else f"{call.ready.number}"
             groups.setdefault(name, []).append(call)
-        yield from groups.items()
+        return groups.items()
 
     def _judge(self, call: BatchCall, outputs: list[Pair]) -> None:
-        judged = self.runners[call.policy].judge(call.ready, outputs)
+        judged = self.runners[call.policy].analyze(call.ready, outputs)
         self._judged[call.key] = judged
         self._keep_record(call.key)
-        if not judged.needs_repair:
+        if not judged.faults.need_repair:
             self._conclude(call, [])
 
     def _conclude(self, call: BatchCall, outputs: list[Pair]) -> None:
@@ -228,22 +223,22 @@ class _Segmented:
             self.share.record(self.phase, number, self.done[number])
 
     def _broken(self) -> Again:
-        found: dict[int, dict[int, frozenset[str]]] = {}
+        broken: dict[int, dict[int, frozenset[str]]] = {}
         for (number, policy), judged in self._judged.items():
-            if judged.needs_repair:
-                found.setdefault(number, {})[policy] = frozenset(judged.faults.masks)
-        return found
+            if judged.faults.need_repair:
+                broken.setdefault(number, {})[policy] = frozenset(judged.faults.masks)
+        return broken
 
     def _keep_record(self, key: Key) -> None:
         self._records.setdefault(key, []).append(self.runners[key[1]].end_batch())
 
 
-class _Way:
+class _SegmentTable:
     """The segments of a program, and where they end in the programs of other batches."""
 
     def __init__(self, segments: Sequence[Segment], program: Program, route: Route) -> None:
         self.count = len(segments)
-        self.own = route.own(self.count)
+        self.local = route.local_segments(self.count)
         self._segments = segments
         self._ends = {id(program): [segment.end for segment in segments]}
         places = {place.node: place.name for place in program.traced.placeholders}
@@ -284,14 +279,7 @@ def _joined(records: Sequence[RunRecord]) -> RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """One run of one batch under one policy.
-
-    Attributes:
-        policy: its number.
-        ready: the batch.
-        observer: of the run.
-        seed: of its random numbers.
-    """
+    """One run of one batch under one policy, which is given by its index."""
 
     policy: int
     ready: PreparedBatch
@@ -311,14 +299,14 @@ class BatchCall:
 
 @dataclass(frozen=True, slots=True)
 class Parking:
-    """Where values wait: on the device, on the host, or, with a directory, on disk."""
+    """A place for values between segments: the device, the host, or, with a directory, the disk."""
 
     device: torch.device
     on_host: bool = False
     directory: Path | None = None
 
     def park(self, name: str, state: GraphState) -> None:
-        """Move the values of a state there."""
+        """Move the values of a state to this place."""
         if self.directory is not None:
             write_bytes(self.directory / name, pack_state(state, {}), force=True)
             state.values.clear()
@@ -326,24 +314,18 @@ class Parking:
             moved_to(state, CPU)
 
     def fetch(self, name: str, state: GraphState, call: BatchCall) -> None:
-        """Move them back."""
+        """Move the values of a state back to the device."""
         if self.directory is not None:
             path = self.directory / name
-            found, _ = unpack_state(path.read_bytes(), call.ready.executor.program, self.device, name)
-            state.values.update(found.values)
-            state.buffers.update(found.buffers)
+            stored, _ = unpack_state(path.read_bytes(), call.ready.executor.program, self.device, name)
+            state.values.update(stored.values)
+            state.buffers.update(stored.buffers)
         elif self.on_host:
             moved_to(state, self.device)
 
 
 class Passage:
-    """The runs of one batch on their way; several share one reference and go side by side.
-
-    Args:
-        name: of the calls, unique among all.
-        calls: one for each policy, or only one.
-        parking: where values wait between segments.
-    """
+    """The runs of one batch through the segments; several run side by side and share one reference."""
 
     def __init__(self, name: str, calls: Sequence[BatchCall], parking: Parking) -> None:
         self.name = name
@@ -361,47 +343,46 @@ class Passage:
         return self._runs is None
 
     def advance(self, ends: Sequence[int]) -> list[list[Pair]] | None:
-        """Run to a group of each call's program; return the outputs of all at the end of all.
+        """Run each call up to a group of its program; return the outputs once all calls have ended.
 
-        Without outputs, the caller may pack the state, and lets it pause.
+        Otherwise, the caller may pack the state, and must call ``pause``.
 
-        Args:
-            ends: for each call, the group at which to stop.
+        ``ends`` are the groups at which to stop.
         """
         device = self._parking.device
         with guarded(device, self.calls[0].ready.batch), torch.no_grad():
             if self._runs is None:
                 torch.manual_seed(self.calls[0].seed)
-                self._enter([c.ready.executor.start(c.ready.tensors, c.ready.own) for c in self.calls])
+                self._enter([c.ready.executor.start(c.ready.tensors, c.ready.carried) for c in self.calls])
             else:
                 for index, (state, call) in enumerate(zip(self._states, self.calls, strict=True)):
                     self._parking.fetch(f"{self.name}.{index}", state, call)
             if self._drawn is not None:
                 restore_random_state(self._drawn, device)
             assert self._runs is not None
-            found = self._runs.advance(lambda index: self._states[index].group >= ends[index])
+            outputs = self._runs.advance(lambda index: self._states[index].group >= ends[index])
             self._drawn = random_state(device) if self._draws else None
-        if found is None:
+        if outputs is None:
             for state, call in zip(self._states, self.calls, strict=True):
                 if isinstance(call.observer, RepairingMeter):
                     call.observer.forget(state.values)
-        return found
+        return outputs
 
     def pause(self) -> None:
-        """Let the values wait until the next segment; they cannot be packed meanwhile."""
+        """Park the values until the next segment; they cannot be packed meanwhile."""
         for index, state in enumerate(self._states):
             self._parking.park(f"{self.name}.{index}", state)
 
     def pack(self) -> bytes:
-        """Return the state of a single call, for another process or a later one."""
+        """Return the state of a single call as bytes, for another process or a later run."""
         ((call, state),) = zip(self.calls, self._states, strict=True)
         return pack_state(state, {"observer": call.observer.state(), "drawn": self._drawn})
 
     def unpack(self, data: bytes, name: str) -> None:
-        """Go on where another process was with a single call.
+        """Continue a single call from the state that another process packed.
 
         Raises:
-            InputError: the bytes are no state of it.
+            InputError: the bytes are not a state of this call.
         """
         (call,) = self.calls
         program = call.ready.executor.program
@@ -429,14 +410,14 @@ class Passage:
 
 
 def moved_to(state: GraphState, device: torch.device) -> None:
-    """Move values to a device, with their strides; those that share memory still do afterwards."""
-    moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """Move values to a device, preserving strides and shared memory."""
+    storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor, _moved(tensor, device, moved)
-        return made[id(tensor)][1]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor, _moved(tensor, device, storages)
+        return copies[id(tensor)][1]
 
     for table in (state.values, state.buffers):
         for node, pair in table.items():
@@ -446,14 +427,14 @@ def moved_to(state: GraphState, device: torch.device) -> None:
 def _moved(
     tensor: torch.Tensor,
     device: torch.device,
-    moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]],
+    storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]],
 ) -> torch.Tensor:
     if not _is_view_of_bytes(tensor):
         return tensor.to(device)
     storage = tensor.untyped_storage()
-    if storage._cdata not in moved:
-        moved[storage._cdata] = storage, _bytes_of(storage).to(device).untyped_storage()
-    return _View.of(tensor, 0).on(moved[storage._cdata][1])
+    if storage._cdata not in storages:
+        storages[storage._cdata] = storage, _bytes_of(storage).to(device).untyped_storage()
+    return _View.of(tensor, 0).on(storages[storage._cdata][1])
 
 
 def _is_view_of_bytes(tensor: torch.Tensor) -> bool:
@@ -465,7 +446,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _View(NamedTuple):
-    """How a tensor reads a storage, the ``storage``-th of several; dtypes of one storage may differ."""
+    """How a tensor views a storage, given by its index; views of one storage may differ in dtype."""
 
     storage: int
     dtype: torch.dtype
@@ -485,29 +466,29 @@ class _View(NamedTuple):
         """Return the tensor.
 
         Raises:
-            ValueError: it would read beyond the storage.
+            ValueError: the view exceeds the storage.
         """
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         ends = (last + 1) * self.dtype.itemsize if 0 not in self.shape else 0
         if min(self.offset, *self.shape, *self.strides, 0) < 0 or ends > storage.nbytes():
             raise ValueError("a tensor beyond its memory")
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        made = made.set_(storage, self.offset, self.shape, self.strides)
-        made = made.conj() if self.is_conj else made
-        return torch.ops.aten._neg_view(made) if self.is_neg else made
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = tensor.set_(storage, self.offset, self.shape, self.strides)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch.ops.aten._neg_view(tensor) if self.is_neg else tensor
 
 
 def pack_state(state: GraphState, more: State) -> bytes:
-    """Return a state as bytes, with more plain data; values that share memory still do afterwards."""
+    """Return a state, with additional plain data, as bytes; shared memory is preserved."""
     storages: dict[int, tuple[int, torch.Tensor]] = {}
-    made: dict[int, tuple[str, tuple[Any, ...]]] = {}  # one tensor in two places stays one
+    views: dict[int, tuple[str, tuple[Any, ...]]] = {}  # one tensor in two places stays one
 
     def change(tensor: torch.Tensor) -> torch.Tensor | tuple[str, tuple[Any, ...]]:
         if not _is_view_of_bytes(tensor):
             return tensor
         storage = tensor.untyped_storage()
         index, _ = storages.setdefault(storage._cdata, (len(storages), _bytes_of(storage)))
-        return made.setdefault(id(tensor), (_VIEW, tuple(_View.of(tensor, index))))
+        return views.setdefault(id(tensor), (_VIEW, tuple(_View.of(tensor, index))))
 
     tables = [
         {node.name: pytree.tree_map_only(torch.Tensor, change, pair) for node, pair in table.items()}
@@ -523,43 +504,43 @@ _VIEW = "view of a storage"
 
 
 def unpack_state(data: bytes, program: Program, device: torch.device, name: str) -> tuple[GraphState, State]:
-    """Return a state from bytes, and what was put with it; nothing in the bytes is ever run.
+    """Return a state and its additional data from bytes, without executing any code in them.
 
     Raises:
-        InputError: they are no state of this program; errors call them ``name``.
+        InputError: the bytes, called ``name``, are not a state of this program.
     """
     nodes: dict[str, fx.Node] = {node.name: node for node in program.traced.graph.nodes}
     try:
-        found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-        made: dict[int, torch.Tensor] = {}
-        storages = [content.untyped_storage() for content in found["storages"]]
+        contents = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        tensors: dict[int, torch.Tensor] = {}
+        storages = [content.untyped_storage() for content in contents["storages"]]
         values, buffers = (
-            {nodes[key]: tuple(_unpacked(pair, storages, made)) for key, pair in table.items()}
-            for table in found["tables"]
+            {nodes[key]: tuple(_unpacked(pair, storages, tensors)) for key, pair in table.items()}
+            for table in contents["tables"]
         )
-        group, more = found["group"], found["more"]
+        group, more = contents["group"], contents["more"]
         if not (isinstance(group, int) and 0 <= group <= len(program.groups) and isinstance(more, dict)):
             raise ValueError("another program's")
         if any(len(pair) != 2 for pair in (*values.values(), *buffers.values())):
             raise ValueError("not pairs")
-    except _MISFITS as error:
+    except _UNPACK_ERRORS as error:
         raise InputError(
             f"{name} is not a state of this audit: {first_line(error)}", hint="remove it, and start again"
         ) from None
     return GraphState(values, buffers, group), more
 
 
-def _unpacked(value: Any, storages: Sequence[torch.UntypedStorage], made: dict[int, torch.Tensor]) -> Any:
-    """Return a value with its tensors in the place of how they read the storages."""
+def _unpacked(value: Any, storages: Sequence[torch.UntypedStorage], tensors: dict[int, torch.Tensor]) -> Any:
+    """Replace the views in a value by tensors."""
     if isinstance(value, tuple) and len(value) == 2 and value[0] == _VIEW:
-        if id(value) not in made:
+        if id(value) not in tensors:
             view = _View(*value[1])
-            made[id(value)] = view.on(storages[view.storage])
-        return made[id(value)]
+            tensors[id(value)] = view.on(storages[view.storage])
+        return tensors[id(value)]
     if isinstance(value, dict):
-        return {key: _unpacked(item, storages, made) for key, item in value.items()}
+        return {key: _unpacked(item, storages, tensors) for key, item in value.items()}
     return (
-        type(value)(_unpacked(item, storages, made) for item in value)
+        type(value)(_unpacked(item, storages, tensors) for item in value)
         if isinstance(value, list | tuple)
         else value
     )

@@ -1,7 +1,7 @@
-"""Cuts a program into segments that fit a memory, where the least is alive.
+"""Cuts a program into segments that fit into memory, where the fewest bytes are live.
 
-All batches run through one segment before the next, so that each weight is moved once, whatever the number
-of batches. What is alive at a cut, the boundary, is kept for each batch.
+All batches run through one segment before the next, so that each weight is moved once regardless of the
+number of batches. The values that are live at a cut, the boundary, are kept for each batch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.text import format_bytes
+from ampaudit.run.guards import storages_of
 from ampaudit.run.program import Program
-from ampaudit.run.step import Step
 from ampaudit.trace.graph import Slot
 
 __all__ = [
@@ -31,8 +29,8 @@ __all__ = [
 ]
 
 _WIDE = 4  # bytes of a float in either run: 16-bit values are emulated in float32
-_COPIES = 1.5  # a weight's 16-bit copy, and the float32 tensor that carries it, per byte of the master
-_PER_CUT = 1 << 16  # bytes that a cut has to save before it is made
+_COPIES = 1.5  # bytes of a weight's 16-bit copy and its float32 carrier, per byte of the master
+_PER_CUT = 1 << 16  # bytes that a cut has to save
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +38,12 @@ class Segment:
     """Groups of steps that run for every batch before the next segment begins.
 
     Attributes:
-        start: its first group.
-        end: the group after its last.
-        weights: placeholders of the weights that it reads.
-        weight_bytes: of those, as FP32 masters.
-        value_bytes: most that is alive inside, of both runs of one batch, with copies of weights.
-        boundary_bytes: alive at its end, of both runs of one batch.
+        start: Index of its first group.
+        end: Index after its last group.
+        weights: Placeholders of the weights that it reads.
+        weight_bytes: Bytes of these weights as FP32 masters.
+        value_bytes: Peak of live bytes inside, for both runs of one batch, including copies of weights.
+        boundary_bytes: Live bytes at its end, for both runs of one batch.
     """
 
     start: int
@@ -57,13 +55,13 @@ class Segment:
 
     @property
     def bytes(self) -> int:
-        """What it needs beside the boundaries of other batches."""
+        """Bytes that it needs in addition to the boundaries of other batches."""
         return self.weight_bytes + self.value_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What a group of steps reads, and the bytes that are alive in it and after it, of both runs."""
+    """The weights that a group of steps reads, and the live bytes of both runs in and after it."""
 
     weights: frozenset[str]
     peak: int
@@ -71,15 +69,15 @@ class Group:
 
 
 def cut_program(program: Program, limit: int | None, runs: int = 1) -> tuple[Segment, ...]:
-    """Cut a program so that each segment fits the limit and the boundaries are as small as can be.
+    """Cut a program so that each segment fits the limit and the boundaries are minimal.
 
     Args:
-        program: with the shapes of its values.
-        limit: in bytes; ``None`` for one segment.
-        runs: how many go side by side, with values of their own.
+        program: The program, with the shapes of its values.
+        limit: Memory in bytes; ``None`` for one segment.
+        runs: Number of runs side by side, each with its own values.
 
     Raises:
-        UsageError: one group of ops alone needs more.
+        UsageError: a single group of ops needs more.
     """
     groups, sizes = _groups(program, runs), _weight_sizes(program)
     if limit is None:
@@ -96,7 +94,7 @@ def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], lim
     cheapest start is the first of a monotonic queue: linear in the number of groups.
 
     Raises:
-        UsageError: one group alone needs more.
+        UsageError: a single group needs more.
     """
     least = max(_bytes_of(group.weights, sizes) + group.peak for group in groups)
     if least > limit:
@@ -107,14 +105,14 @@ def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], lim
         )
     costs, starts = [0], [0]
     queue: deque[int] = deque()  # starts that may still be best, the cheapest first
-    low, held = 0, _Window(groups, sizes)
+    low, window = 0, _Window(groups, sizes)
     for end, group in enumerate(groups, 1):
         while queue and costs[queue[-1]] >= costs[end - 1]:
             queue.pop()
         queue.append(end - 1)
-        held.add(end - 1)
-        while held.bytes > limit:
-            held.remove(low)
+        window.add(end - 1)
+        while window.bytes > limit:
+            window.remove(low)
             low += 1
         while queue[0] < low:
             queue.popleft()
@@ -127,33 +125,30 @@ def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], lim
 
 
 def cut_evenly(program: Program, count: int) -> tuple[Segment, ...]:
-    """Cut a program into at most so many segments, the largest as small as can be."""
-    found = cut_program(program, None)
-    whole = found[0]
+    """Cut a program into at most ``count`` segments, minimizing the largest."""
+    best = cut_program(program, None)
+    whole = best[0]
     low, high = 0, whole.bytes
     while high - low > max(whole.bytes // 1000, 1):
         middle = (low + high) // 2
         try:
-            tried = cut_program(program, middle)
+            segments = cut_program(program, middle)
         except UsageError:
             low = middle
             continue
-        if len(tried) <= count:
-            high, found = middle, tried
+        if len(segments) <= count:
+            high, best = middle, segments
         else:
             low = middle
-    return found
+    return best
 
 
 def aligned_ends(program: Program, segments: Sequence[Segment], names: Mapping[str, int]) -> list[int]:
-    """Return where the segments of one program end in another, by the weights that they read.
+    """Return the groups at which the segments of one program end in another, by the weights they read.
 
-    Every program ends in the last segment, whatever it reads.
+    The last segment always ends with the program.
 
-    Args:
-        program: the other one, such as that of a batch of another size.
-        segments: of the first program.
-        names: by name of a weight, the first segment that reads it.
+    ``names`` holds the first segment that reads a weight, by name of the weight.
     """
     places = {place.node: place.name for place in program.traced.placeholders}
     ends, current = [0] * len(segments), 0
@@ -166,7 +161,7 @@ def aligned_ends(program: Program, segments: Sequence[Segment], names: Mapping[s
 
 
 def weights_by_group(program: Program) -> list[frozenset[str]]:
-    """Return the placeholders of weights that each group of steps reads."""
+    """Return the weights that each group of steps reads, by placeholder."""
     weights = _weight_sizes(program).keys()
     return [
         frozenset(n.name for step in group for n in step.node.all_input_nodes if n.name in weights)
@@ -175,28 +170,28 @@ def weights_by_group(program: Program) -> list[frozenset[str]]:
 
 
 def _weight_sizes(program: Program) -> dict[str, tuple[int, int]]:
-    """Return, by placeholder, the identity of a weight and its bytes; written ones are values instead."""
-    written = {node.name for node in program.written}
-    found: dict[str, tuple[int, int]] = {}
+    """Return the identity and bytes of each weight by placeholder; written ones count as values."""
+    written_names = {node.name for node in program.written}
+    sizes: dict[str, tuple[int, int]] = {}
     for place in program.traced.placeholders:
         tensor = program.traced.tensors.get(place.node)
-        if place.slot is not Slot.INPUT and tensor is not None and place.node not in written:
-            found[place.node] = id(tensor), tensor.numel() * tensor.element_size()
-    return found
+        if place.slot is not Slot.INPUT and tensor is not None and place.node not in written_names:
+            sizes[place.node] = id(tensor), tensor.numel() * tensor.element_size()
+    return sizes
 
 
 def _groups(program: Program, runs: int) -> list[Group]:
     sizes = _weight_sizes(program)
     weights = weights_by_group(program)
-    counted: Counter[int] = Counter()  # live nodes by memory, which views share
+    counted: Counter[int] = Counter()  # number of live nodes by storage, which views share
     memory: dict[int, int] = {}
     owned: dict[fx.Node, list[int]] = {}
     hidden = {key for node in program.inputs if node.name in sizes for key, _ in _memory_of(node)}
 
     def begin(node: fx.Node) -> None:
-        found = [(key, size) for key, size in _memory_of(node) if key not in hidden]
-        owned[node] = [key for key, _ in found]
-        memory.update(found)
+        storages = [(key, size) for key, size in _memory_of(node) if key not in hidden]
+        owned[node] = [key for key, _ in storages]
+        memory.update(storages)
         counted.update(owned[node])
 
     def live() -> int:
@@ -205,36 +200,26 @@ def _groups(program: Program, runs: int) -> list[Group]:
     for node in program.inputs:
         if node.name not in sizes:
             begin(node)
-    found: list[Group] = []
+    result: list[Group] = []
     for group, read in zip(program.groups, weights, strict=True):
         for step in group:
             begin(step.node)
         copies = max((sizes[name][1] for name in read), default=0)
         peak = live() + int(_COPIES * copies)
         for step in group:
-            _end(step, owned, counted)
-        found.append(Group(read, peak * runs, live() * runs))
-    return found
-
-
-def _end(step: Step, owned: dict[fx.Node, list[int]], counted: Counter[int]) -> None:
-    for node in step.frees:
-        for key in owned.pop(node, ()):
-            counted[key] -= 1
-            if not counted[key]:
-                del counted[key]
+            for node in step.frees:
+                counted.subtract(owned.pop(node, ()))
+        counted = +counted  # drop storages without live nodes
+        result.append(Group(read, peak * runs, live() * runs))
+    return result
 
 
 def _memory_of(node: fx.Node) -> Iterator[tuple[int, int]]:
-    """Return the memory of a node's values, and its bytes in both runs as far as they are known."""
-    for value in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            storage = value.untyped_storage()
-            size = storage.nbytes()
-            if isinstance(size, int):
-                floats = value.is_floating_point() or value.is_complex()
-                wide = max(_WIDE, value.element_size()) / value.element_size()
-                yield storage._cdata, int(2 * wide * size) if floats else size
+    """Yield the storages of a node's values and their bytes in both runs, as far as they are known."""
+    for value, key, size in storages_of(node):
+        floats = value.is_floating_point() or value.is_complex()
+        wide = max(_WIDE, value.element_size()) / value.element_size()
+        yield key, int(2 * wide * size) if floats else size
 
 
 class _Window:

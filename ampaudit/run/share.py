@@ -1,4 +1,4 @@
-"""Divides the batches of an audit among machines, and joins what they have recorded."""
+"""Divides the batches of an audit among machines, and joins their records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
     "PartRecords",
     "Route",
     "Share",
-    "folded",
+    "join_parts",
     "joined_in_order",
     "raise_first",
 ]
@@ -27,21 +27,21 @@ Again = Mapping[int, Mapping[int, frozenset[str]]]
 
 
 class Route:
-    """The way of every batch through the segments; this one stays in this process.
+    """The route of batches through the segments; by default, within this process.
 
     Attributes:
-        keeps: whether states are to be saved after each segment.
+        keeps: Whether states are saved after each segment.
     """
 
     keeps = False
 
     @property
     def ends(self) -> bool:
-        """Whether batches end in this process, which then judges their runs."""
+        """Whether batches end in this process, which then analyzes their runs."""
         return True
 
-    def own(self, count: int) -> range:
-        """Return the segments, of so many, that run in this process."""
+    def local_segments(self, count: int) -> range:
+        """Return which of ``count`` segments run in this process."""
         return range(count)
 
     def limit(self, memory: int) -> int:
@@ -49,27 +49,25 @@ class Route:
         return memory
 
     def stages(self) -> int:
-        """Return how many processes the segments are divided among."""
+        """Return the number of processes that share the segments."""
         return 1
 
     def passed(self, call: str) -> int:
-        """Return how many segments a call has passed before it comes here."""
+        """Return the number of segments that a call has passed elsewhere, or earlier."""
         del call
         return 0
 
     def load(self, call: str) -> bytes:
-        """Return the state of a call that has passed segments elsewhere, or earlier."""
+        """Return the state of a call after the segments that it has passed."""
         raise KeyError(call)
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
-        """Keep the state of a call that has passed so many segments of all, or hand it on."""
+        """Save, or pass on, the state of a call that has passed some of all segments."""
 
     def agreed(self, phase: str, again: Again | None) -> Again:
-        """Return, by batch and run, the masks of those that have to run again with repairs.
+        """Return the masks of all runs that need repairs, by batch and policy.
 
-        Args:
-            phase: of the audit.
-            again: of what ended in this process; ``None`` if nothing did.
+        ``again`` holds those of the runs that ended in this process; ``None`` if none did.
         """
         del phase
         return again or {}
@@ -83,10 +81,10 @@ class Failure:
     """The error that ended a run, as data.
 
     Attributes:
-        batch: number of the batch that could not be audited.
-        kind: name of the error's class.
-        message: what failed.
-        hint: what to do next.
+        batch: Number of the batch that could not be audited.
+        kind: Name of the error's class.
+        message: The error message.
+        hint: What to do next.
     """
 
     batch: int
@@ -96,42 +94,42 @@ class Failure:
 
     @classmethod
     def of(cls, batch: int, error: AuditError) -> Failure:
-        """Return an error as data."""
+        """Convert an error to data."""
         return cls(batch, type(error).__name__, str(error.args[0]), error.hint)
 
     def as_error(self) -> AuditError:
-        """Return the error again."""
+        """Convert the data back to an error."""
         kinds = {kind.__name__: kind for kind in _subclasses(AuditError)}
         return kinds.get(self.kind, AuditError)(self.message, hint=self.hint)
 
 
 @dataclass(frozen=True, slots=True)
 class PartRecords:
-    """What one machine has recorded in one pass over its batches.
+    """The records of one machine's pass over its batches.
 
     Attributes:
-        records: by number of the batch, the record under each policy.
-        failure: what ended the pass, if something did.
+        records: Record under each policy, by number of the batch.
+        failure: Error that ended the pass, if any.
     """
 
     records: dict[int, list[RunRecord]]
     failure: Failure | None = None
 
 
-BatchNumbers = dict[int, list[float]]  # numbers about each batch
+BatchNumbers = dict[int, list[float]]  # results of each batch, by its number
 
 
 class PartDone(Exception):
-    """Raised where another machine goes on with what this one has recorded."""
+    """Raised on machines whose part is done, while another machine continues with their records."""
 
 
 class Share:
-    """The batches that this machine runs, and how it joins what all have recorded: here, all of them.
+    """The batches that this machine runs (by default all), and how records of all machines are joined.
 
     Attributes:
-        alone: whether records are joined as they are made, and an error is raised at once.
-        route: the segments that this machine runs.
-        follows: whether another machine tells this one what to run.
+        alone: Whether records are joined as they arrive, and errors are raised immediately.
+        route: Route through the segments that this machine runs.
+        follows: Whether another machine tells this one what to run.
     """
 
     alone = False
@@ -144,49 +142,49 @@ class Share:
         return True
 
     def progress_of(self, phase: str) -> str:
-        """Return a phase with how far other machines are, for who watches."""
+        """Return a phase with the progress of other machines, for display."""
         return phase
 
     def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
-        """Return the record of a batch under each policy, if it was run earlier."""
+        """Return the record of a batch under each policy, if it has been run before."""
         del phase, number
         return None
 
     def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
-        """Take the record of a batch under each policy as soon as it is complete."""
+        """Store the record of a batch under each policy once it is complete."""
 
-    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
+    def joined(self, phase: str, part: PartRecords, progress: Progress) -> list[RunRecord]:
         """Return the record under each policy over all batches, on every machine.
 
         Raises:
             AuditError: the first batch, by number, that could not be audited; or a machine is lost.
-            PartDone: another machine goes on.
+            PartDone: another machine continues.
         """
         del phase, progress
-        return folded([own])
+        return join_parts([part])
 
-    def gathered(self, own: BatchNumbers) -> BatchNumbers:
-        """Return the numbers of all batches, in their order.
+    def gathered(self, numbers: BatchNumbers) -> BatchNumbers:
+        """Return the numbers of all batches, in order.
 
         Raises:
             AuditError: a machine is lost.
-            PartDone: another machine has them.
+            PartDone: another machine continues.
         """
-        return own
+        return numbers
 
     def tell(self, *task: str) -> None:
-        """Tell the machines that follow this one what is run next."""
+        """Tell the machines that follow this one what to run next."""
 
     def tasks(self) -> Iterator[list[str]]:
-        """Yield what this machine is told to run, if it follows another one.
+        """Yield the tasks that this machine is told to run, if it follows another one.
 
         Raises:
-            PartDone: there is nothing more to do.
+            PartDone: there are no more tasks.
         """
         yield from ()
 
     def finish(self) -> None:
-        """End the work of machines that have no report to make.
+        """End the work of machines that do not write a report.
 
         Raises:
             PartDone: this is one of them.
@@ -200,7 +198,7 @@ class _Alone(Share):
 ALONE: Share = _Alone()
 
 
-def folded(parts: Sequence[PartRecords]) -> list[RunRecord]:
+def join_parts(parts: Sequence[PartRecords]) -> list[RunRecord]:
     """Join the records of all parts in the order of their batches.
 
     Raises:
@@ -212,18 +210,14 @@ def folded(parts: Sequence[PartRecords]) -> list[RunRecord]:
 
 
 def raise_first(failures: Iterable[Failure | None]) -> None:
-    """Raise the error of the first batch, by number, that could not be audited, if there is one.
-
-    Raises:
-        AuditError: this error.
-    """
-    found = [failure for failure in failures if failure is not None]
-    if found:
-        raise min(found, key=lambda failure: failure.batch).as_error()
+    """Raise the error of the first batch, by number, that could not be audited, if there is one."""
+    actual = [failure for failure in failures if failure is not None]
+    if actual:
+        raise min(actual, key=lambda failure: failure.batch).as_error()
 
 
 def joined_in_order(batches: Iterable[Sequence[RunRecord]]) -> list[RunRecord]:
-    """Join the records of batches, which come in their order; each is let go once it is joined."""
+    """Join the records of batches, which arrive in order, without keeping them."""
     totals: list[RunRecord] = []
     for records in batches:
         totals = totals or [RunRecord(record.device, record.backend) for record in records]
@@ -233,4 +227,4 @@ def joined_in_order(batches: Iterable[Sequence[RunRecord]]) -> list[RunRecord]:
 
 
 def _subclasses(kind: type[AuditError]) -> list[type[AuditError]]:
-    return [kind, *(found for sub in kind.__subclasses__() for found in _subclasses(sub))]
+    return [kind, *(kinds for sub in kind.__subclasses__() for kinds in _subclasses(sub))]

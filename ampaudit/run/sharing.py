@@ -1,9 +1,9 @@
 """Shares one FP32 reference between policies, so that equal ops are computed once.
 
-Different policies put different casts into one model, and what the casts do is the only difference between
-their graphs, mostly. So the runs go side by side, the first a step ahead; an op whose inputs in a later run
-are the very tensors that the first run gave to the same op has the same result, and takes it. Where the
-graphs differ (code that asks for a dtype), the inputs differ too, and the op is computed.
+Policies insert different casts into one model; the rest of their graphs is mostly the same. So the runs
+proceed side by side, the first a step ahead. An op that receives the very tensors that the first run passed
+to the same op reuses its result. Where the graphs differ (code that checks a dtype), so do the inputs, and
+the op is computed.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ class _Result:
     target: Any
     leaves: list[Any]
     value: Any
-    wanted: int
+    uses_left: int
 
 
 @dataclass(slots=True)
 class SharedReference:
-    """Results of the first of several runs, kept until all other runs have taken them.
+    """Results of the first of several runs, kept until all other runs have used them.
 
     Attributes:
-        programs: what runs, the first one first.
+        programs: Programs of all runs, starting with the first run's.
+        reused: Number of results that were not computed again.
     """
 
     programs: Sequence[Program]
-    taken: int = 0
+    reused: int = 0
     _results: dict[SiteId, _Result] = field(default_factory=dict)
     _done: set[SiteId] = field(default_factory=set)
-    _wanted: dict[SiteId, int] = field(default_factory=dict)
+    _uses: dict[SiteId, int] = field(default_factory=dict)
     _leading: frozenset[SiteId] = frozenset()
 
     def __post_init__(self) -> None:
@@ -53,32 +54,32 @@ class SharedReference:
         self._leading = frozenset(first)
         for sites in others:
             for site in sites & first:
-                self._wanted[site] = self._wanted.get(site, 0) + 1
+                self._uses[site] = self._uses.get(site, 0) + 1
 
     def offer(self, step: Step, program: Program, args: Any, kwargs: Any, value: Any) -> None:
         """Keep a result of the first run."""
         if step.site is None:
             return
         self._done.add(step.site.id)
-        wanted = self._wanted.get(step.site.id, 0)
-        if wanted and _shareable(step, program):
+        uses = self._uses.get(step.site.id, 0)
+        if uses and _shareable(step, program):
             leaves = pytree.tree_leaves((args, kwargs))
-            self._results[step.site.id] = _Result(step.target, leaves, value, wanted)
+            self._results[step.site.id] = _Result(step.target, leaves, value, uses)
 
     def take(self, step: Step, program: Program, args: Any, kwargs: Any) -> Any:
         """Return the first run's result of the same op on the same tensors, or ``MISSING``."""
-        found = self._results.get(step.site.id) if step.site is not None else None
-        if found is None or step.site is None:
+        result = self._results.get(step.site.id) if step.site is not None else None
+        if result is None or step.site is None:
             return MISSING
-        found.wanted -= 1
-        if found.wanted == 0:
+        result.uses_left -= 1
+        if result.uses_left == 0:
             del self._results[step.site.id]
         leaves = pytree.tree_leaves((args, kwargs))
-        same = found.target is step.target and len(leaves) == len(found.leaves)
-        if not same or not _shareable(step, program) or not all(map(_same, leaves, found.leaves)):
+        same = result.target is step.target and len(leaves) == len(result.leaves)
+        if not same or not _shareable(step, program) or not all(map(_same, leaves, result.leaves)):
             return MISSING
-        self.taken += 1
-        return found.value
+        self.reused += 1
+        return result.value
 
     def ready(self, group: tuple[Step, ...]) -> bool:
         """Return whether the first run has passed every shared site of a group."""
@@ -91,12 +92,7 @@ class SharedReference:
 
 
 class Interleaved:
-    """Runs that go side by side, group by group, the first one ahead.
-
-    Args:
-        runs: one for each policy.
-        shared: the results of the first; ``None`` if there is only one.
-    """
+    """Runs that proceed side by side, group by group, the first one ahead."""
 
     def __init__(self, runs: Sequence[Upcoming], shared: SharedReference | None) -> None:
         self._runs, self._shared = runs, shared
@@ -106,19 +102,19 @@ class Interleaved:
             self._next(index)
 
     def advance(self, stops: Callable[[int], bool] = lambda index: False) -> list[list[Any]] | None:
-        """Advance every run until it stops; return the results of all once all have ended.
+        """Advance every run until it stops; return all results once all runs have ended.
 
         Args:
-            stops: whether a run, by its index, is not to go on with the group that is next.
+            stops: Whether the run with an index stops before its next group.
         """
-        moved = True
-        while moved:
-            moved = self._may_go(0, stops)
-            if moved:
+        progressed = True
+        while progressed:
+            progressed = self._may_go(0, stops)
+            if progressed:
                 self._next(0)
             for index in range(1, len(self._runs)):
                 while self._may_go(index, stops):
-                    moved = True
+                    progressed = True
                     self._next(index)
         return None if self._waiting else self._results
 
@@ -138,13 +134,13 @@ class Interleaved:
 
 
 def _shareable(step: Step, program: Program) -> bool:
-    """Return whether an op is deterministic and nothing writes to its result or inputs."""
+    """Return whether an op is deterministic, and no step writes to its result or inputs."""
     touched = (step.node, *step.node.all_input_nodes)
     return not step.mutates and not step.random and not any(node in program.written for node in touched)
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Return whether values are equal constants or the same tensor, which is kept alive."""
+    """Return whether values are equal constants or views of the same memory, which is kept alive."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first is second or (
             first.data_ptr() == second.data_ptr()

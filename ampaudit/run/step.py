@@ -1,4 +1,4 @@
-"""One node of the graph, prepared for execution."""
+"""Steps: nodes of the graph prepared for execution."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.stacks import StackChoice
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
-__all__ = ["Step", "differentiable", "noting_line", "widened_tensor", "widened_value"]
+__all__ = ["Step", "differentiable", "noting_source_line", "widened_tensor", "widened_value"]
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 16-bit tensor in float32 or complex64, and other tensors unchanged."""
+    """Widen 16-bit tensors to float32 or complex64; return other tensors unchanged."""
     return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
 
 
 def widened_value(value: Any) -> Any:
-    """Return a tensor as ``widened_tensor`` does, and anything else unchanged."""
+    """Apply ``widened_tensor`` to tensors; return other values unchanged."""
     return widened_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def differentiable(node: fx.Node) -> bool:
-    """Whether a gradient can pass: the model's code has not switched gradients off there.
+    """Return whether gradients pass a node, that is, the model's code has not disabled them there.
 
-    A cast of the policy's passes it all the same: ops outside may share it.
+    Casts inserted by the policy always pass them, since ops outside ``no_grad`` may share a cast.
     """
     record = node.meta.get(META_KEY)
     return record is None or record.inserted or not record.no_grad
@@ -45,25 +45,25 @@ class Step:
     """One node, prepared for execution.
 
     Attributes:
-        node: the graph's node.
-        target: the function to call.
-        site: the site it is, ``None`` for tuple access and shape arithmetic.
-        args: its arguments, with nodes in the places of values, on the run's device.
-        kwargs: the same for keyword arguments.
-        wide_args: its arguments with every 16-bit dtype constant replaced by float32.
-        wide_kwargs: the same for keyword arguments.
+        node: The graph's node.
+        target: The function to call.
+        site: The site of the node; ``None`` for tuple access and shape arithmetic.
+        args: Arguments on the run's device, with nodes in the places of values.
+        kwargs: The same for keyword arguments.
+        wide_args: ``args`` with every 16-bit dtype constant replaced by float32.
+        wide_kwargs: The same for keyword arguments.
         low_args: ``wide_args`` with numbers as a kernel for 16-bit tensors reads them.
-        low_kwargs: the same for keyword arguments.
-        computing: the 16-bit dtype to which operands are converted, if any is.
-        gives_way: positions and names of the 0-dimensional tensors among them.
-        dtypes: dtypes of its outputs in the converted model, ``None`` where an output is no tensor.
-        mutates: positions of the arguments that it writes to.
-        updates: those that its result does not show, such as running statistics, with their dtypes.
-        random: whether it draws random numbers.
-        rounds_inside: whether one float32 call and one rounding is not what it does in 16 bits.
-        frees: nodes whose value is not needed after this step.
-        decides: whether it turns floats into integers, booleans or whole numbers.
-        choice: the stack of matrices of which a tensor chooses some.
+        low_kwargs: The same for keyword arguments.
+        computing: The 16-bit dtype to which operands are converted, if any.
+        gives_way: Positions and names of the 0-dimensional tensors that are converted to it.
+        dtypes: Dtypes of its outputs in the converted model; ``None`` for outputs that are not tensors.
+        mutates: Positions of the arguments that it writes to.
+        updates: Positions and dtypes of written arguments other than its result (running statistics).
+        random: Whether it draws random numbers.
+        rounds_inside: Whether it rounds more than once in 16 bits, unlike one rounded float32 call.
+        frees: Nodes whose values are not needed after this step.
+        decides: Whether it turns floats into integers, booleans or whole numbers.
+        choice: The stack of matrices that it indexes by a tensor, if any.
     """
 
     node: fx.Node
@@ -92,12 +92,12 @@ class Step:
         return differentiable(self.node)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the arguments, as nodes or values, that the step writes to."""
+        """Return the arguments that the step writes to, as nodes or values."""
         op = self.node.target
         return written_values(op, args, kwargs) if self.mutates and isinstance(op, OpOverload) else []
 
     def written_at(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the argument at a position of the schema, as a node or a value, or ``None``."""
+        """Return the argument at a position of the schema, as a node or value; ``None`` if omitted."""
         assert isinstance(self.node.target, OpOverload)
         name = argument_names(self.node.target)[position]
         return args[position] if position < len(args) else kwargs.get(name)
@@ -109,7 +109,7 @@ class Step:
 
     @property
     def rounds(self) -> bool:
-        """Whether anything is in 16 bits in the step: its output, or an operand that it converts."""
+        """Whether an output, or an operand that the step converts, is in 16 bits."""
         return self.low_precision or self.computing is not None
 
     @property
@@ -119,12 +119,12 @@ class Step:
 
     @property
     def makes_values(self) -> bool:
-        """Whether the output can contain values that are in no input."""
+        """Whether the step computes values, rather than view or select those of its inputs."""
         return self.site is not None and self.site.role not in (Role.VIEW, Role.SELECT)
 
     @property
     def observed(self) -> bool:
-        """Whether the step makes new real or complex values."""
+        """Whether the step computes real or complex values."""
         if self.site is None or not self.makes_values:
             return False
         dtypes = (*self.dtypes, *(dtype for _, dtype in self.updates))
@@ -132,16 +132,16 @@ class Step:
 
 
 @contextlib.contextmanager
-def noting_line(step: Step) -> Iterator[None]:
-    """Add the line of the model's code to errors of torch, and to any error of a kernel from elsewhere."""
+def noting_source_line(step: Step) -> Iterator[None]:
+    """Add the line of the model's code to errors of torch and of third-party kernels."""
     op = step.node.target
     try:
         yield
     except Exception as error:
-        known = isinstance(error, RuntimeError | IndexError)
-        if not known and not (isinstance(op, OpOverload) and is_foreign(op)):
+        from_torch = isinstance(error, RuntimeError | IndexError)
+        if not from_torch and not (isinstance(op, OpOverload) and is_foreign(op)):
             raise
-        told = error if known else RuntimeError(f"{op}: {type(error).__name__}: {first_line(error)}")
+        reported = error if from_torch else RuntimeError(f"{op}: {type(error).__name__}: {first_line(error)}")
         if step.site is not None and step.site.source is not None:
-            told.add_note(f"{step.site.source.file}:{step.site.source.line}")
-        raise told from (None if known else error)
+            reported.add_note(f"{step.site.source.file}:{step.site.source.line}")
+        raise reported from (None if from_torch else error)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["as_complex", "components", "flat_pair", "rounded_components", "sample"]
+__all__ = ["as_complex", "components", "flat_pair", "rounded_components", "sample", "wrong_elements"]
 
 SAMPLE_RUNS = 8
 SAMPLE_RUN_LENGTH = 64
 
 
 def flat_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both tensors as corresponding vectors, without a copy if both have the same dense layout."""
+    """Return both tensors as corresponding vectors, without copying those of the same dense layout."""
     if first is second:
         vector = _flat(first) if _dense(first) else first.reshape(-1)
         return vector, vector
@@ -52,21 +52,29 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def wrong_elements(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask of the elements that are finite in the reference only; ``None`` if there are none."""
+    if value is reference or value.shape != reference.shape:
+        return None
+    mask = reference.isfinite() & ~value.isfinite()
+    return mask if bool(mask.any()) else None
+
+
 def components(tensor: torch.Tensor) -> torch.Tensor:
     """Return real and imaginary parts along a new last dimension; a real tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_complex(parts: torch.Tensor) -> torch.Tensor:
-    """Return the complex numbers of some ``components``."""
+    """Return the complex tensor with these ``components``."""
     return torch.view_as_complex(parts.contiguous())
 
 
-def rounded_components(tensor: torch.Tensor, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """Return a tensor in float32 or complex64 with its components rounded to a 16-bit format.
+def rounded_components(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float32 or complex64 with its components rounded to float16.
 
-    Torch warns of every tensor of complex32 that is made, so none is.
+    Avoids complex32, whose tensors make torch warn.
     """
     if tensor.is_complex():
-        return as_complex(components(tensor).to(dtype).float())
-    return tensor.to(dtype).float()
+        return as_complex(components(tensor).to(torch.float16).float())
+    return tensor.to(torch.float16).float()

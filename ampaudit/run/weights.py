@@ -21,34 +21,30 @@ class WeightRange:
     """One weight in FP32 and in 16 bits; counts are exact.
 
     Attributes:
-        name: its path.
-        parameter: false for buffers and constants.
-        elements: how many.
-        peak: largest finite magnitude.
-        nonfinite: whether it holds inf or NaN in FP32 already.
-        nonzero: elements that are not zero in FP32.
-        overflow: finite elements that become infinite.
-        vanish: elements that become zero.
-        subnormal: elements that become subnormal and so lose precision.
+        name: Path of the weight.
+        parameter: Whether it is a parameter, rather than a buffer or constant.
+        elements: Number of elements.
+        peak: Largest finite magnitude.
+        nonzero: Number of elements that are not zero in FP32.
+        overflow: Number of finite elements that become infinite.
+        vanish: Number of elements that become zero.
+        subnormal: Number of elements that become subnormal and so lose precision.
     """
 
     name: str
     parameter: bool
     elements: int
     peak: float
-    nonfinite: bool
     nonzero: int = 0
     overflow: int = 0
     vanish: int = 0
     subnormal: int = 0
 
 
-def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[WeightRange, ...]:
+def weight_ranges(converted: ConvertedModel, peaks: dict[str, float]) -> tuple[WeightRange, ...]:
     """Return one range per weight with a 16-bit copy, in graph order; tied weights are read once.
 
-    Args:
-        converted: the model.
-        known: peaks of weights that the run has read already, by name; the others are read here.
+    ``peaks`` are those that the run has already read, by name; the others are read here.
     """
     ranges: dict[str, WeightRange] = {}
     parameters = {p.node for p in converted.traced.placeholders if p.slot is Slot.PARAMETER}
@@ -57,29 +53,20 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
         master = master.float() if master.dtype.itemsize == 1 else master  # float8 has hardly any kernel
         if copy.name in ranges or master.numel() == 0 or copy.dtype is torch.float64:
             continue
-        peak = known.get(copy.name, math.nan)
+        peak = peaks.get(copy.name, math.nan)
         if not math.isfinite(peak):
             peak = float(torch.maximum(-master.amin(), master.amax()))
         finite = math.isfinite(peak)
         form = format_named(dtype_name(copy.dtype))
         unrounded = converted.unrounded(copy.placeholder, master)
         beyond = not finite or peak >= form.overflow_at
-        counts = (
-            _counts(unrounded, copy.dtype, form, beyond)
-            if copy.dtype in LOW_PRECISION_DTYPES
-            else (0, 0, 0, 0)
-        )
-        nonzero, overflow, vanish, subnormal = counts
+        low = copy.dtype in LOW_PRECISION_DTYPES
         ranges[copy.name] = WeightRange(
             copy.name,
             copy.placeholder in parameters,
             master.numel(),
             peak if finite else float(master.float().abs().nan_to_num(0.0, 0.0, 0.0).amax()),
-            not finite,
-            nonzero,
-            overflow,
-            vanish,
-            subnormal,
+            *(_counts(unrounded, copy.dtype, form, beyond) if low else ()),
         )
         if converted.release is not None:
             converted.release(master)
@@ -105,6 +92,6 @@ def _counts(
         counted = [block, half, bits.lt(normal)]
         counted += [bits.eq(infinite) & block.isfinite()] if beyond else []
         rows.append(torch.stack([torch.count_nonzero(part) for part in counted]))
-    nonzero, kept, tiny, *rest = torch.stack(rows).sum(0).tolist()
-    zeros = flat.numel() - kept
-    return nonzero, rest[0] if rest else 0, nonzero - kept, tiny - zeros
+    nonzero, half_nonzero, tiny, *rest = torch.stack(rows).sum(0).tolist()
+    zeros = flat.numel() - half_nonzero
+    return nonzero, rest[0] if rest else 0, nonzero - half_nonzero, tiny - zeros

@@ -22,7 +22,7 @@ from ampaudit.parallel.wire import records_from_json, records_of_rank, records_t
 from ampaudit.policy import load_policy
 from ampaudit.report.gap import Gap, GapKind
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import PartDone, PartRecords, folded
+from ampaudit.run.share import PartDone, PartRecords, join_parts
 from ampaudit.source.open import open_source
 from tests.support.parallel import BATCHES, written
 
@@ -79,12 +79,12 @@ def test_records_are_the_same_after_a_journey() -> None:
     order=st.permutations(range(5)),
 )
 def test_every_division_gives_the_same(owners: list[int], order: list[int]) -> None:
-    one = folded([PartRecords(again())])
+    one = join_parts([PartRecords(again())])
     records = again()
     parts = [
         PartRecords({n: records[n] for n, owner in enumerate(owners) if owner == part}) for part in order
     ]
-    assert folded(parts) == one
+    assert join_parts(parts) == one
     assert one[0].batches == BATCHES
 
 
@@ -92,10 +92,10 @@ def test_every_division_gives_the_same(owners: list[int], order: list[int]) -> N
 def test_sums_of_counts_do_not_depend_on_where_a_run_is_cut(cut: int) -> None:
     """Counts, extremes and sets are joined in any grouping; sums of squares only in order."""
     records = again()
-    first = folded([PartRecords({n: records[n] for n in range(cut)})])[0]
-    last = folded([PartRecords({n: records[n] for n in range(cut, BATCHES)})])[0]
+    first = join_parts([PartRecords({n: records[n] for n in range(cut)})])[0]
+    last = join_parts([PartRecords({n: records[n] for n in range(cut, BATCHES)})])[0]
     first.join(last)
-    (one,) = folded([PartRecords(again())])
+    (one,) = join_parts([PartRecords(again())])
     for site, seen in one.observations.items():
         joined = first.observations[site]
         for name in ("elements", "batches", "ref_peak", "peak", "pos_inf", "nan", "batch_peaks", "samples"):
@@ -105,7 +105,7 @@ def test_sums_of_counts_do_not_depend_on_where_a_run_is_cut(cut: int) -> None:
 
 
 def test_a_batch_peak_keeps_its_number() -> None:
-    (one,) = folded([PartRecords(again())])
+    (one,) = join_parts([PartRecords(again())])
     assert set(one.observations[SiteId("down/linear")].batch_peaks) == set(range(BATCHES))
 
 

@@ -16,7 +16,7 @@ from ampaudit.parallel.identity import Identity
 from ampaudit.parallel.ranks import RankShare
 from ampaudit.run.observation import Observation
 from ampaudit.run.record import RunRecord
-from ampaudit.run.share import Failure, PartRecords, folded
+from ampaudit.run.share import Failure, PartRecords, join_parts
 
 RANKS, BATCHES = 3, 150
 SAME = Identity("1", "2", "model", "inputs", BATCHES, "policies", "options")
@@ -84,7 +84,7 @@ def of_all(
 
 def test_rank_0_has_the_records_of_all_in_order(board: type[Counting]) -> None:
     whole, *_ = of_all(board)
-    assert whole == folded([PartRecords({number: [record(number)] for number in range(BATCHES)})])
+    assert whole == join_parts([PartRecords({number: [record(number)] for number in range(BATCHES)})])
     assert 0 < board.most[0] <= 64 * (RANKS - 1) / RANKS + 1
     assert not board.lying
 

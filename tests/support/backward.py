@@ -48,12 +48,12 @@ class Kept:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        original = MeasuringObserver.complete
+        original = MeasuringObserver.observe_total
 
-        def complete(observer: MeasuringObserver, node: Any, dtype: Any, pair: Any) -> Any:
+        def observe_total(observer: MeasuringObserver, node: Any, dtype: Any, pair: Any) -> Any:
             name = observer._names.of(node)
             if name is not None and name[1]:
                 self.pairs[name[0]] = pair
             return original(observer, node, dtype, pair)
 
-        monkeypatch.setattr(MeasuringObserver, "complete", complete)
+        monkeypatch.setattr(MeasuringObserver, "observe_total", observe_total)

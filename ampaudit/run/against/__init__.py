@@ -1,1 +1,1 @@
-"""Two models side by side: which ops correspond, and where the second computes something else."""
+"""Compares two models: which ops correspond, and where the second computes something else."""

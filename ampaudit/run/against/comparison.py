@@ -20,12 +20,12 @@ class ModelDifference:
 
     Attributes:
         kind: ``value``: the op computes something else from the same inputs; ``constant``, ``weight`` and
-            ``missing``: a number, a weight or an op of the reference is not there;
-            ``clamped``: a number that the format lacks is its largest, as in masks.
-        site: of the audited graph.
-        counterpart: the site of the reference, if there is one.
-        what: what differs.
-        outputs: the outputs that are wrong because of it; none if it makes no difference on this input.
+            ``missing``: a number, a weight or an op of the reference is changed or missing;
+            ``clamped``: a number beyond the format is replaced by its largest, as in masks.
+        site: Site of the audited graph.
+        counterpart: Site of the reference, if any.
+        what: Description of the difference.
+        outputs: Outputs that are wrong because of it; empty if it has no effect on this input.
     """
 
     kind: Literal["value", "constant", "weight", "missing", "clamped"]
@@ -42,14 +42,14 @@ class ModelDifference:
 
 @dataclass(frozen=True, slots=True)
 class ModelComparison:
-    """How an audited graph corresponds to a reference.
+    """The correspondence between an audited graph and a reference.
 
     Attributes:
-        matched: pairs of sites, the audited one first.
-        only_reference: sites of the reference without a partner.
-        only_audited: sites of the audited graph without a partner.
-        differences: what differs, first what makes outputs wrong.
-        outputs: the reference's outputs, by the audited graph's names.
+        matched: Pairs of sites, the audited one first.
+        only_reference: Sites of the reference without a partner.
+        only_audited: Sites of the audited graph without a partner.
+        differences: Differences, starting with those that make outputs wrong.
+        outputs: Outputs of the reference, by the audited graph's names.
     """
 
     matched: tuple[tuple[Site, Site], ...]
@@ -60,5 +60,5 @@ class ModelComparison:
 
     @property
     def wrong(self) -> frozenset[str]:
-        """Names of outputs that some op makes wrong by computing something else."""
+        """Names of outputs that are wrong because of some difference."""
         return frozenset(name for difference in self.differences for name in difference.outputs)

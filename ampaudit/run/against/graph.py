@@ -1,4 +1,4 @@
-"""Describes a graph for the comparison with another: its ops in order, what they read, and their values."""
+"""Describes a graph for a comparison: its ops in order, their operands, and their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ampaudit.trace.opnames import base_name, named_arguments
 
 __all__ = ["ComparedGraph", "Op"]
 
-_PASSED_ON = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
+_TRANSPARENT_ROLES = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 # the same op under several names
 _SYNONYMS = {
     "clip": "clamp", "divide": "div", "multiply": "mul", "subtract": "sub", "concat": "cat",
@@ -29,12 +29,12 @@ _SYNONYMS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """An op that computes or selects; views and casts are part of the way to those that read them.
+    """An op that computes or selects values; views and casts are not ops of their own.
 
     Attributes:
-        place: its place in the graph's order.
-        operands: the nodes that it reads.
-        sources: for each of them, the op or placeholder that made its values.
+        place: Position in the graph's order.
+        operands: Nodes that it reads.
+        sources: The op or placeholder that computed the values of each operand.
     """
 
     place: int
@@ -46,14 +46,14 @@ class Op:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Its layer, which for ONNX is its node, and what it computes."""
+        """Layer (for ONNX, the node) and kind of the op."""
         return self.site.layer, self.base
 
 
 class ComparedGraph:
     """The ops of a graph with the values of one FP32 run."""
 
-    def __init__(self, executor: LockStep, inputs: list[torch.Tensor], values: Values) -> None:
+    def __init__(self, executor: LockStep, values: Values) -> None:
         traced = executor.program.traced
         self.traced = traced
         self.places: dict[str, Placeholder] = {p.node: p for p in traced.placeholders}
@@ -67,24 +67,24 @@ class ComparedGraph:
         for node in traced.graph.nodes:
             site = sites.get(node.name)
             read = tuple(node.all_input_nodes)
-            handed_on = node.op == "call_function" and (site is None or site.role in _PASSED_ON)
-            self._sources[node] = self._sources[read[0]] if handed_on and read else node
-            if node.op == "call_function" and site is not None and not handed_on:
+            transparent = node.op == "call_function" and (site is None or site.role in _TRANSPARENT_ROLES)
+            self._sources[node] = self._sources[read[0]] if transparent and read else node
+            if node.op == "call_function" and site is not None and not transparent:
                 sources = tuple(self._sources[n] for n in read)
                 self.ops[node] = Op(len(self.ops), node, site, _base(node), read, sources)
 
     def source(self, node: fx.Node) -> fx.Node:
-        """Return the op or placeholder whose values a node passes on."""
+        """Return the op or placeholder whose values a node has."""
         return self._sources[node]
 
     @cached_property
     def readers(self) -> dict[fx.Node, list[Op]]:
-        """The ops that read an op or placeholder, also through views."""
-        found: defaultdict[fx.Node, list[Op]] = defaultdict(list)
+        """The ops that read an op or placeholder, directly or through views."""
+        by_source: defaultdict[fx.Node, list[Op]] = defaultdict(list)
         for op in self.ops.values():
             for source in dict.fromkeys(op.sources):
-                found[source].append(op)
-        return found
+                by_source[source].append(op)
+        return by_source
 
     @cached_property
     def weights(self) -> dict[fx.Node, torch.Tensor]:
@@ -98,11 +98,11 @@ class ComparedGraph:
     @cached_property
     def numbers(self) -> frozenset[float]:
         """The numbers that ops are called with."""
-        given = (value for op in self.ops.values() for value in self.arguments(op).values())
-        return frozenset(value for value in given if isinstance(value, float))
+        values = (value for op in self.ops.values() for value in self.arguments(op).values())
+        return frozenset(value for value in values if isinstance(value, float))
 
     def is_constant(self, op: Op) -> bool:
-        """Return whether an op computes one number from stored ones."""
+        """Return whether an op computes a single number from stored ones."""
         stored = all(source.name in self.masters for source in op.sources)
         return stored and self.values[op.node][0] == 1
 
@@ -111,12 +111,12 @@ class ComparedGraph:
         return self.places[node.name].name
 
     def arguments(self, op: Op) -> dict[str, Any]:
-        """Return what an op is called with, by the names of its schema; single stored numbers as numbers."""
+        """Return the arguments of an op by name, with single stored numbers as numbers."""
         overload = overload_of(op.node.target)
         if overload is None:
             return {}
-        given = named_arguments(overload, op.node.args, dict(op.node.kwargs))
-        return {name: self._number(value) for name, value in given.items()}
+        arguments = named_arguments(overload, op.node.args, dict(op.node.kwargs))
+        return {name: self._number(value) for name, value in arguments.items()}
 
     def _number(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

@@ -22,20 +22,16 @@ __all__ = ["Matching"]
 class Matching:
     """The ops of an audited graph that correspond to ops of a reference.
 
-    Two ops correspond if they compute the same values on the batch, each with one partner: the one of the
-    same name or kind first. Ops whose values differ correspond if they are of one kind and read what
-    corresponds, or stand in the same order.
+    Two ops correspond if they compute the same values on the batch; each has one partner, preferably of the
+    same name or kind. Ops whose values differ correspond if they are of the same kind and read corresponding
+    values, or appear in the same order.
 
-    Args:
-        reference: the graph that is right.
-        audited: the graph that is compared with it.
-        inputs: pairs of input placeholders, the audited one first.
-        weights: the matched weights.
-        tolerance: the relative difference up to which values agree.
+    ``inputs`` are pairs of input placeholders, the audited one first; values agree up to the relative
+    ``tolerance``.
 
     Attributes:
-        partner: of audited ops.
-        agreeing: nodes of the audited graph, also views, with a value that the reference has somewhere.
+        partner: Partners of the audited ops.
+        agreeing: Nodes of the audited graph, including views, with a value that occurs in the reference.
     """
 
     def __init__(
@@ -50,7 +46,7 @@ class Matching:
         self.audited = audited
         self.tolerance = tolerance
         self.partner: dict[Op, Op] = {}
-        self._taken: set[Op] = set()
+        self._matched: set[Op] = set()
         self._same = dict(inputs) | {node: match.other for node, match in weights.items()}
         self._index = _Index(reference, tolerance)
         self._equal: dict[fx.Node, list[fx.Node]] = {}
@@ -66,7 +62,7 @@ class Matching:
     @property
     def only_reference(self) -> list[Op]:
         """Ops of the reference without a partner, in order."""
-        return [op for op in self.reference.ops.values() if op not in self._taken]
+        return [op for op in self.reference.ops.values() if op not in self._matched]
 
     @property
     def only_audited(self) -> list[Op]:
@@ -74,19 +70,16 @@ class Matching:
         return [op for op in self.audited.ops.values() if op not in self.partner]
 
     def agrees(self, op: Op) -> bool:
-        """Return whether an op computes what its partner does, or, without one, some op of the reference."""
+        """Return whether an op agrees with its partner or, without one, with some op of the reference."""
         other = self.partner.get(op)
         return op.node in self.agreeing if other is None else self.same_value(other.node, op.node)
 
     def error(self, op: Op) -> float:
-        """Return the relative difference of an op from its partner; 1 without one that computes its value."""
+        """Return the relative difference of an op from its partner; without one, 0 if it agrees, else 1."""
         other = self.partner.get(op)
         if other is None:
             return 0.0 if op.node in self.agreeing else 1.0
-        first, second = (
-            values.get(n)
-            for values, n in ((self.reference.values, other.node), (self.audited.values, op.node))
-        )
+        first, second = self.reference.values.get(other.node), self.audited.values.get(op.node)
         return 1.0 if first is None or second is None else agreement(first[1], second[1])
 
     def same_value(self, reference: fx.Node, audited: fx.Node) -> bool:
@@ -105,20 +98,23 @@ class Matching:
         return None if other is None else other.node
 
     def _matches(self, node: fx.Node) -> bool:
-        self._equal[node] = list(self._index.equal(*self.audited.values[node]))
+        """Return whether a node is an input, or its value occurs in the reference, also as a number."""
+        size, samples = self.audited.values[node]
+        self._equal[node] = list(self._index.equal(size, samples))
         place = self.audited.places.get(node.name)
-        given = place is not None and place.slot is Slot.INPUT
-        return bool(self._equal[node]) or given or self._is_number(*self.audited.values[node])
-
-    def _is_number(self, size: int, samples: torch.Tensor) -> bool:
-        """Return whether a value is a number in the code of the reference."""
-        if size != 1:
-            return False
-        return any(math.isclose(samples.item(), n, rel_tol=self.tolerance) for n in self.reference.numbers)
+        if self._equal[node] or (place is not None and place.slot is Slot.INPUT):
+            return True
+        numbers = self.reference.numbers if size == 1 else ()
+        return any(math.isclose(samples.item(), number, rel_tol=self.tolerance) for number in numbers)
 
     def _by_value(self) -> None:
         """Match ops with equal values: by name and kind, by kind, and then those of other kinds."""
-        equal = {op: self._equals(op) for op in self.audited.ops.values() if op.node in self._equal}
+        ops = self.reference.ops
+        equal = {
+            op: [ops[node] for node in self._equal[op.node] if node in ops]
+            for op in self.audited.ops.values()
+            if op.node in self._equal
+        }
         for same_name, same_kind in ((True, True), (False, True), (True, False), (False, False)):
             for op, others in equal.items():
                 if op in self.partner:
@@ -126,42 +122,38 @@ class Matching:
                 free = [
                     other
                     for other in others
-                    if other not in self._taken
+                    if other not in self._matched
                     and (other.base == op.base or not same_kind)
                     and (other.site.layer == op.site.layer or not same_name)
                 ]
                 if free:
                     self._pair(op, max(free, key=lambda other: (self._common(op, other), -other.place)))
 
-    def _equals(self, op: Op) -> list[Op]:
-        found = (self.reference.ops.get(node) for node in self._equal[op.node])
-        return [other for other in found if other is not None]
-
     def _by_structure(self) -> None:
         """Match remaining ops, in order, with ops of their kind that read the partners of their inputs."""
         for op in self.only_audited:
             others = dict.fromkeys(self._readers_of_partners(op))
-            named = self._names.get(op.name)
-            if named is not None:
-                others[named] = None
-            free = [o for o in others if o not in self._taken and o.base == op.base and self._fits(op, o)]
+            namesake = self._names.get(op.name)
+            if namesake is not None:
+                others[namesake] = None
+            free = [o for o in others if o not in self._matched and o.base == op.base and self._fits(op, o)]
             if free:
-                named_first = max(
-                    free, key=lambda o: (2 * self._common(op, o) + (o is named) + _line(op, o), -o.place)
+                best = max(
+                    free, key=lambda o: (2 * self._common(op, o) + (o is namesake) + _line(op, o), -o.place)
                 )
-                self._pair(op, named_first)
+                self._pair(op, best)
 
     def _by_inputs(self) -> None:
-        """Match ops of different kinds that read the same."""
+        """Match ops of different kinds that read the same values."""
         for op in self.only_audited:
             sources = {self.source(source) for source in op.sources}
             for other in self._readers_of_partners(op):
-                if other not in self._taken and sources == set(other.sources) and self._fits(op, other):
+                if other not in self._matched and sources == set(other.sources) and self._fits(op, other):
                     self._pair(op, other)
                     break
 
     def _by_order(self) -> None:
-        """Match what remains of both graphs as sequences of ops of one kind and size."""
+        """Match the remaining ops of both graphs as sequences of kinds and sizes."""
         here, there = self.only_audited, self.only_reference
         keys = [(op.base, self._numel(op)) for op in here]
         others = [(op.base, self._numel(op, reference=True)) for op in there]
@@ -170,7 +162,7 @@ class Matching:
                 self._pair(op, other)
 
     def _by_readers(self) -> None:
-        """Match what remains, from the last op on, with what the partner of its reader reads in its place."""
+        """Match the remaining ops, last first, with the corresponding operand of their reader's partner."""
         for op in reversed(self.only_audited):
             for reader in self.audited.readers.get(op.node, ()):
                 other = self.partner.get(reader)
@@ -182,7 +174,7 @@ class Matching:
                     if s is op.node
                 ]
                 read = (self.reference.ops.get(source) for source in sources)
-                free = [o for o in read if o is not None and o not in self._taken and self._fits(op, o)]
+                free = [o for o in read if o is not None and o not in self._matched and self._fits(op, o)]
                 if free:
                     self._pair(op, free[0])
                     break
@@ -202,10 +194,10 @@ class Matching:
 
     def _pair(self, op: Op, other: Op) -> None:
         self.partner[op] = other
-        self._taken.add(other)
+        self._matched.add(other)
 
     def _common(self, op: Op, other: Op) -> int:
-        """Count the inputs of an op whose partners another one reads."""
+        """Count the inputs of an op whose partners another op reads."""
         return sum(self.source(source) in other.sources for source in dict.fromkeys(op.sources))
 
 
@@ -226,18 +218,18 @@ class _Index:
         self._keys = {size: [row[0] for row in rows] for size, rows in self._sizes.items()}
 
     def equal(self, size: int, samples: torch.Tensor) -> Iterator[fx.Node]:
-        """Return the nodes with a value, in graph order."""
+        """Yield the nodes with a value, in graph order."""
         keys, rows = self._keys.get(size, []), self._sizes.get(size, [])
         usual, margin = _typical(samples), 4 * self._tolerance
         start = bisect_left(keys, usual * (1 - margin) - 1e-30)
         end = bisect_right(keys, usual * (1 + margin) + 1e-30)
-        for _, _, node, known in sorted(rows[start:end], key=lambda row: row[1]):
-            if agreement(known, samples) <= self._tolerance:
+        for _, _, node, other in sorted(rows[start:end], key=lambda row: row[1]):
+            if agreement(other, samples) <= self._tolerance:
                 yield node
 
 
 def _typical(samples: torch.Tensor) -> float:
-    """Return a number that is close for samples that agree."""
+    """Return a key that is close for samples that agree: the mean of the middle half of magnitudes."""
     if not samples.numel():
         return 0.0
     size = samples.abs().nan_to_num(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Keeps a few elements of every value of an FP32 run, to compare values between two graphs."""
+"""Samples every value of an FP32 run, to compare values between two graphs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KEPT = 2048  # elements of each value
 
 
 class Values(Observer):
-    """Keeps elements of every tensor that a run makes, in an order that does not depend on its shape.
+    """Samples elements of every tensor of a run, at positions that do not depend on its shape.
 
     Attributes:
-        kept: number of elements, and some of them, by node.
+        kept: Number of elements and a sample of them, by node.
     """
 
     __slots__ = ("kept",)
@@ -43,7 +43,7 @@ class Values(Observer):
 
 
 def samples_of(value: torch.Tensor) -> torch.Tensor:
-    """Return elements at places that follow from their number alone, in float64 on the CPU."""
+    """Return elements at positions that depend only on their number, in float64 on the CPU."""
     count = value.numel()
     if count <= _KEPT:
         return value.detach().reshape(-1).to("cpu", torch.float64)
@@ -55,10 +55,10 @@ def samples_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def agreement(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return how far two samples are apart: the mean error of an element, at most 1, relative to its size.
+    """Return the mean relative error of two samples, at most 1.
 
-    Elements that are small beside the others are measured against the median, so that neither a mask nor
-    what is left of a sum that cancels decides. Infinities must agree.
+    Errors of relatively small elements are measured against the median, so that neither masks nor the
+    remainders of sums that cancel dominate. Infinities must agree.
     """
     if first.shape != second.shape:
         return 1.0
@@ -72,7 +72,7 @@ def agreement(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a number, text or list of numbers; ``None`` for anything else."""
+    """Return a number, a text, or a list of these; ``None`` for anything else."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float | str) for v in value):

@@ -1,4 +1,4 @@
-"""Runs the backward pass of a recorded run op by op, FP32 and 16 bits side by side."""
+"""Runs the backward pass of a recorded run op by op, in FP32 and 16 bits side by side."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ __all__ = ["BackwardPass", "GradientObserver", "GradientPair", "Gradients"]
 
 
 class GradientObserver:
-    """Observes gradients as they are computed; the returned value continues in the 16-bit run."""
+    """Observes gradients as they are computed; the 16-bit run continues with the returned value."""
 
-    def made(
+    def observe_share(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
-        """Observe one op's share of the gradient of ``of``; a custom backward names the op inside it."""
+        """Observe one op's share of the gradient of ``of``; ``fault`` is the op inside a custom backward."""
         del step, of, fault
         return pair[1]
 
-    def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
-        """Observe the sum of all shares of a node's gradient, before its hooks run."""
+    def observe_sum(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
+        """Observe the sum of all shares of a node's gradient before its hooks run."""
         del node
         return pair[1]
 
-    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """Observe the complete gradient of a node's value."""
+    def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+        """Observe the gradient of a node's value after its hooks have run."""
         del node, dtype
         return pair[1]
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients in flight, by node and output number."""
+    """Accumulated gradients by node and output number."""
 
     pairs: dict[fx.Node, dict[int, GradientPair]] = field(default_factory=dict)
 
@@ -77,12 +77,12 @@ class BackwardPass:
     """The backward pass through one tape.
 
     Args:
-        tape: of the run.
-        needed: nodes that a gradient is for.
-        dtypes: of each node's outputs in the converted model.
-        backend: how the 16-bit run computes.
-        customs: the custom backwards along the tape.
-        reference: how FP32's run computes.
+        tape: Tape of the run.
+        needed: Nodes whose gradients are needed.
+        dtypes: Dtypes of each node's outputs in the converted model.
+        backend: Backend of the 16-bit run.
+        customs: Custom backwards along the tape.
+        reference: Backend of FP32's run.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BackwardPass:
         self._reference = reference or Float32Backend()
 
     def run(self, seeds: Mapping[fx.Node, GradientPair], observer: GradientObserver) -> None:
-        """Run from outputs with known gradients (a loss, and the loss scale) to the parameters."""
+        """Run from outputs with known gradients (a loss: the loss scale) to the parameters."""
         gradients = Gradients()
         gradients.pairs.update({node: {0: seed} for node, seed in seeds.items()})
         self._custom = CustomBackwardRun(self._customs, self._tape)
@@ -130,14 +130,14 @@ class BackwardPass:
             gradients.add(source, index, pair, entry.step.dtypes[0], self._backend)
             return
         out = self._complete(node, arrived, observer)
-        for used, made in self._products(entry, out):
-            pair = (made[0], observer.made(entry.step, used, made))
+        for used, share in self._products(entry, out):
+            pair = (share[0], observer.observe_share(entry.step, used, share))
             gradients.add(used, 0, pair, self._dtypes[used][0], self._backend)
 
     def _complete(
         self, node: fx.Node, arrived: list[GradientPair | None], observer: GradientObserver
     ) -> list[GradientPair | None]:
-        if len(arrived) > 1:  # each was complete at the getitem that shows it
+        if len(arrived) > 1:  # each was observed at its getitem
             return arrived
         return [
             None if pair is None else self._completed(node, dtype, pair, observer)
@@ -147,12 +147,12 @@ class BackwardPass:
     def _completed(
         self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair, observer: GradientObserver
     ) -> GradientPair:
-        pair = (pair[0], observer.summed(node, pair))
+        pair = (pair[0], observer.observe_sum(node, pair))
         for step, number in self._custom.hooks.get(node, ()):
             for share in self._custom.run(number, [pair]):
-                made = self._as_stored(share)
-                pair = (made[0], observer.made(step, node, made, share.fault))
-        return pair[0], observer.complete(node, dtype, pair)
+                stored = self._as_stored(share)
+                pair = (stored[0], observer.observe_share(step, node, stored, share.fault))
+        return pair[0], observer.observe_total(node, dtype, pair)
 
     def _through_function(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
         """Compute the gradients of a custom function's inputs with its own backward."""
@@ -164,8 +164,8 @@ class BackwardPass:
             return
         for share in self._custom.run(mark_number(entry.step.node), out):
             if share.node in self._needed:
-                made = self._as_stored(share)
-                pair = (made[0], observer.made(entry.step, share.node, made, share.fault))
+                stored = self._as_stored(share)
+                pair = (stored[0], observer.observe_share(entry.step, share.node, stored, share.fault))
                 gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
 
     def _as_stored(self, share: GradientShare) -> GradientPair:
@@ -177,25 +177,26 @@ class BackwardPass:
     def _products(
         self, entry: TapeEntry, out: list[GradientPair | None]
     ) -> Iterator[tuple[fx.Node, GradientPair]]:
-        wanted = [
+        nodes = [
             node
             for node in dict.fromkeys(entry.step.node.all_input_nodes)
             if node in self._needed and isinstance(entry.inputs[node][0], torch.Tensor)
         ]
-        if not wanted:
+        if not nodes:
             return
         first = [None if pair is None else pair[0] for pair in out]
         second = [None if pair is None else pair[1] for pair in out]
-        references = vjp(entry, 0, self._reference, wanted, first)
+        references = vjp(entry, 0, self._reference, nodes, first)
         same = entry.shared and all(a is b for a, b in zip(first, second, strict=True))
-        if same and not any(self._dtypes[node][0] in LOW_PRECISION_DTYPES for node in wanted):
+        if same and not any(self._dtypes[node][0] in LOW_PRECISION_DTYPES for node in nodes):
             values = references
         else:
-            values = vjp(entry, 1, self._backend, wanted, second)
-        for node, reference, value in zip(wanted, references, values, strict=True):
-            if reference is not None and value is not None:
-                if value is not reference:
-                    # results of formulas and autograd may share the reference's memory
-                    given = (*second, *first, reference, *values[: wanted.index(node)])
-                    value = self._backend.represented_result(value, self._dtypes[node][0], given)
-                yield node, (reference, value)
+            values = vjp(entry, 1, self._backend, nodes, second)
+        for node, reference, value in zip(nodes, references, values, strict=True):
+            if reference is None or value is None:
+                continue
+            if value is not reference:
+                # results of formulas and of autograd may share the reference's memory
+                sources = (*second, *first, reference, *values[: nodes.index(node)])
+                value = self._backend.represented_result(value, self._dtypes[node][0], sources)
+            yield node, (reference, value)

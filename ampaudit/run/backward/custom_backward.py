@@ -1,4 +1,4 @@
-"""Runs custom backwards, of autograd functions and hooks, in FP32 and 16 bits in lock-step."""
+"""Runs custom backwards of autograd functions and hooks in FP32 and 16 bits in lock-step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, Pair, StepCall
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
+from ampaudit.run.views import wrong_elements
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.flatten import (
     FUNCTION_INPUTS,
@@ -36,7 +37,7 @@ GradientPair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FaultSource:
-    """The origin of a wrong gradient in a custom backward: its name, the op, and a line."""
+    """The origin of a wrong gradient in a custom backward: its name, the op, and the line."""
 
     name: str
     op: str
@@ -55,13 +56,8 @@ class GradientShare:
 class CustomBackwards:
     """All custom backwards of a program.
 
-    Args:
-        program: of the model.
-        backend: how the 16-bit run computes.
-        device: of both runs.
-
     Attributes:
-        untraced: those that do not run as steps: why, and what happens instead.
+        untraced: For each that does not run as steps, the reason and what happens instead.
     """
 
     def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
@@ -82,12 +78,12 @@ class CustomBackwardRun:
     """Runs the custom backwards along one tape as gradients arrive.
 
     Attributes:
-        hooks: of a node's gradient, in order: the step that marks one, and its number.
+        hooks: Hooks of each node's gradient, in order: the step that marks it, and its number.
     """
 
     def __init__(self, backwards: CustomBackwards, tape: Tape) -> None:
         self._all = backwards
-        self._shared: dict[str, Pair] = {}  # made by one backward and read by another
+        self._shared: dict[str, Pair] = {}  # computed by one backward and read by another
         self._marks: dict[tuple[Any, int], TapeEntry] = {}
         self.hooks: defaultdict[fx.Node, list[tuple[Step, int]]] = defaultdict(list)
         for entry in tape.marks:
@@ -96,46 +92,46 @@ class CustomBackwardRun:
             if node.target is TENSOR_HOOK:
                 self.hooks[marked_values(node)[0]].append((entry.step, mark_number(node)))
 
-    def run(self, number: int, given: Sequence[GradientPair | None]) -> list[GradientShare]:
-        """Turn the gradients of a function's outputs into those of its inputs, and of leaves.
+    def run(self, number: int, gradients: Sequence[GradientPair | None]) -> list[GradientShare]:
+        """Compute the gradients of a function's inputs and leaves from those of its outputs.
 
-        A hook's one input is the value whose gradient it is given.
+        The single input of a hook is the value whose gradient it receives.
         """
         custom = self._all.backwards.get(number)
         if custom is None:
             return []
         entered = self._marks.get((FUNCTION_INPUTS, number)) or self._marks[TENSOR_HOOK, number]
         if custom.traced is None:
-            return self._as_whole(custom, entered, given)
-        kept = self._marks[saved_values, number]
-        values, observer = marked_values(kept.step.node), _FirstFault()
+            return self._as_whole(custom, entered, gradients)
+        saved = self._marks[saved_values, number]
+        values, observer = marked_values(saved.step.node), _FirstFault()
         pairs: list[Pair] = []
         for kind, key in custom.inputs:
             if kind == "gradient":
-                pairs.append(self._gradient(entered, number, int(key), given))
+                pairs.append(self._gradient(entered, number, int(key), gradients))
             elif kind == "shared":
                 pairs.append(self._shared[str(key)])
             else:
-                pairs.append(kept.inputs[values[int(key)]])
+                pairs.append(saved.inputs[values[int(key)]])
         executor = self._all.executors[number]
         outputs = executor.run_pairs(pairs, observer)
         first = len(outputs) - len(custom.shares)
         self._shared.update(zip(custom.shares, outputs[first:], strict=True))
         nodes = [*marked_values(entered.step.node), *(values[place] for place in custom.leaves)]
         numbers = [*custom.returns, *range(first - len(custom.leaves), first)]
-        made = executor.program.outputs
+        output_nodes = executor.program.outputs
         return [
-            GradientShare(node, outputs[index], observer.fault(custom, made[index]))
+            GradientShare(node, outputs[index], observer.fault(custom, output_nodes[index]))
             for node, index in zip(nodes, numbers, strict=True)
             if index is not None
         ]
 
     def _gradient(
-        self, entered: TapeEntry, number: int, index: int, given: Sequence[GradientPair | None]
+        self, entered: TapeEntry, number: int, index: int, gradients: Sequence[GradientPair | None]
     ) -> Pair:
-        """Return the accumulated gradient, or zeros, in the memory format of the value."""
-        shown = self._marks.get((FUNCTION_OUTPUTS, number)) or entered
-        like, pair = shown.inputs[marked_values(shown.step.node)[index]], given[index]
+        """Return an accumulated gradient, or zeros, in the memory format of its value."""
+        mark = self._marks.get((FUNCTION_OUTPUTS, number)) or entered
+        like, pair = mark.inputs[marked_values(mark.step.node)[index]], gradients[index]
         if pair is None:
             zeros = torch.zeros_like(like[0])
             return zeros, zeros if like[0] is like[1] else torch.zeros_like(like[1])
@@ -143,9 +139,9 @@ class CustomBackwardRun:
         return first, first if pair[0] is pair[1] else _laid_out(pair[1], like[1])
 
     def _as_whole(
-        self, custom: CustomBackward, entered: TapeEntry, given: Sequence[GradientPair | None]
+        self, custom: CustomBackward, entered: TapeEntry, gradients: Sequence[GradientPair | None]
     ) -> list[GradientShare]:
-        """Call a function that could not be traced, if possible."""
+        """Call a function that could not be traced as a whole, if possible."""
         reason = custom.failure or ""
         self._all.untraced[custom.number] = (reason, "left out" if entered.step.target is TENSOR_HOOK else "")
         if custom.call is None:
@@ -153,13 +149,13 @@ class CustomBackwardRun:
         nodes, fault = marked_values(entered.step.node), FaultSource(custom.name, "", custom.source)
         values = [entered.inputs[node] for node in nodes]
         try:
-            first = _call_whole(custom.call, [v[0] for v in values], [g and g[0] for g in given])
+            first = _call_whole(custom.call, [v[0] for v in values], [g and g[0] for g in gradients])
             dtypes = [node.meta["val"].dtype for node in nodes]
             low_precision = [
                 v[1].to(d) if v[1].is_floating_point() else v[1] for v, d in zip(values, dtypes, strict=True)
             ]
-            second = _call_whole(custom.call, low_precision, [g and g[1] for g in given])
-        except Exception as error:  # whatever the author's code, or a kernel, raises
+            second = _call_whole(custom.call, low_precision, [g and g[1] for g in gradients])
+        except Exception as error:  # whatever the author's code or a kernel raises
             self._all.untraced[custom.number] = (f"{reason}; run as a whole: {first_line(error)}", "")
             return []
         self._all.untraced[custom.number] = (reason, "as a whole")
@@ -175,30 +171,29 @@ def _call_whole(
 ) -> list[torch.Tensor | None]:
     """Compute the input gradients from the output gradients, on kernels of the tensors' own dtypes.
 
-    Args:
-        call: the function, with its arguments that are no tensors.
-        values: its tensors.
-        gradients: of those outputs that have one, ``None`` where nothing has arrived.
+    ``gradients`` are those of the differentiable outputs, ``None`` where there is none.
     """
     leaves = [v.detach().clone().requires_grad_(v.is_floating_point()) for v in values]
     args: list[Any] = list(call.args)
     for place, leaf in zip(call.tensors, leaves, strict=True):
         args[place] = leaf
     with torch.enable_grad():
-        made: Any = call.function.apply(*args)
-    outputs = made if isinstance(made, tuple | list) else (made,)
+        result: Any = call.function.apply(*args)
+    outputs = result if isinstance(result, tuple | list) else (result,)
     pairs = [
         (outputs[place], gradient.to(outputs[place].dtype))
         for place, gradient in zip(call.outputs, gradients, strict=True)
         if gradient is not None
     ]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+    sources = [leaf for leaf in leaves if leaf.requires_grad]
+    input_gradients = iter(
+        torch.autograd.grad([o for o, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+    )
+    return [next(input_gradients) if leaf.requires_grad else None for leaf in leaves]
 
 
 class _FirstFault(Observer):
-    """An observer that keeps the first step with inf or NaN in 16 bits only."""
+    """Records the first step with inf or NaN in 16 bits only."""
 
     def __init__(self) -> None:
         self._first: Site | None = None
@@ -209,27 +204,22 @@ class _FirstFault(Observer):
         del call
         if step.site is not None:
             before = self._sites.get(step.node.all_input_nodes[0]) if step.node.all_input_nodes else None
-            # what autograd itself does to a gradient has no line: the op before it has
+            # ops that autograd inserts have no line: use that of the op before
             self._sites[step.node] = step.site if step.site.source is not None else before or step.site
-            if self._first is None and value is not reference and _goes_wrong(reference, value):
+            floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if self._first is None and floats and wrong_elements(reference, value) is not None:
                 self._first = self._sites[step.node]
         return value
 
-    def fault(self, custom: CustomBackward, made: fx.Node) -> FaultSource:
-        """Return the first fault, or else what made the gradient."""
-        site = self._first or self._sites.get(made)
+    def fault(self, custom: CustomBackward, node: fx.Node) -> FaultSource:
+        """Return the first fault, or else the op that computed the gradient."""
+        site = self._first or self._sites.get(node)
         if site is None:
             return FaultSource(custom.name, "", custom.source)
         return FaultSource(custom.name, site.op, site.source or custom.source)
 
 
 def _laid_out(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with the strides of its value, since autograd may pass views or expanded numbers."""
+    """Return a gradient with the strides of its value, since autograd may pass views or expanded tensors."""
     like = torch.empty_like(value, dtype=gradient.dtype)
     return gradient if gradient.stride() == like.stride() else like.copy_(gradient)
-
-
-def _goes_wrong(reference: Any, value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape != reference.shape:
-        return False
-    return bool((reference.isfinite() & ~value.isfinite()).any())

@@ -23,6 +23,7 @@ from ampaudit.run.observer import Observer
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.step import Step
+from ampaudit.run.views import wrong_elements
 from ampaudit.trace.flatten import FUNCTION_OUTPUTS, TENSOR_HOOK, is_mark, mark_number, marked_values
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
@@ -31,16 +32,11 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["GradientAudit", "MeasuringObserver", "gradient_dtypes"]
 
-_PASSES_ON = (Role.VIEW, Role.SELECT)
+_TRANSPARENT_ROLES = (Role.VIEW, Role.SELECT)
 
 
 class GradientAudit:
-    """Implements ``run.config.Differentiator``.
-
-    Args:
-        config: of the run.
-        scale: the loss scale that training starts with.
-    """
+    """Implements ``run.config.Differentiator`` for a loss."""
 
     def __init__(self, config: RunConfig, scale: StartingScale) -> None:
         self.record = GradientRecord(scale.value, scale.dynamic, scale.source, scale.least)
@@ -52,11 +48,11 @@ class GradientAudit:
         self._tape: Tape | None = None
 
     def take(self, record: RunRecord) -> None:
-        """Put what was seen since this was last called into the record of a batch."""
-        record.gradients, self.record = self.record, self.record.emptied()
+        """Move the results since the last call into the record of a batch."""
+        record.gradients, self.record = self.record, self.record.empty_copy()
 
     def pass_over(self, executor: LockStep) -> None:
-        """Note a batch that another machine runs: nothing about gradients is known from its trace."""
+        """Ignore a batch that another machine runs: its trace says nothing about gradients."""
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in a tape."""
@@ -102,16 +98,16 @@ class GradientAudit:
             repairing = RepairingObserver(measuring, names, represent, self._limit, number)
             backward.run({loss: pair}, repairing)
             repaired.finish()
-            self._note_origins(repairing)
+            known = {(origin.site, origin.value) for origin in self.record.origins}
+            self.record.origins += [o for o in repairing.origins if (o.site, o.value) not in known]
             meter = repaired
         self._refuse_broken_reference(meter, title)
         meter.into(self.record)
-        self._note_unpaired(meter)
+        for site in meter.unpaired:
+            note = f"{site}: its gradient is not audited; its size depends on values and differs in 16 bits"
+            if note not in self.record.notes:
+                self.record.notes.append(note)
         self._note_untraced(customs, names, tape)
-
-    def _note_origins(self, repairing: RepairingObserver) -> None:
-        known = {(origin.site, origin.value) for origin in self.record.origins}
-        self.record.origins += [o for o in repairing.origins if (o.site, o.value) not in known]
 
     def _refuse_broken_reference(self, meter: GradientMeter, title: str) -> None:
         broken = meter.broken_reference
@@ -122,7 +118,7 @@ class GradientAudit:
             )
 
     def _note_parameters(self, program: Program) -> None:
-        places = _parameters(program)
+        places = [p for p in program.traced.placeholders if p.slot is Slot.PARAMETER]
         frozen = {p.name for p in places if not program.traced.tensors[p.node].requires_grad}
         self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
         self.record.frozen = tuple(sorted(frozen | set(self.record.frozen)))
@@ -133,75 +129,64 @@ class GradientAudit:
                 self.record.trainable.setdefault(place.name, same)
 
     def _note_untraced(self, customs: CustomBackwards, names: GradientNames, tape: Tape) -> None:
-        known = {(found.site, found.name) for found in self.record.untraced}
-        for mark in (
-            entry.step.node for entry in tape.marks if entry.step.target in (FUNCTION_OUTPUTS, TENSOR_HOOK)
-        ):
-            number = mark_number(mark)
-            if number in customs.untraced:
-                custom, (reason, instead) = customs.backwards[number], customs.untraced[number]
-                site = names.op_site(mark)
-                if not instead:
-                    self.record.behind |= names.parameters_behind(marked_values(mark))
-                if (site, custom.name) not in known:
-                    self.record.untraced.append(
-                        UntracedBackward(site, custom.name, reason, custom.source, instead)
-                    )
-
-    def _note_unpaired(self, meter: GradientMeter) -> None:
-        for site in meter.unpaired:
-            note = f"{site}: its gradient is not audited; its size depends on values and differs in 16 bits"
-            if note not in self.record.notes:
-                self.record.notes.append(note)
-
-
-def _parameters(program: Program) -> list[Placeholder]:
-    return [p for p in program.traced.placeholders if p.slot is Slot.PARAMETER]
+        known = {(backward.site, backward.name) for backward in self.record.untraced}
+        for entry in tape.marks:
+            mark, number = entry.step.node, mark_number(entry.step.node)
+            if entry.step.target not in (FUNCTION_OUTPUTS, TENSOR_HOOK) or number not in customs.untraced:
+                continue
+            custom, (reason, instead) = customs.backwards[number], customs.untraced[number]
+            site = names.op_site(mark)
+            if not instead:
+                self.record.behind |= names.parameters_behind(marked_values(mark))
+            if (site, custom.name) not in known:
+                self.record.untraced.append(
+                    UntracedBackward(site, custom.name, reason, custom.source, instead)
+                )
 
 
 def gradient_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None, ...]]:
-    """Return the dtypes of each node's values in the converted model, which its gradients have, too."""
+    """Return the dtypes of each node's values, and so of its gradients, in the converted model."""
     places = {p.node: p.dtype for p in program.traced.placeholders}
-    found: dict[fx.Node, tuple[torch.dtype | None, ...]] = {n: (places[n.name],) for n in program.inputs}
-    found.update({step.node: step.dtypes for step in program.steps})
-    return found
+    dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]] = {n: (places[n.name],) for n in program.inputs}
+    dtypes.update({step.node: step.dtypes for step in program.steps})
+    return dtypes
 
 
 class GradientNames:
-    """Maps nodes to the names of their gradients in a record: a site or a parameter."""
+    """Maps nodes to the names of their gradients in the record: a site or a parameter."""
 
     def __init__(self, sites: dict[str, Site], placeholders: Sequence[Placeholder]) -> None:
         self._sites = sites
         self._parameters = {place.node: place.name for place in placeholders}
 
     def of(self, node: fx.Node) -> tuple[str, bool] | None:
-        """Return the name, and whether it is a parameter's; ``None`` for ops that only pass on values."""
+        """Return the name, and whether it is a parameter's; ``None`` for ops that do not compute values."""
         if node.name in self._parameters:
             return self._parameters[node.name], True
         site = self._sites.get(node.name)
-        return None if site is None or site.role in _PASSES_ON else (site.id, False)
+        return None if site is None or site.role in _TRANSPARENT_ROLES else (site.id, False)
 
     def site(self, node: fx.Node) -> Site | None:
-        """Return the node's site."""
+        """Return the node's site, if it is one."""
         return self._sites.get(node.name)
 
     def parameters_behind(self, nodes: Sequence[fx.Node]) -> set[str]:
-        """Return the parameters from which values are computed."""
-        waiting, seen = list(nodes), set[fx.Node]()
+        """Return the parameters on which values depend."""
+        waiting, visited = list(nodes), set[fx.Node]()
         while waiting:
             node = waiting.pop()
-            if node not in seen:
-                seen.add(node)
+            if node not in visited:
+                visited.add(node)
                 waiting += node.all_input_nodes
-        return {self._parameters[node.name] for node in seen if node.name in self._parameters}
+        return {self._parameters[node.name] for node in visited if node.name in self._parameters}
 
     def op_site(self, node: fx.Node) -> SiteId:
-        """Return the site of an op or of a custom function's output; else the nearest one."""
+        """Return the site of an op or of a custom function's output, or else of its source."""
         site = self._sites.get(marked_values(node)[0].name if is_mark(node.target) else node.name)
         return self.source_site(node) if site is None else site.id
 
     def source_site(self, node: fx.Node) -> SiteId:
-        """Return the site that made the values, or the first one that uses a parameter."""
+        """Return the site that computed the values, or the first one that uses a parameter."""
         name, is_parameter = self.name_or_source(node)
         if not is_parameter:
             return SiteId(name)
@@ -211,13 +196,13 @@ class GradientNames:
         return next((site.id for site in users if site is not None), SiteId(name))
 
     def name_or_source(self, node: fx.Node) -> tuple[str, bool]:
-        """Return the name or, for ops that only pass on values, that of their source."""
-        while (found := self.of(node)) is None:
+        """Return the name of a node or, for ops that do not compute values, of their source."""
+        while (name := self.of(node)) is None:
             site, sources = self._sites.get(node.name), node.all_input_nodes
             if not sources:
                 return (site.id if site else node.name), False
             node = sources[0]
-        return found
+        return name
 
 
 class MeasuringObserver(GradientObserver):
@@ -227,10 +212,10 @@ class MeasuringObserver(GradientObserver):
         self.meter = meter
         self._names = names
 
-    def made(
+    def observe_share(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
-        """Note the source of a gradient that is a sum, to see later whether only rounding is left of it."""
+        """Record the source of a gradient that is a sum, which may cancel to rounding errors."""
         del fault
         name = self._names.of(of) if is_mark(step.target) or _adds(step.node, of) else None
         source = self._names.of(marked_values(step.node)[0] if is_mark(step.target) else step.node)
@@ -238,8 +223,8 @@ class MeasuringObserver(GradientObserver):
             self.meter.sums(*name, source[0])
         return pair[1]
 
-    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """Measure it."""
+    def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+        """Measure the gradient."""
         name = self._names.of(node)
         if name is not None:
             site = self._names.site(node)
@@ -253,19 +238,12 @@ class MeasuringObserver(GradientObserver):
 class RepairingObserver(GradientObserver):
     """Measures, repairs each wrong element, and records its origin.
 
-    A wrong element gets FP32's value, limited to the format and rounded; so does all that is computed from a
-    repaired gradient, so that what lies behind is audited as if the fault had not happened. The op that made
-    a wrong share is the origin, unless what it was given has stayed beyond the format since a repair.
-
-    Args:
-        inner: measures.
-        names: of gradients.
-        represent: holds a gradient of a node as the 16-bit run does.
-        limit: largest finite value of the format.
-        batch: its number.
+    A wrong element gets FP32's value, clamped to the format and rounded, as do all gradients computed from a
+    repaired one, so that later gradients are audited as if the fault had not happened. The op that computed a
+    wrong share is the origin, unless its own gradient has exceeded the format since a repair.
 
     Attributes:
-        origins: in the order of the backward pass.
+        origins: Origins in the order of the backward pass.
     """
 
     def __init__(
@@ -285,51 +263,49 @@ class RepairingObserver(GradientObserver):
         self._followed: set[fx.Node] = set()
         self.origins: list[GradientOrigin] = []
 
-    def made(
+    def observe_share(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
-        """Look at one op's share."""
-        self._inner.made(step, of, pair)
+        """Repair one op's share."""
+        self._inner.observe_share(step, of, pair)
         if pair[0].shape != pair[1].shape:
             return pair[1]
-        given = (
-            marked_values(step.node) if is_mark(step.target) else [step.node]
-        )  # whose gradients it was given
-        behind = not self._beyond.isdisjoint(given)
-        wrong = _wrong(*pair)
+        # the nodes whose gradients the op received
+        sources = marked_values(step.node) if is_mark(step.target) else [step.node]
+        behind = not self._beyond.isdisjoint(sources)
+        wrong = wrong_elements(*pair)
         if wrong is not None:
             self._repair(of, pair, wrong)
             if not behind:
                 self._note(step.node, of, fault)
         elif behind and bool(pair[0].abs().nan_to_num().amax() > self._limit):
             self._beyond.add(of)
-        if wrong is None and self._followed.isdisjoint(given):
+        if wrong is None and self._followed.isdisjoint(sources):
             return pair[1]
         self._followed.add(of)
         return self._following(of, pair)
 
-    def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
-        """Check the sum: that of finite shares may be infinite, as may the scaled loss itself."""
-        wrong = _wrong(*pair)
+    def observe_sum(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
+        """Repair a sum: that of finite shares may be infinite, as may the scaled loss itself."""
+        wrong = wrong_elements(*pair)
         if wrong is not None:
             if node not in self._beyond:
                 self._note(node, node)
             self._repair(node, pair, wrong)
             self._followed.add(node)
-        # repaired shares are clamped, so that two of opposite sign would add up to zero
+        # repaired shares are clamped: two of opposite sign would add up to zero
         followed = node in self._followed and pair[0].shape == pair[1].shape
         return self._following(node, pair) if followed else pair[1]
 
-    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """Measure what it is after the repairs."""
-        return self._inner.complete(node, dtype, pair)
+    def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+        """Measure the gradient after repairs."""
+        return self._inner.observe_total(node, dtype, pair)
 
     def _note(self, node: fx.Node, of: fx.Node, fault: FaultSource | None = None) -> None:
         value, is_parameter = self._names.name_or_source(of)
         where = (fault.name, fault.op, fault.source) if fault is not None else ()
         site = self._names.source_site(node) if fault is None else self._names.op_site(node)
-        origin = GradientOrigin(site, value, is_parameter, self._batch, *where)
-        self.origins.append(origin)
+        self.origins.append(GradientOrigin(site, value, is_parameter, self._batch, *where))
 
     def _repair(self, of: fx.Node, pair: GradientPair, wrong: torch.Tensor) -> None:
         self._beyond.add(of)
@@ -342,18 +318,11 @@ class RepairingObserver(GradientObserver):
 
 
 def _adds(node: fx.Node, term: fx.Node) -> bool:
-    """Return whether an op adds a value as it is, so that its gradient is a sum of the result's."""
+    """Return whether an op adds a value unscaled, so that its gradient is a sum of the result's."""
     op = overload_of(node.target)
     if op is None:
         return False
-    given = named_arguments(op, node.args, dict(node.kwargs))
+    arguments = named_arguments(op, node.args, dict(node.kwargs))
     if converts(op) or base_name(op) in ("add", "add_", "sub", "sub_"):
-        return "alpha" not in given
-    return given.get("bias") is term or (base_name(op) == "addmm" and given["self"] is term)
-
-
-def _wrong(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    if value is reference or value.shape != reference.shape:
-        return None
-    mask = reference.isfinite() & ~value.isfinite()
-    return mask if bool(mask.any()) else None
+        return "alpha" not in arguments
+    return arguments.get("bias") is term or (base_name(op) == "addmm" and arguments["self"] is term)

@@ -16,9 +16,9 @@ from ampaudit.run.views import flat_pair
 __all__ = ["EXPONENT_OFFSET", "GradientMeter", "counts_on_cpu", "exponent_counts"]
 
 EXPONENT_OFFSET = 127
-# Roundings of 2^-24 that a term of a sum of float32 gradients has behind it, at most. Where the sum cancels,
-# as for a bias before batch norm or of a key before softmax, what is left was up to 6 a term in the models
-# of the tests; sums that mean something were 2^19 and more.
+# Maximum number of roundings of 2^-24 per term of a sum of float32 gradients. Where the sum cancels, as for a
+# bias before batch norm or of a key before softmax, the remainder was up to 6 per term in the models of the
+# tests; meaningful sums were 2^19 and more.
 ROUNDINGS = 32
 _BINS = 256
 
@@ -26,9 +26,9 @@ _BINS = 256
 def exponent_counts(magnitudes: torch.Tensor) -> torch.Tensor:
     """Count the elements x of a float32 vector with 2^e < |x| <= 2^(e+1) at index e + 127; shape (256,).
 
-    The bins are open below and closed above, so that "x rounds to zero", x <= 2^k, is a question about
-    whole bins. Zeros are left out; place 255 counts inf and NaN. All subnormal numbers of float32 have the
-    smallest exponent, -127.
+    The bins are open below and closed above, so that "x rounds to zero", x <= 2^k, applies to whole bins.
+    Zeros are left out; bin 255 counts inf and NaN. All subnormal numbers of float32 have the smallest
+    exponent, -127.
     """
     bits = magnitudes.view(torch.int32) & 0x7FFFFFFF
     places = torch.where(bits == 0, _BINS, ((bits - 1) >> 23).clamp_(min=0))
@@ -40,7 +40,7 @@ def exponent_counts(magnitudes: torch.Tensor) -> torch.Tensor:
 def counts_on_cpu(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return ``exponent_counts`` of a finite reference, and how many are zero in ``value``; shape (257,).
 
-    The same as on any device in a fraction of the time: block by block, in scratch that stays in the cache.
+    Takes a fraction of the time by working block by block, in scratch memory that stays in the cache.
     """
     total = torch.zeros(_BINS + 1, dtype=torch.int64)
     scratch = torch.empty(min(BLOCK, reference.numel()), dtype=torch.int32)
@@ -49,13 +49,13 @@ def counts_on_cpu(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     for start in range(0, reference.numel(), BLOCK):
         part = bits[start : start + BLOCK]
         places = torch.bitwise_and(part, 0x7FFFFFFF, out=scratch[: part.numel()])
-        places.sub_(1).bitwise_right_shift_(23).add_(1)  # one more than the place, so that zeros are at 0
+        places.sub_(1).bitwise_right_shift_(23).add_(1)  # one more than the bin, so that zeros are at 0
         counts = torch.bincount(places, minlength=_BINS)
         total[: _BINS - 1] += counts[1:_BINS]
         if value is not reference:
             pair = reference[start : start + BLOCK], value[start : start + BLOCK]
-            kept = torch.logical_and(*pair, out=both[: part.numel()])
-            total[_BINS] += part.numel() - counts[0] - torch.count_nonzero(kept)
+            nonzero = torch.logical_and(*pair, out=both[: part.numel()])
+            total[_BINS] += part.numel() - counts[0] - torch.count_nonzero(nonzero)
     return total
 
 
@@ -73,13 +73,12 @@ class _Row:
 
 
 class GradientMeter:
-    """Measures pairs of gradients. On a GPU the numbers stay there until ``finish``.
+    """Measures pairs of gradients. On a GPU, measurements stay on the device until ``finish``.
 
-    Args:
-        scale: the loss scale; exponents are counted without it.
+    Exponents are counted without the loss scale.
 
     Attributes:
-        unpaired: sites whose gradient has another size in FP32 than in 16 bits, in order.
+        unpaired: Sites whose gradients differ in size between FP32 and 16 bits, in order.
     """
 
     def __init__(self, scale: float) -> None:
@@ -105,7 +104,7 @@ class GradientMeter:
         low_precision: bool,
         keep: bool = False,
     ) -> None:
-        """Measure one gradient; gradients with ``keep`` are recognized again behind a parameter's cast."""
+        """Measure one gradient; with ``keep``, its results are reused for the parameter behind a cast."""
         if reference.shape != value.shape:
             self.unpaired[name] = None
             return
@@ -113,11 +112,11 @@ class GradientMeter:
             return
         if value.dtype != reference.dtype:
             value = value.to(reference.dtype)
-        known = self._known.get(id(value))
-        if known is None or known[0] is not reference:
+        earlier = self._known.get(id(value))
+        if earlier is None or earlier[0] is not reference:
             measured = self._measured(*flat_pair(reference, value))
         else:
-            measured = known[2]
+            measured = earlier[2]
         if keep:
             self._known[id(value)] = reference, value, measured
         self._rows.append(_Row(name, parameter, low_precision, *measured, value.numel()))
@@ -133,11 +132,11 @@ class GradientMeter:
         return fields, torch.cat([exponent_counts(first.float()), flushed.reshape(1)])
 
     def sums(self, name: str, parameter: bool, source: str) -> None:
-        """Record that a gradient was made from a site's by adding up, perhaps over rows."""
+        """Record that a gradient is the sum of a site's gradient, perhaps over rows."""
         self._sums.append((name, parameter, source))
 
     def wrong(self, name: str, parameter: bool, *, infinite: int, nan: int) -> None:
-        """Count elements that were repaired before they could be measured."""
+        """Count elements that are repaired before they are measured."""
         before = self._wrong.get((name, parameter), (0, 0))
         self._wrong[name, parameter] = before[0] + infinite, before[1] + nan
 
@@ -154,14 +153,14 @@ class GradientMeter:
         self._find_cancelled()
 
     def _find_cancelled(self) -> None:
-        """Find gradients that in FP32 are no larger than rounding errors make the sums that they are."""
-        found = {(row.name, row.parameter): (row.elements, fields) for row, fields, _ in self._fetched}
+        """Find gradients that are sums and in FP32 no larger than the rounding errors of their terms."""
+        by_name = {(row.name, row.parameter): (row.elements, fields) for row, fields, _ in self._fetched}
         noise: dict[tuple[str, bool], float] = {}
         for name, parameter, source in self._sums:
-            of, key = found.get((source, False)), (name, parameter)
-            if of is None or key not in found:
+            of, key = by_name.get((source, False)), (name, parameter)
+            if of is None or key not in by_name:
                 continue
-            (elements, terms), (length, fields) = of, found[key]
+            (elements, terms), (length, fields) = of, by_name[key]
             rows, rms = elements / length, math.sqrt(terms["ref_sq"] / elements)
             least = rows * max(ROUNDINGS * 2.0**-24 * rms, noise.get((source, False), 0.0))
             noise[key] = max(noise.get(key, 0.0), least)
@@ -182,22 +181,22 @@ class GradientMeter:
         """Merge the measurements into a record."""
         for row, fields, counts in self._fetched:
             table: dict[Any, GradientStats] = record.parameters if row.parameter else record.sites
-            found = table.setdefault(row.name, GradientStats(row.low_precision))
-            self._merge(found, fields, counts, row.elements)
+            stats = table.setdefault(row.name, GradientStats(row.low_precision))
+            self._merge(stats, fields, counts, row.elements)
             infinite, nan = self._wrong.pop((row.name, row.parameter), (0, 0))
-            found.values.pos_inf += infinite
-            found.values.nan += nan
-            found.cancelled |= (row.name, row.parameter) in self._cancelled
+            stats.values.pos_inf += infinite
+            stats.values.nan += nan
+            stats.cancelled |= (row.name, row.parameter) in self._cancelled
 
     def _merge(
-        self, found: GradientStats, fields: dict[str, float], counts: list[int], elements: int
+        self, stats: GradientStats, fields: dict[str, float], counts: list[int], elements: int
     ) -> None:
-        found.values.merge(fields, elements)
+        stats.values.merge(fields, elements)
         *bins, flushed = counts
-        found.flushed += flushed
-        found.nonzero += sum(bins[: _BINS - 1])
-        found.exponents += Counter(
+        stats.flushed += flushed
+        stats.nonzero += sum(bins[: _BINS - 1])
+        stats.exponents += Counter(
             {place - EXPONENT_OFFSET - (self._exponent or 0): n for place, n in enumerate(bins[:-1]) if n}
         )
         if math.isfinite(fields["ref_peak"]):
-            found.peak = max(found.peak, fields["ref_peak"] / self._scale)
+            stats.peak = max(stats.peak, fields["ref_peak"] / self._scale)

@@ -2,11 +2,12 @@
 
 A gradient g under the scale s is rounded as s * g. It becomes zero if |s * g| is at most half of the format's
 smallest subnormal number, and infinite from half an ulp beyond its largest. Scales are powers of two, so that
-both are questions about whole exponents: nothing is run again.
+counts of exponents suffice to evaluate any scale without another run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,7 @@ __all__ = [
     "highest_exponent",
 ]
 
-SHARE = 0.05  # of a layer's gradient elements; what is flushed below it carries next to nothing
+SHARE = 0.05  # share of a layer's gradient elements that may be flushed: they contribute next to nothing
 TABLE = range(25)  # exponents of the scales in the table
 _SEARCHED = range(-40, 65)
 
@@ -39,14 +40,14 @@ class GradientStats:
     """Statistics of one gradient, summed over batches: of a site's output or a parameter.
 
     Attributes:
-        low_precision: whether it is held in 16 bits.
-        values: peaks, counts and errors of the scaled gradient, as for a value.
-        nonzero: elements that are not zero in FP32.
-        flushed: of those, the elements that are zero in 16 bits.
-        exponents: counts of FP32's magnitudes g, without the loss scale, by the e of 2^e < g <= 2^(e+1);
-            every element that is not zero is counted.
+        low_precision: Whether it is stored in 16 bits.
+        values: Peaks, counts and errors of the scaled gradient, as for a value.
+        nonzero: Number of elements that are not zero in FP32.
+        flushed: Number of these that are zero in 16 bits.
+        exponents: Counts of FP32's nonzero magnitudes g, without the loss scale, by the e of
+            2^e < g <= 2^(e+1).
         peak: FP32's largest magnitude, without the loss scale.
-        cancelled: whether it is a sum over a batch that nearly cancels in FP32: what is left is rounding.
+        cancelled: Whether it is a sum over a batch that cancels in FP32 up to rounding errors.
     """
 
     low_precision: bool = False
@@ -74,16 +75,16 @@ class GradientStats:
 
 @dataclass(frozen=True, slots=True)
 class GradientOrigin:
-    """An op whose backward made inf or NaN from finite gradients and values.
+    """An op whose backward computed inf or NaN from finite gradients and values.
 
     Attributes:
-        site: the op; of several that share a value, the one where the sum of theirs went wrong.
-        value: the site whose output's gradient it is, or the parameter's name.
-        is_parameter: which of the two ``value`` is.
-        batch: number of the first batch in which it happened, from 0.
-        custom: the custom backward or hook that did it, such as ``Scale.backward``; empty for torch's.
-        op: the op in it, as far as one is known.
-        source: that op's line, or where the custom backward is defined.
+        site: The op; of several that share a value, the one at which their sum broke.
+        value: The site whose output has this gradient, or the parameter's name.
+        is_parameter: Whether ``value`` is a parameter's name.
+        batch: Number of the first batch in which it broke, from 0.
+        custom: The custom backward or hook that broke, such as ``Scale.backward``; empty for torch's.
+        op: The op in the custom backward, if known.
+        source: Line of that op, or definition of the custom backward.
     """
 
     site: SiteId
@@ -100,11 +101,11 @@ class UntracedBackward:
     """A custom backward or hook that could not be traced.
 
     Attributes:
-        site: of the output whose gradient it takes.
-        name: such as ``Scale.backward``.
-        reason: why not.
-        source: the line that stopped the trace, or where it is defined.
-        instead: it ran ``as a whole``, or is ``left out`` if it is a hook; else nothing before it is audited.
+        site: Site of the output whose gradient it takes.
+        name: Name, such as ``Scale.backward``.
+        reason: Why it could not be traced.
+        source: Line that stopped the trace, or definition.
+        instead: ``as a whole`` if it was called, ``left out`` for a hook; empty if gradients stop there.
     """
 
     site: SiteId
@@ -119,20 +120,20 @@ class GradientRecord:
     """The gradients of one audit.
 
     Attributes:
-        scale: what the loss was multiplied by.
-        dynamic: whether training lowers the scale when something overflows.
-        scale_from: who says so.
-        least: how far down, at most.
-        sites: by site, the gradient of what it makes.
-        parameters: by name, the gradient of a parameter, in the dtype in which it is stored.
-        origins: ops whose backward broke a gradient, in the order of the backward pass.
-        losses: per batch the loss in FP32, in 16 bits, and in 16 bits with all faults of the forward pass
-            repaired; without the scale.
-        frozen: parameters that ask for no gradient.
-        trainable: by name, parameters that ask for one; the value is the first name of a tied one.
-        behind: those behind a custom backward that could not run.
-        notes: what was not as in training.
-        untraced: custom backwards that could not be traced.
+        scale: The loss scale.
+        dynamic: Whether training lowers the scale when gradients overflow.
+        scale_from: Source of the scale.
+        least: Lower limit of a dynamic scale.
+        sites: Gradients of sites' outputs.
+        parameters: Gradients of parameters, by name, in the dtype in which they are stored.
+        origins: Ops whose backward broke a gradient, in the order of the backward pass.
+        losses: For each batch, the loss in FP32, in 16 bits, and in 16 bits with all faults of the forward
+            pass repaired; without the scale.
+        frozen: Parameters that do not require a gradient.
+        trainable: Parameters that require a gradient, with the first name of each tied one.
+        behind: Parameters behind a custom backward that could not run.
+        notes: Deviations from training.
+        untraced: Custom backwards that could not be traced.
     """
 
     scale: float
@@ -151,13 +152,13 @@ class GradientRecord:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return trainable parameters that no loss depends on, under none of their names."""
+        """Return trainable parameters on which no loss depends, under any of their names."""
         used = {self.trainable[name] for name in self.parameters if name in self.trainable}
-        left = self.trainable.keys() - self.parameters.keys() - self.behind
-        return tuple(sorted(name for name in left if self.trainable[name] not in used))
+        unreached = self.trainable.keys() - self.parameters.keys() - self.behind
+        return tuple(sorted(name for name in unreached if self.trainable[name] not in used))
 
-    def emptied(self) -> GradientRecord:
-        """Return a record of the same loss scale without gradients."""
+    def empty_copy(self) -> GradientRecord:
+        """Return an empty record with the same loss scale."""
         return GradientRecord(self.scale, self.dynamic, self.scale_from, self.least)
 
     def join(self, later: GradientRecord) -> None:
@@ -171,7 +172,7 @@ class GradientRecord:
                 mine.setdefault(name, GradientStats(stats.low_precision)).join(stats)
         origins = {(origin.site, origin.value) for origin in self.origins}
         self.origins += [o for o in later.origins if (o.site, o.value) not in origins]
-        untraced = {(found.site, found.name) for found in self.untraced}
+        untraced = {(backward.site, backward.name) for backward in self.untraced}
         self.untraced += [u for u in later.untraced if (u.site, u.name) not in untraced]
         self.losses += later.losses
         self.frozen = tuple(sorted({*self.frozen, *later.frozen}))
@@ -180,7 +181,7 @@ class GradientRecord:
         self.notes += [note for note in later.notes if note not in self.notes]
 
     def broken_at(self, origin: GradientOrigin) -> GradientStats | None:
-        """Return the gradient that broke there; ``None`` if it was not measured."""
+        """Return the gradient that broke at an origin; ``None`` if it was not measured."""
         if origin.is_parameter:
             return self.parameters.get(origin.value)
         return self.sites.get(SiteId(origin.value))
@@ -201,10 +202,10 @@ def advice_on_scale(
     """Return the suitable scales; ``None`` if no gradient is stored in 16 bits.
 
     Args:
-        gradients: of sites and parameters, in graph order; others than 16-bit ones are left out.
-        form: the 16-bit format.
-        scale: the run's own.
-        share: of a layer's gradient elements that may be flushed.
+        gradients: Gradients of sites and parameters in graph order; only those in 16 bits are used.
+        form: The 16-bit format.
+        scale: Loss scale of the run.
+        share: Share of a layer's gradient elements that may be flushed.
     """
     by_layer: defaultdict[str, list[NamedGradient]] = defaultdict(list)
     for gradient in gradients:
@@ -212,10 +213,10 @@ def advice_on_scale(
             by_layer[gradient.layer].append(gradient)
     if not by_layer:
         return None
-    layers = tuple(_layer(layer, found, form, scale, share) for layer, found in by_layer.items())
-    lowest = max(layers, key=lambda found: found.low)
-    highest = min(layers, key=lambda found: found.high)
-    everything = [gradient for found in by_layer.values() for gradient in found]
+    layers = tuple(_layer(layer, members, form, scale, share) for layer, members in by_layer.items())
+    lowest = max(layers, key=lambda layer: layer.low)
+    highest = min(layers, key=lambda layer: layer.high)
+    everything = list(itertools.chain.from_iterable(by_layer.values()))
     return ScaleAdvice(
         share, layers, _table(everything, form), lowest.low, highest.high, lowest.layer, highest.layer
     )
@@ -266,7 +267,7 @@ def _flushed(exponents: Counter[int], form: NumberFormat, scale: float) -> int:
 
 
 def highest_exponent(peak: float, form: NumberFormat) -> int:
-    """Return the largest k for which peak * 2^k does not round to infinity, up to the search limit."""
+    """Return the largest k, up to the search limit, for which peak * 2^k does not round to infinity."""
     if peak == 0.0:
         return _SEARCHED[-1]
     k = min(math.floor(math.log2(form.overflow_at) - math.log2(peak)) + 1, _SEARCHED[-1])

@@ -30,9 +30,9 @@ class TapeEntry:
     """One step with the arguments of its call.
 
     Attributes:
-        inputs: the pairs of values that it took, by node.
-        shared: whether both runs did the same thing to the same tensors.
-        state: of the random numbers before it, if it draws some.
+        inputs: Pairs of operands, by node.
+        shared: Whether both runs made the same call on the same tensors.
+        state: Random state before the call, if it draws random numbers.
     """
 
     step: Step
@@ -42,10 +42,10 @@ class TapeEntry:
 
 
 class Tape(Observer):
-    """An observer that wraps another and records each differentiable step with its inputs.
+    """Wraps another observer and records each differentiable step, and marks, with their inputs.
 
-    Marks of custom backwards are kept as well. No value is copied: a graph without in-place ops never
-    changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
+    Values are not copied, since a graph without in-place ops never changes them. So a run keeps its
+    activations, FP32's and the 16-bit run's, as training does.
     """
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
@@ -70,7 +70,7 @@ class Tape(Observer):
 
 
 def unseen_write(step: Step) -> bool:
-    """Return whether the model's code writes in place with gradients off, unseen by autograd."""
+    """Return whether the model's code writes in place with gradients disabled, unseen by autograd."""
     if isinstance(step.target, WriteThrough):
         return step.target.unseen
     return isinstance(step.target, OnCopy) and not step.differentiable
@@ -79,27 +79,28 @@ def unseen_write(step: Step) -> bool:
 def needs_gradient(program: Program) -> frozenset[fx.Node]:
     """Return the nodes that a trainable parameter reaches through differentiable ops."""
     tensors = program.traced.tensors
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     places = {p.node: p for p in program.traced.placeholders}
     with_leaves = {custom.number for custom in program.traced.custom_backwards if custom.leaves}
     for node in program.inputs:
         tensor = tensors.get(node.name)
         trainable = places[node.name].slot is Slot.PARAMETER and tensor is not None and tensor.requires_grad
         if trainable:
-            found.add(node)
+            reached.add(node)
     entered: dict[int, list[fx.Node]] = {}
     for step in program.steps:
         if step.target is FUNCTION_INPUTS:
             entered[mark_number(step.node)] = marked_values(step.node)
         elif step.target is FUNCTION_OUTPUTS:
-            # a function's leaves are known in the end only; one without such inputs has no outputs here
-            if found.intersection(entered[mark_number(step.node)]) or mark_number(step.node) in with_leaves:
-                found.update(marked_values(step.node))
+            # leaves of a function are only known at its end; without differentiable inputs and leaves,
+            # its outputs have no gradient
+            if reached.intersection(entered[mark_number(step.node)]) or mark_number(step.node) in with_leaves:
+                reached.update(marked_values(step.node))
             continue
-        if unseen_write(step) and step.node.all_input_nodes[0] in found:
-            found.add(step.node)
+        if unseen_write(step) and step.node.all_input_nodes[0] in reached:
+            reached.add(step.node)
         passes = step.differentiable and str(step.target) not in DETACH_OPS
         floats = any(d is not None and d.is_floating_point for d in step.dtypes)
-        if passes and floats and any(used in found for used in step.node.all_input_nodes):
-            found.add(step.node)
-    return frozenset(found)
+        if passes and floats and any(used in reached for used in step.node.all_input_nodes):
+            reached.add(step.node)
+    return frozenset(reached)

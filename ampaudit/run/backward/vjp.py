@@ -1,6 +1,6 @@
 """Computes a step's vector-Jacobian product: the gradients of its inputs from those of its outputs.
 
-Each is what torch's ``derivatives.yaml`` says, in the same ATen ops; autograd is the test's oracle.
+The formulas are those of torch's ``derivatives.yaml``, in the same ATen ops; tests compare with autograd.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["vjp"]
 
 aten = torch.ops.aten
 Tensors = Mapping[str, torch.Tensor | None]
-# from the call's arguments by name, the names that are wanted and the output's gradient to theirs;
-# None where the call is of a form that the formula is not for
+# maps arguments by name, the names to differentiate by, and the output's gradient to the gradients by name;
+# None if the formula does not apply to the call
 Formula = Callable[[Mapping[str, Any], frozenset[str], torch.Tensor], Tensors | None]
 
 
@@ -30,113 +30,111 @@ def vjp(
     entry: TapeEntry,
     side: int,
     backend: Backend,
-    wanted: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the wanted inputs, in float32 carriers or, if native, in their dtypes.
+    """Return the gradients of some inputs, in float32 carriers or, if native, in their dtypes.
 
-    The step is called again on detached inputs, so that autograd sees this op and nothing else; random
-    numbers are drawn again from the same state.
+    The step is called again on detached inputs, so that autograd sees this op alone; random numbers are drawn
+    again from the same state.
 
     Args:
-        entry: the step, with the values that it took.
+        entry: The step, with the values of its inputs.
         side: 0 for FP32's values, 1 for the 16-bit run's.
-        backend: how that side computes.
-        wanted: input nodes to differentiate by.
-        gradients: of the step's outputs, ``None`` where there is none.
+        backend: Backend of that side.
+        nodes: Input nodes to differentiate by.
+        gradients: Gradients of the step's outputs, ``None`` where there is none.
     """
     step = entry.step
     if unseen_write(step) and not backend.follows_writes:
         first = step.node.all_input_nodes[0]
-        return [gradients[0] if node is first else None for node in wanted]
-    if step.site is not None and step.site.role.converts and list(wanted) == [step.node.args[0]]:
-        gradient = gradients[0]  # autograd would only convert it
-        return [None if gradient is None else _like(gradient, entry.inputs[wanted[0]][side])]
-    if (quick := _by_formula(entry, side, backend, wanted, gradients)) is not None:
+        return [gradients[0] if node is first else None for node in nodes]
+    if step.site is not None and step.site.role.converts and list(nodes) == [step.node.args[0]]:
+        gradient = gradients[0]  # autograd would only cast it
+        return [None if gradient is None else _like(gradient, entry.inputs[nodes[0]][side])]
+    if (quick := _by_formula(entry, side, backend, nodes, gradients)) is not None:
         return quick
-    leaves = {node: entry.inputs[node][side].detach().requires_grad_() for node in wanted}
+    leaves = {node: entry.inputs[node][side].detach().requires_grad_() for node in nodes}
     values = {node: leaves.get(node, pair[side]) for node, pair in entry.inputs.items()}
-    args, kwargs = backend.arguments(step)
-    args = fx.node.map_arg(args, lambda node: values[node])
-    kwargs = fx.node.map_arg(kwargs, lambda node: values[node])
+    args, kwargs = fx.node.map_arg(backend.arguments(step), values.__getitem__)
     if kwargs.get("sparse"):
         kwargs = kwargs | {"sparse": False}
     if entry.state is not None:
         restore_random_state(entry.state, next(iter(leaves.values())).device)
     with torch.enable_grad():
-        made: Any = backend.differentiable(step, args, kwargs)
-    outputs = made if isinstance(made, list | tuple) else (made,)
+        result: Any = backend.differentiable(step, args, kwargs)
+    outputs = result if isinstance(result, list | tuple) else (result,)
     pairs = [
         (output, _like(gradient, output))
         for output, gradient in zip(outputs, gradients, strict=True)
         if gradient is not None and isinstance(output, torch.Tensor) and output.requires_grad
     ]
     if not pairs:
-        return [None] * len(wanted)
-    found = torch.autograd.grad(
+        return [None] * len(nodes)
+    results = torch.autograd.grad(
         [output for output, _ in pairs],
-        [leaves[node] for node in wanted],
+        [leaves[node] for node in nodes],
         [gradient for _, gradient in pairs],
         allow_unused=True,
     )
-    # an embedding may ask for a sparse gradient: the numbers in it are the same
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+    # an embedding may return a sparse gradient, with the same numbers
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in results]
 
 
 def _by_formula(
     entry: TapeEntry,
     side: int,
     backend: Backend,
-    wanted: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None] | None:
-    """Return the gradients by a closed formula, without calling the step again, if there is one."""
+    """Return the gradients by a closed formula, if there is one, without calling the step again."""
     step, gradient = entry.step, gradients[0]
     formula = FORMULAS.get(str(step.target))
     if formula is None or gradient is None or not isinstance(step.target, OpOverload):
         return None
     args, kwargs = backend.arguments(step)
-    named = named_arguments(step.target, args, kwargs)
-    places = {node: name for name, node in named.items() if isinstance(node, fx.Node)}
-    if len(places) != sum(isinstance(value, fx.Node) for value in named.values()):
-        return None  # one value in two places
-    given = fx.node.map_arg(named, lambda node: entry.inputs[node][side])
-    names = [places[node] for node in wanted]
-    found = formula(given, frozenset(names), _like(gradient, next(iter(entry.inputs.values()))[side]))
-    return None if found is None else [found[name] for name in names]
+    templates = named_arguments(step.target, args, kwargs)
+    places = {node: name for name, node in templates.items() if isinstance(node, fx.Node)}
+    if len(places) != sum(isinstance(value, fx.Node) for value in templates.values()):
+        return None  # one value is passed twice
+    values = fx.node.map_arg(templates, lambda node: entry.inputs[node][side])
+    names = [places[node] for node in nodes]
+    results = formula(values, frozenset(names), _like(gradient, next(iter(entry.inputs.values()))[side]))
+    return None if results is None else [results[name] for name in names]
 
 
 def _like(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.dtype == output.dtype else gradient.to(output.dtype)
 
 
-def linear(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors | None:
+def linear(values: Mapping[str, Any], names: frozenset[str], gradient: torch.Tensor) -> Tensors | None:
     """Y = x W^T + b: dx = g W, dW = g^T x, db = sum of g over all rows."""
-    if given["weight"].dim() != 2 or not gradient.numel():
+    if values["weight"].dim() != 2 or not gradient.numel():
         return None
     rows = gradient.reshape(-1, gradient.shape[-1])
-    found: dict[str, torch.Tensor | None] = {}
-    if "input" in wanted:
-        found["input"] = (rows @ given["weight"]).view(given["input"].shape)
-    if "weight" in wanted:
-        found["weight"] = rows.t() @ given["input"].reshape(-1, given["input"].shape[-1])
-    if "bias" in wanted:
-        found["bias"] = rows.sum(0)
-    return found
+    gradients: dict[str, torch.Tensor | None] = {}
+    if "input" in names:
+        gradients["input"] = (rows @ values["weight"]).view(values["input"].shape)
+    if "weight" in names:
+        gradients["weight"] = rows.t() @ values["input"].reshape(-1, values["input"].shape[-1])
+    if "bias" in names:
+        gradients["bias"] = rows.sum(0)
+    return gradients
 
 
-def convolution(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors:
+def convolution(values: Mapping[str, Any], names: frozenset[str], gradient: torch.Tensor) -> Tensors:
     """Call torch's own backward of a convolution, which requires a batch dimension."""
-    value, weight, bias = given["input"], given["weight"], given.get("bias")
+    value, weight, bias = values["input"], values["weight"], values.get("bias")
     spatial = weight.dim() - 2
     if unbatched := value.dim() == spatial + 1:
         value, gradient = value.unsqueeze(0), gradient.unsqueeze(0)
     sizes = {
-        name: _each(given.get(name, default), spatial)
+        name: _each(values.get(name, default), spatial)
         for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     }
-    mask = [name in wanted for name in ("input", "weight", "bias")]
-    made = aten.convolution_backward(
+    mask = [name in names for name in ("input", "weight", "bias")]
+    results = aten.convolution_backward(
         gradient,
         value,
         weight,
@@ -144,31 +142,33 @@ def convolution(given: Mapping[str, Any], wanted: frozenset[str], gradient: torc
         *(sizes["stride"], sizes["padding"], sizes["dilation"]),
         False,
         [0] * spatial,
-        given.get("groups", 1),
+        values.get("groups", 1),
         mask,
     )
-    found = {name: g for name, g, asked in zip(("input", "weight", "bias"), made, mask, strict=True) if asked}
-    if unbatched and "input" in found:
-        found["input"] = found["input"].squeeze(0)
-    return found
+    gradients = {
+        name: g for name, g, needed in zip(("input", "weight", "bias"), results, mask, strict=True) if needed
+    }
+    if unbatched and "input" in gradients:
+        gradients["input"] = gradients["input"].squeeze(0)
+    return gradients
 
 
-def relu(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors:
+def relu(values: Mapping[str, Any], names: frozenset[str], gradient: torch.Tensor) -> Tensors:
     """The gradient where x > 0, else 0."""
-    del wanted
-    return {"self": aten.threshold_backward(gradient, given["self"], 0)}
+    del names
+    return {"self": aten.threshold_backward(gradient, values["self"], 0)}
 
 
-def matmul(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors:
+def matmul(values: Mapping[str, Any], names: frozenset[str], gradient: torch.Tensor) -> Tensors:
     """Y = A B, both of three dimensions or both of two: dA = G B^T, dB = A^T G."""
-    first, second = given["self"], given.get("mat2", given.get("other"))
-    found: dict[str, torch.Tensor | None] = {}
-    if "self" in wanted:
-        found["self"] = gradient @ second.mT
+    first, second = values["self"], values.get("mat2", values.get("other"))
+    gradients: dict[str, torch.Tensor | None] = {}
+    if "self" in names:
+        gradients["self"] = gradient @ second.mT
     for name in ("mat2", "other"):
-        if name in wanted:
-            found[name] = first.mT @ gradient
-    return found
+        if name in names:
+            gradients[name] = first.mT @ gradient
+    return gradients
 
 
 def _each(value: Any, count: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""What the rounding of each value does to the outputs, and runs with any choice of precisions."""
+"""Measures the effect of rounding each value on the outputs, and runs any choice of precisions."""

@@ -1,8 +1,8 @@
-"""Measures what the rounding of each value and each gradient does to the gradients of the parameters.
+"""Measures the effect of rounding each value and each gradient on the gradients of the parameters.
 
-For random signs v on the gradients G, the derivatives of ``v . G`` by a forward value, and by a gradient on
-its way, are their effects on G; so they are probed as outputs are (see ``probe``), with a second backward
-pass through FP32's backward pass.
+For random signs v on the gradients G, the derivatives of ``v . G`` with respect to forward values and
+intermediate gradients are their effects on G. So they are probed like outputs (see ``probe``), with a second
+backward pass through FP32's backward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ampaudit.run.lockstep import LockStep
 from ampaudit.run.observer import Observer, resolved
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
-from ampaudit.run.sensitivity.measure import enough_probes, most_probes, signs_like
+from ampaudit.run.sensitivity.measure import enough_probes, max_probes, signs_like
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueNames, values_of
 from ampaudit.run.sensitivity.probe import (
     BackwardKind,
@@ -52,52 +52,48 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 
 __all__ = ["GradientProbe"]
 
-# ops whose derivative jumps: a rounding that carries a value over the edge changes a gradient as a whole
+# ops with a discontinuous derivative: rounding a value across the edge replaces a whole gradient
 _PIECEWISE = frozenset(
     "relu relu_ relu6 leaky_relu prelu rrelu threshold hardtanh hardswish hardsigmoid hardshrink softshrink "
     "clamp clamp_min clamp_max abs maximum minimum fmax fmin max min amax amin sort topk median "
     "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices adaptive_max_pool1d "
     "adaptive_max_pool2d adaptive_max_pool3d l1_loss hinge_embedding_loss margin_ranking_loss".split()
 )
-LEAST = 8  # probes: a few jumps may be most of the error, and two that agree say little of them
-COPIES = 10  # of the bytes of values in 16 bits: both runs', their errors, and two passes of autograd's
+MIN_PROBES = 8  # a few jumps may be most of the error, and two probes that agree may miss them
+COPIES = 10  # of the bytes of values in 16 bits: both runs', their errors, and two passes of autograd
 
 
 class GradientProbe(GradientAudit):
     """Implements ``run.config.Differentiator``: audits gradients, and probes those of the parameters.
 
-    What a rounding before ``detach`` or ``no_grad`` does to values behind it is left out.
-
-    Args:
-        config: of the run.
-        scale: the loss scale that training starts with.
+    The effect of rounding before ``detach`` or ``no_grad`` on values behind it is not included.
 
     Attributes:
-        graph: the values of all programs.
+        graph: Values of all programs.
     """
 
     def __init__(self, config: RunConfig, scale: StartingScale) -> None:
         super().__init__(config, scale)
         self.graph = PrecisionGraph()
-        self._found = SensitivityRecord()
+        self._sensitivity = SensitivityRecord()
         self._dtype = torch_dtype(config.number_format)
         self._seed = config.seed
         self._errors: ErrorTape | None = None
 
     def take(self, record: RunRecord) -> None:
-        """Put what was seen since this was last called into the record of a batch."""
+        """Move the results since the last call into the record of a batch."""
         super().take(record)
-        record.sensitivity, self._found = self._found, SensitivityRecord()
+        record.sensitivity, self._sensitivity = self._sensitivity, SensitivityRecord()
 
     def pass_over(self, executor: LockStep) -> None:
-        """Note the values of a batch that another machine runs."""
+        """Register the values of a batch that another machine runs."""
         self.graph.merge(values_of(executor).graph)
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in both tapes.
 
         Raises:
-            RunFailed: it would not fit into memory.
+            RunFailed: the tapes would not fit into memory.
         """
         refuse_more_than_memory(program.traced.graph, self._device, COPIES)
         self._errors = ErrorTape(super().following(observer, program), float_nodes(program))
@@ -119,41 +115,41 @@ class GradientProbe(GradientAudit):
         names = values_of(executor)
         self.graph.merge(names.graph)
         parameters = self._parameters(executor.program)
-        found = self._gradient_errors(executor.program, tape, outputs[-1][0], parameters)
-        self._found.measured.append(found.relative_error)
+        backward_errors = self._gradient_errors(executor.program, tape, outputs[-1][0], parameters)
+        self._sensitivity.measured.append(backward_errors.relative_error)
         generator = torch.Generator().manual_seed(self._seed + number)
-        seeds = (_signs(found.gradients, parameters, generator) for _ in range(most_probes(errors)))
+        seeds = (_signs(backward_errors.gradients, parameters, generator) for _ in range(max_probes(errors)))
         loss = executor.program.outputs[-1]
         try:
             with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():  # fused kernels lack second derivatives
-                double = DoubleBackward(errors, found, loss, self.record.scale, parameters)
-                probes = enough_probes((double.probe(names, self._dtype, seed) for seed in seeds), LEAST)
+                double = DoubleBackward(errors, backward_errors, loss, self.record.scale, parameters)
+                probes = enough_probes((double.probe(names, self._dtype, seed) for seed in seeds), MIN_PROBES)
         except (RuntimeError, NotImplementedError) as error:
             raise RunFailed(
                 f"the gradient of an op has no gradient itself: {first_line(error)}",
                 hint="leave out --sensitivity, or rank the error of the outputs without --backward",
             ) from error
-        self._found.add(f"gradients of {title}", probes)
+        self._sensitivity.add(f"gradients of {title}", probes)
 
     def _parameters(self, program: Program) -> dict[fx.Node, int]:
-        """Return the trainable parameters by placeholder; tied ones have several."""
-        found, tensors = dict[fx.Node, int](), program.traced.tensors
+        """Map placeholders to the identities of trainable parameters; tied ones have several."""
+        parameters, tensors = dict[fx.Node, int](), program.traced.tensors
         for node, place in zip(program.inputs, program.traced.placeholders, strict=True):
             if place.slot is Slot.PARAMETER and node in self._needed[id(program)]:
-                found[node] = id(tensors[node.name])
-        return found
+                parameters[node] = id(tensors[node.name])
+        return parameters
 
     def _gradient_errors(
         self, program: Program, tape: Tape, reference: torch.Tensor, parameters: dict[fx.Node, int]
     ) -> GradientErrors:
         """Run the backward pass again, and return the errors of its ops."""
-        found, loss = GradientErrors(parameters), program.outputs[-1]
+        errors, loss = GradientErrors(parameters), program.outputs[-1]
         dtypes, customs = gradient_dtypes(program), self._custom[id(program)]
         seed = torch.full_like(reference, self.record.scale)
         pair = (seed, self._backend.represent(seed.clone(), dtypes[loss][0]))
         needed = self._needed[id(program)]
-        ErrorPass(found, tape, needed, dtypes, self._backend, customs).run({loss: pair}, found)
-        return found
+        ErrorPass(errors, tape, needed, dtypes, self._backend, customs).run({loss: pair}, errors)
+        return errors
 
 
 def _refuse_custom_backwards(program: Program, tape: Tape) -> None:
@@ -176,8 +172,8 @@ def _signs(
     return {node: signs[key] for node, key in parameters.items() if key in signs}
 
 
-class _Erring(NamedTuple):
-    """A value whose gradient has an error, or that gradient; the op that makes it; and why."""
+class _ErrorTerm(NamedTuple):
+    """A value whose gradient has an error (or that gradient), the op that computes it, and the kind."""
 
     op: fx.Node
     kind: BackwardKind
@@ -186,14 +182,9 @@ class _Erring(NamedTuple):
 
 
 class DoubleBackward:
-    """FP32's forward and backward pass as one graph of autograd.
+    """FP32's forward and backward pass as one autograd graph.
 
-    Args:
-        tape: of the forward pass, with its errors.
-        errors: of the backward pass.
-        loss: the node that is differentiated.
-        scale: the loss scale.
-        parameters: by placeholder of a trainable parameter, the parameter.
+    ``parameters`` holds the identities of trainable parameters by placeholder.
     """
 
     def __init__(
@@ -216,76 +207,79 @@ class DoubleBackward:
     def _differentiate(
         self, loss: torch.Tensor, errors: GradientErrors, parameters: Mapping[fx.Node, int]
     ) -> None:
-        """Run the backward pass, and keep the gradients in which there are errors."""
+        """Run the backward pass, and keep the gradients that have errors."""
         reads, values = self._reads, self._values
-        made: list[_Erring] = [
-            *(_Erring(key[0], "gradient", reads[key], e) for key, e in errors.shares.items() if key in reads),
-            *(_Erring(key[0], "jump", reads[key], e) for key, e in errors.jumps.items() if key in reads),
+        terms: list[_ErrorTerm] = [
             *(
-                _Erring(node, "gradient", values[node], e)
+                _ErrorTerm(key[0], "gradient", reads[key], e)
+                for key, e in errors.shares.items()
+                if key in reads
+            ),
+            *(_ErrorTerm(key[0], "jump", reads[key], e) for key, e in errors.jumps.items() if key in reads),
+            *(
+                _ErrorTerm(node, "gradient", values[node], e)
                 for node, e in errors.sums.items()
                 if _has_gradient(values.get(node))
             ),
         ]
         ends = [node for node in parameters if node in values]
-        of = [*(erring.tensor for erring in made), *(values[node] for node in ends)]
-        # autograd returns what its backward pass goes on with, so it can be differentiated by that
-        found = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
-        known = [gradient if _has_gradient(gradient) else None for gradient in found]
-        self._made = [
-            erring._replace(tensor=gradient)
-            for erring, gradient in zip(made, known[: len(made)], strict=True)
+        of = [*(term.tensor for term in terms), *(values[node] for node in ends)]
+        # autograd returns the tensors with which it continues, so that they can be differentiated by
+        gradients = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
+        passing = [gradient if _has_gradient(gradient) else None for gradient in gradients]
+        self._terms = [
+            term._replace(tensor=gradient)
+            for term, gradient in zip(terms, passing[: len(terms)], strict=True)
             if gradient is not None
         ]
-        pairs = zip(ends, known[len(made) :], strict=True)
+        pairs = zip(ends, passing[len(terms) :], strict=True)
         self._gradients = {node: gradient for node, gradient in pairs if gradient is not None}
 
     def _forward(self, entry: TapeEntry) -> None:
         step = entry.step
-        given: dict[fx.Node, Any] = {}
+        inputs: dict[fx.Node, Any] = {}
         for node, (reference, _) in entry.inputs.items():
             if node not in self._values:
                 self._values[node] = _leaf(reference)
             value = self._values[node]
-            if _has_gradient(value):  # each reader gets its own, for what rounding does to it alone
+            if _has_gradient(value):  # each reader gets its own view, to separate the effects of rounding
                 self._reads[step.node, node] = value = value.view_as(value)
-            given[node] = value, None
-        self._values[step.node] = self._called(step, given, entry)
+            inputs[node] = value, None
+        self._values[step.node] = self._called(step, inputs, entry)
 
-    def _called(self, step: Step, given: dict[fx.Node, Any], entry: TapeEntry) -> Any:
+    def _called(self, step: Step, inputs: dict[fx.Node, Any], entry: TapeEntry) -> Any:
         passes = step.differentiable and str(step.target) not in DETACH_OPS
         args, kwargs = self._backend.arguments(step)
-        args, kwargs = resolved(args, given, 0), resolved(kwargs, given, 0)
+        args, kwargs = resolved(args, inputs, 0), resolved(kwargs, inputs, 0)
         if kwargs.get("sparse"):
             kwargs = kwargs | {"sparse": False}
         if entry.state is not None:
-            devices = (value.device for value, _ in given.values() if isinstance(value, torch.Tensor))
+            devices = (value.device for value, _ in inputs.values() if isinstance(value, torch.Tensor))
             restore_random_state(entry.state, next(devices, torch.device("cpu")))
         with torch.set_grad_enabled(passes):
-            made = self._backend.differentiable(step, args, kwargs)
-        return made if passes else _leaf(made)
+            result = self._backend.differentiable(step, args, kwargs)
+        return result if passes else _leaf(result)
 
     def probe(self, names: ValueNames, dtype: torch.dtype, seed: Mapping[fx.Node, torch.Tensor]) -> Collected:
-        """Return what each rounding adds to the error of the gradients, from random signs on them."""
+        """Return what each rounding adds to the error of the gradients, given random signs on them."""
         gradients = self._gradients
         if not gradients:
             return Collected({}, {}, {})
         total = torch.stack([(gradients[node] * seed[node]).sum() for node in gradients]).sum()
         collector = ErrorCollector(names, self._tape, dtype)
         values = {node: value for node, value in self._values.items() if _has_gradient(value)}
-        targets = [*values.values(), *self._reads.values(), *(erring.tensor for erring in self._made)]
-        found = torch.autograd.grad(total, targets, retain_graph=True, allow_unused=True)
-        effects = iter(found)
+        targets = [*values.values(), *self._reads.values(), *(term.tensor for term in self._terms)]
+        effects = iter(torch.autograd.grad(total, targets, retain_graph=True, allow_unused=True))
         for node in values:
             if (effect := next(effects)) is not None:
-                collector.complete(node, None, (effect, effect))
+                collector.observe_total(node, None, (effect, effect))
         steps = {entry.step.node: entry.step for entry in self._tape.steps}
         for reader, of in self._reads:
             if (effect := next(effects)) is not None:
-                collector.made(steps[reader], of, (effect, effect))
-        for erring in self._made:
+                collector.observe_share(steps[reader], of, (effect, effect))
+        for term in self._terms:
             if (effect := next(effects)) is not None:
-                collector.backward_made(erring.op, erring.kind, effect, erring.error)
+                collector.add_backward(term.op, term.kind, effect, term.error)
         return collector.fetched()
 
 
@@ -304,13 +298,12 @@ def _leaf(value: Any) -> Any:
 class GradientErrors(GradientObserver):
     """The errors that rounding adds in a backward pass.
 
-    Args:
-        parameters: by placeholder of a trainable parameter, the parameter; tied ones have several.
+    ``parameters`` holds the identities of trainable parameters by placeholder; tied ones have several.
 
     Attributes:
-        shares: by op and input, the op's gradient in 16 bits minus that in FP32 from the same values.
-        sums: by node, the same for adding up several shares.
-        jumps: by op and input, what values on the other side of an edge in 16 bits change in a gradient.
+        shares: Difference of an op's gradients in 16 bits and in FP32 from the same values, by op and input.
+        sums: The same for adding up several shares, by node.
+        jumps: Change of a gradient by values that cross an edge in 16 bits, by op and input.
     """
 
     def __init__(self, parameters: Mapping[fx.Node, int]) -> None:
@@ -321,15 +314,15 @@ class GradientErrors(GradientObserver):
         self._arrived: dict[fx.Node, int] = defaultdict(int)
         self._complete: dict[int, list[GradientPair]] = defaultdict(list)
 
-    def made(
+    def observe_share(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
         """Count the shares of a sum."""
         self._arrived[of] += 1
         return pair[1]
 
-    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """Note the error of a sum, and the gradient of a parameter."""
+    def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+        """Record the error of a sum, and the gradient of a parameter."""
         additions = self._arrived[node] - 1
         if additions > 0 and dtype in LOW_PRECISION_DTYPES:
             error = finite_difference(rounded(pair[0], dtype), widened_tensor(pair[0]))
@@ -364,39 +357,35 @@ def _total(pairs: list[GradientPair], side: int) -> torch.Tensor:
 
 
 class ErrorPass(BackwardPass):
-    """A backward pass that notes the error that each op's backward adds.
+    """A backward pass that records the error that each op's backward adds."""
 
-    Args:
-        into: takes the errors.
-        others: as for ``BackwardPass``.
-    """
-
-    def __init__(self, into: GradientErrors, *others: Any) -> None:
+    def __init__(self, errors: GradientErrors, *others: Any) -> None:
         super().__init__(*others)
-        self._into = into
+        self._errors = errors
 
     def _products(
         self, entry: TapeEntry, out: list[GradientPair | None]
     ) -> Iterator[tuple[fx.Node, GradientPair]]:
-        made = dict(super()._products(entry, out))
-        low = [node for node in made if self._dtypes[node][0] in LOW_PRECISION_DTYPES]
+        products = dict(super()._products(entry, out))
+        low = [node for node in products if self._dtypes[node][0] in LOW_PRECISION_DTYPES]
         for node, exact in self._exact(entry, low, [None if pair is None else pair[1] for pair in out]):
-            self._into.shares[entry.step.node, node] = finite_difference(made[node][1], exact)
+            self._errors.shares[entry.step.node, node] = finite_difference(products[node][1], exact)
         if entry.step.site is not None and short_op(entry.step.site.op) in _PIECEWISE:
-            for node, exact in self._exact(entry, made, [None if pair is None else pair[0] for pair in out]):
-                self._into.jumps[entry.step.node, node] = finite_difference(exact, made[node][0])
-        yield from made.items()
+            for node, exact in self._exact(
+                entry, products, [None if pair is None else pair[0] for pair in out]
+            ):
+                self._errors.jumps[entry.step.node, node] = finite_difference(exact, products[node][0])
+        yield from products.items()
 
     def _exact(
-        self, entry: TapeEntry, wanted: Collection[fx.Node], gradients: Sequence[torch.Tensor | None]
+        self, entry: TapeEntry, nodes: Collection[fx.Node], gradients: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[fx.Node, torch.Tensor]]:
-        """Return the gradients that FP32 makes of the 16-bit run's values."""
-        if not wanted:
+        """Yield the gradients that FP32 computes from the 16-bit run's values."""
+        if not nodes:
             return
         inputs = {node: (widened_value(pair[1]),) * 2 for node, pair in entry.inputs.items()}
         same = TapeEntry(entry.step, inputs, True, entry.state)
-        given = [None if gradient is None else widened_tensor(gradient) for gradient in gradients]
-        nodes = list(wanted)
-        for node, exact in zip(nodes, vjp(same, 0, Float32Backend(), nodes, given), strict=True):
+        wide = [None if gradient is None else widened_tensor(gradient) for gradient in gradients]
+        for node, exact in zip(nodes, vjp(same, 0, Float32Backend(), list(nodes), wide), strict=True):
             if exact is not None:
                 yield node, widened_tensor(exact)

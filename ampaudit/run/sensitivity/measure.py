@@ -1,4 +1,4 @@
-"""Probes the outputs of a run, batch by batch, and keeps what further runs of the same batches need."""
+"""Probes the outputs of a run, batch by batch, and prepares further runs of the same batches."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder
 from ampaudit.trace.values import torch_dtype
 
-__all__ = ["ProbedBatch", "SensitivityProbe", "enough_probes", "most_probes", "signs_like"]
+__all__ = ["ProbedBatch", "SensitivityProbe", "enough_probes", "max_probes", "signs_like"]
 
 
-SEPARATE = 16  # outputs up to which each is probed by itself; more are probed together
+SEPARATE = 16  # number of outputs up to which each is probed separately
 MIN_PROBES, MAX_PROBES = 2, 32
-SPREAD = 0.06  # standard error of the sum over all values at which there are enough probes: 0.25 dB
+SPREAD = 0.06  # relative standard error of the sum over all values that suffices: 0.25 dB
 COPIES = 4  # of the bytes of values in 16 bits: FP32's values, and their errors in float32
-ELEMENTS = 1 << 26  # of values that all probes of an output may pass
+ELEMENTS = 1 << 26  # elements of values that all probes of an output may process
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedBatch:
-    """A batch that can be run again in any choice of precisions.
+    """A batch that can be run again with any choice of precisions.
 
     Attributes:
-        number: of the batch.
-        executor: of the program traced for it.
-        names: of the program's values.
-        tensors: its inputs.
-        seed: of its random numbers.
+        number: Number of the batch.
+        executor: Executor of the program traced for it.
+        names: Names of the program's values.
+        tensors: Inputs of the batch.
+        seed: Seed of its random numbers.
         references: FP32's outputs by name.
-        columns: outputs, or groups of them, that were probed.
+        columns: Names of the probed outputs, or groups of outputs.
     """
 
     number: int
@@ -62,35 +62,34 @@ class ProbedBatch:
     columns: tuple[str, ...]
 
     def run(self, wide: Collection[str], dtype: torch.dtype) -> dict[str, Pair]:
-        """Run with these values in float32 and all others in 16 bits; return outputs beside FP32's."""
+        """Run with these values in float32 and all others in 16 bits; return FP32's outputs and these."""
         mixed = MixedRun(self.executor, self.names, self.names.graph.in_float32(wide), dtype)
         with guarded(self.executor.device):
             torch.manual_seed(self.seed)
             outputs = mixed.run(list(self.tensors), Observer())
-        names = self.executor.program.traced.outputs
-        found = zip(names, outputs, strict=True)
-        return {name: (self.references[name], pair[1]) for name, pair in found}
+        pairs = zip(self.executor.program.traced.outputs, outputs, strict=True)
+        return {name: (self.references[name], pair[1]) for name, pair in pairs}
 
 
 class SensitivityProbe:
     """Implements ``run.config.Differentiator`` for outputs instead of a loss.
 
     Args:
-        config: of the run.
-        batches: of the run.
-        decisions: whether to probe what outputs that are no floats are decided from.
+        config: Configuration of the run.
+        batches: Batches of the run.
+        decisions: Whether to probe the floats from which outputs are decided, if no output is a float.
 
     Attributes:
-        graph: the values of all programs.
-        batches: those that were probed.
+        graph: Values of all programs.
+        batches: The probed batches.
     """
 
     def __init__(self, config: RunConfig, batches: Sequence[Batch], *, decisions: bool = False) -> None:
         self._decisions = decisions
         self.graph = PrecisionGraph()
         self.batches: list[ProbedBatch] = []
-        self._found = SensitivityRecord()
-        self._given = batches
+        self._record = SensitivityRecord()
+        self._inputs = batches
         self._dtype = torch_dtype(config.number_format)
         self._seed = config.seed
         self._device = config.device
@@ -98,15 +97,15 @@ class SensitivityProbe:
         self._tape: ErrorTape | None = None
 
     def take(self, record: RunRecord) -> None:
-        """Put what was probed since this was last called into the record of a batch."""
-        record.sensitivity, self._found = self._found, SensitivityRecord()
+        """Move the results since the last call into the record of a batch."""
+        record.sensitivity, self._record = self._record, SensitivityRecord()
 
     def pass_over(self, executor: LockStep) -> None:
-        """Note the values of a batch that another machine runs."""
-        self._named(executor)
+        """Register the values of a batch that another machine runs."""
+        self._names_of(executor)
 
     def keep_low(self, casts: Collection[str]) -> None:
-        """Note that these casts in the model's code are to 16 bits, whatever they take."""
+        """Mark casts in the model's code as casts to 16 bits, whatever their input."""
         for graph in (self.graph, *(batch.names.graph for batch in self.batches)):
             graph.keep_low(casts)
 
@@ -114,7 +113,7 @@ class SensitivityProbe:
         """Wrap the observer in a tape.
 
         Raises:
-            RunFailed: it would not fit into memory.
+            RunFailed: the tape would not fit into memory.
         """
         refuse_more_than_memory(program.traced.graph, self._device, COPIES)
         self._tape = ErrorTape(observer, float_nodes(program))
@@ -126,55 +125,55 @@ class SensitivityProbe:
         """Probe the outputs of the run followed last.
 
         Raises:
-            InputError: no output has gradients.
-            RunFailed: an op has none.
+            InputError: no output has a gradient.
+            RunFailed: an op has no gradient.
         """
         del unrepaired
         assert self._tape is not None, "a run is recorded before its probes"
         tape, self._tape = self._tape, None
-        names = self._named(executor)
-        batch, seed = self._given[number], self._seed + number
+        names = self._names_of(executor)
+        batch, seed = self._inputs[number], self._seed + number
         tensors = tensor_leaves(batch.args, batch.kwargs)
-        named = dict(zip(executor.program.traced.outputs, outputs, strict=True))
-        decided = {} if _has_floats(named) or not self._decisions else _decided(executor.program, tape)
-        columns = decided or _float_outputs(executor.program, named, title)
-        references = {name: pair[0] for name, pair in named.items()}
+        pairs = dict(zip(executor.program.traced.outputs, outputs, strict=True))
+        floats = any(pair[0].is_floating_point() for pair in pairs.values())
+        sources = _decision_sources(executor.program, tape) if self._decisions and not floats else {}
+        columns = sources or _float_outputs(executor.program, pairs, title)
+        references = {name: pair[0] for name, pair in pairs.items()}
         self.batches.append(ProbedBatch(number, executor, names, tensors, seed, references, tuple(columns)))
         generator = torch.Generator().manual_seed(seed)
         for name, group in columns.items():
             seeds = (
-                {node: signs_like(r, generator) for node, r in group.items()}
-                for _ in range(most_probes(tape))
+                {node: signs_like(r, generator) for node, r in group.items()} for _ in range(max_probes(tape))
             )
-            found = (
-                probe(executor, names, tape, seed, self._dtype, decisions=bool(decided)) for seed in seeds
+            collected = (
+                probe(executor, names, tape, seed, self._dtype, decisions=bool(sources)) for seed in seeds
             )
-            self._found.add(f"{name} of {title}", enough_probes(found))
+            self._record.add(f"{name} of {title}", enough_probes(collected))
 
-    def _named(self, executor: LockStep) -> ValueNames:
-        """Return the names of a program's values, which are added to the graph of all."""
+    def _names_of(self, executor: LockStep) -> ValueNames:
+        """Return the names of a program's values, and add them to the graph."""
         if id(executor) not in self._names:
             self._names[id(executor)] = values_of(executor)
             self.graph.merge(self._names[id(executor)].graph)
         return self._names[id(executor)]
 
 
-def most_probes(tape: ErrorTape) -> int:
-    """Return how many probes there may be: large models need few."""
+def max_probes(tape: ErrorTape) -> int:
+    """Return the maximum number of probes: large models need few."""
     return min(max(ELEMENTS // tape.elements, MIN_PROBES), MAX_PROBES)
 
 
 def enough_probes(probes: Iterator[Collected], least: int = MIN_PROBES) -> list[Collected]:
-    """Return as many probes as their mean needs to settle: outputs of few elements need more."""
-    found, totals = list[Collected](), list[float]()
+    """Return as many probes as their mean needs to converge: outputs of few elements need more."""
+    collected, totals = list[Collected](), list[float]()
     for one in probes:
-        found.append(one)
+        collected.append(one)
         totals.append(sum(one.own.values()) + sum(one.backward.values()))
-        if len(found) >= least:
+        if len(collected) >= least:
             spread = statistics.stdev(totals) / math.sqrt(len(totals))
             if spread <= SPREAD * statistics.fmean(totals):
                 break
-    return found
+    return collected
 
 
 def signs_like(
@@ -183,9 +182,9 @@ def signs_like(
     """Return random signs, scaled so that squared errors are relative to the squares of the output.
 
     Args:
-        reference: the output.
-        generator: of the signs.
-        norm: of all that is probed together, if that is more.
+        reference: The output.
+        generator: Random generator of the signs.
+        norm: Norm of all outputs that are probed together, if there are several.
     """
     signs = torch.randint(0, 2, reference.shape, generator=generator).mul_(2).sub_(1)
     scale = torch.linalg.vector_norm(reference.detach().double()) if norm is None else norm
@@ -193,22 +192,18 @@ def signs_like(
     return scaled
 
 
-def _has_floats(named: Mapping[str, Pair]) -> bool:
-    return any(pair[0].is_floating_point() for pair in named.values())
-
-
 def _float_outputs(
-    program: Program, named: Mapping[str, Pair], title: str
+    program: Program, pairs: Mapping[str, Pair], title: str
 ) -> dict[str, dict[fx.Node, torch.Tensor]]:
     """Return the outputs that are probed together, with FP32's values.
 
     Raises:
-        InputError: there is none that is more than zeros.
+        InputError: no floating-point output has a nonzero element.
     """
     nodes = dict(zip(program.traced.outputs, program.outputs, strict=True))
     floats = {
         name: (nodes[name], pair[0])
-        for name, pair in named.items()
+        for name, pair in pairs.items()
         if pair[0].is_floating_point() and bool((pair[0] != 0).any())
     }
     if not floats:
@@ -221,31 +216,28 @@ def _float_outputs(
     return {name: dict([item]) for name, item in floats.items()}
 
 
-def _decided(program: Program, tape: ErrorTape) -> dict[str, dict[fx.Node, torch.Tensor]]:
-    """Return the last floating-point values before the outputs, of which these are decisions."""
+def _decision_sources(program: Program, tape: ErrorTape) -> dict[str, dict[fx.Node, torch.Tensor]]:
+    """Return the last floating-point values before the outputs, from which they are decided."""
     values = tape.references
-    found: dict[fx.Node, torch.Tensor] = {}
-    pending, seen = list(program.outputs), set[fx.Node]()
+    sources: dict[fx.Node, torch.Tensor] = {}
+    pending, visited = list(program.outputs), set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         value = values.get(node)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and bool((value != 0).any()):
-            found[node] = value
+            sources[node] = value
         else:
             pending += node.all_input_nodes
-    return {"what the outputs are decided from": found} if found else {}
+    return {"what the outputs are decided from": sources} if sources else {}
 
 
 class _MixedBackend(Emulated):
-    """A backend whose 16-bit ops round what they read from float32.
+    """A backend whose 16-bit ops round operands that are in float32.
 
-    Args:
-        names: of the program's values.
-        wide: the values in float32.
-        dtype: the 16-bit format.
+    ``wide`` are the names of the values in float32.
     """
 
     name = "mixed"
@@ -255,7 +247,7 @@ class _MixedBackend(Emulated):
         self._dtype = dtype
         self._reads = {
             node: frozenset(source for source in names.sources.get(node, ()) if names.of[source] in wide)
-            for node in names.made
+            for node in names.producers
             if names.of[node] not in wide
         }
 
@@ -274,28 +266,21 @@ class _MixedBackend(Emulated):
         if exposed := self._reads[step.node]:
             template = pytree.tree_leaves((step.wide_args, step.wide_kwargs))
             values, structure = pytree.tree_flatten((args, kwargs))
-            given = [
+            leaves = [
                 self.represent(value, self._dtype)
                 if node in exposed and isinstance(value, torch.Tensor)
                 else value
                 for node, value in zip(template, values, strict=True)
             ]
-            args, kwargs = pytree.tree_unflatten(given, structure)
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
         return super().call(step, args, kwargs, measure)
 
 
 class MixedRun(LockStep):
-    """The converted half of a lock-step run, with a choice of values in float32.
-
-    Args:
-        whole: the executor of the program.
-        names: of its values.
-        wide: the values that are in float32.
-        dtype: the 16-bit format.
-    """
+    """The 16-bit half of a lock-step run, with some values in float32; arguments as for ``_MixedBackend``."""
 
     def __init__(self, whole: LockStep, names: ValueNames, wide: Collection[str], dtype: torch.dtype) -> None:
-        stored = (n for n in names.made if names.graph.values[names.of[n]].kind is ValueKind.WEIGHT)
+        stored = (n for n in names.producers if names.graph.values[names.of[n]].kind is ValueKind.WEIGHT)
         self._stored = {node: names.of[node] in wide for node in stored}
         self._dtype = dtype
         backend = _MixedBackend(names, wide, dtype)

@@ -1,4 +1,4 @@
-"""Reads from a program which values may be in 16 bits or in float32, and which ops read them."""
+"""Determines which values of a program may be in 16 bits or in float32, and which ops read them."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, float_value
 
 __all__ = ["PrecisionGraph", "PrecisionValue", "ValueKind", "ValueNames", "values_of"]
 
-# results that stay although 16 bits were asked for: of an op that writes to statistics in float32
+# dtypes of results that stay wide although 16 bits were requested, of ops that write to float32 statistics
 _FLOAT32 = frozenset({torch.float32, torch.complex64})
 _FIXED = ("author", TWIN)  # reasons of decisions that no policy makes
 
 
 class ValueKind(StrEnum):
-    """What decides on the precision of a value."""
+    """The reason for the precision of a value."""
 
     OP = "op"  # a rule about its op
     WEIGHT = "weight"  # how it is stored
     FOLLOW = "follow"  # its inputs: float32 if one of them is, as for x.to(y.dtype)
-    FLOAT32 = "float32"  # nothing: an input of the model, or an op without a 16-bit kernel
-    LOW = "low"  # nothing: an input in 16 bits, or a cast in the model's code
+    FLOAT32 = "float32"  # always float32: an input of the model, or an op without a 16-bit kernel
+    LOW = "low"  # always 16 bits: an input in 16 bits, or a cast in the model's code
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionValue:
-    """A value that is computed, stored or given.
+    """A computed value, a weight or an input.
 
     Attributes:
-        name: the site's id, or the name of the weight or input.
-        kind: what decides on its precision.
-        low: whether it is in 16 bits as traced.
-        site: that computes it, if any.
-        is_weight: whether it is a parameter, a buffer or a constant.
+        name: The site's id, or the name of the weight or input.
+        kind: Reason for its precision.
+        low: Whether it is in 16 bits as traced.
+        site: The site that computes it, if any.
+        is_weight: Whether it is a parameter, a buffer or a constant.
     """
 
     name: str
@@ -72,30 +72,30 @@ class PrecisionGraph:
     reads: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def merge(self, other: PrecisionGraph) -> None:
-        """Add what another graph of the model has and this one lacks."""
+        """Add the values and reads of another graph of the model."""
         for name, value in other.values.items():
             self.values.setdefault(name, value)
-        for name, made in other.reads.items():
-            self.reads[name] = tuple(dict.fromkeys((*self.reads.get(name, ()), *made)))
+        for name, sources in other.reads.items():
+            self.reads[name] = tuple(dict.fromkeys((*self.reads.get(name, ()), *sources)))
 
     def keep_low(self, casts: Collection[str]) -> None:
-        """Note that these casts in the model's code are to 16 bits, whatever they take."""
+        """Mark casts in the model's code as casts to 16 bits, whatever their input."""
         for name in casts:
             if name in self.values:
                 self.values[name] = replace(self.values[name], kind=ValueKind.LOW)
 
     def readers(self) -> Iterator[tuple[PrecisionValue, PrecisionValue]]:
-        """Return pairs of a value and an op that reads it, each once."""
-        for name, made in self.reads.items():
-            for source in made:
+        """Yield each pair of a value and an op that reads it."""
+        for name, sources in self.reads.items():
+            for source in sources:
                 yield self.values[source], self.values[name]
 
     def in_float32(self, chosen: Collection[str]) -> frozenset[str]:
-        """Return all values that are in float32 if the chosen ops and weights are."""
+        """Return all values that are in float32 if these ops and weights are."""
         wide: set[str] = set()
         for name, value in self.values.items():
             follows = value.kind is ValueKind.FOLLOW and any(
-                made in wide for made in self.reads.get(name, ())
+                source in wide for source in self.reads.get(name, ())
             )
             if follows or value.kind is ValueKind.FLOAT32 or (value.free and name in chosen):
                 wide.add(name)
@@ -107,16 +107,15 @@ class ValueNames:
     """The values of one program.
 
     Attributes:
-        graph: its values by name.
-        of: the name of the value that each node has or shows: views, items of a tuple, and casts that lose
-            nothing show another node's.
-        made: the nodes that have a value of their own.
-        sources: by such a node, the nodes of floating-point values among its arguments.
+        graph: Values by name.
+        of: Name of each node's value; views, tuple items, and lossless casts have another node's value.
+        producers: Nodes with a value of their own.
+        sources: Nodes of floating-point values among the arguments of each producer.
     """
 
     graph: PrecisionGraph
     of: dict[fx.Node, str]
-    made: frozenset[fx.Node]
+    producers: frozenset[fx.Node]
     sources: dict[fx.Node, tuple[fx.Node, ...]]
 
 
@@ -124,13 +123,13 @@ def values_of(executor: LockStep) -> ValueNames:
     """Return the values of a program."""
     program = executor.program
     graph, of = PrecisionGraph(), dict[fx.Node, str]()
-    made, sources = set[fx.Node](), dict[fx.Node, tuple[fx.Node, ...]]()
+    producers, sources = set[fx.Node](), dict[fx.Node, tuple[fx.Node, ...]]()
     places = {place.node: place for place in program.traced.placeholders}
 
     def add(node: fx.Node, value: PrecisionValue) -> None:
         graph.values[value.name] = value
         of[node] = value.name
-        made.add(node)
+        producers.add(node)
 
     for node in filter(_is_float, program.inputs):
         place = places[node.name]
@@ -142,19 +141,19 @@ def values_of(executor: LockStep) -> ValueNames:
         add(node, PrecisionValue(place.name, kind, low, is_weight=place.slot is not Slot.INPUT))
     for step in program.steps:
         node = step.node
-        if node.target is operator.getitem or _hands_on(step):
+        if node.target is operator.getitem or _keeps_value(step):
             if node.all_input_nodes[0] in of:
                 of[node] = of[node.all_input_nodes[0]]
             continue
-        given = tuple(source for source in node.all_input_nodes if source in of)
-        if given or _is_float(node):
+        inputs = tuple(source for source in node.all_input_nodes if source in of)
+        if inputs or _is_float(node):
             name = step.site.id if step.site is not None else node.name
             add(node, PrecisionValue(name, _kind(step), step.low_precision, step.site))
-            sources[node] = given
-            # an op in place has the precision of what it writes to, whatever else it reads
-            deciding = given[:1] if _in_place(step) else given
+            sources[node] = inputs
+            # an in-place op has the precision of the tensor that it writes to, whatever else it reads
+            deciding = inputs[:1] if _in_place(step) else inputs
             graph.reads[name] = tuple(dict.fromkeys(of[source] for source in deciding))
-    return ValueNames(graph, of, frozenset(made), sources)
+    return ValueNames(graph, of, frozenset(producers), sources)
 
 
 def _kind(step: Step) -> ValueKind:
@@ -174,8 +173,8 @@ def _in_place(step: Step) -> bool:
     return step.in_place or isinstance(step.node.target, OnCopy)
 
 
-def _hands_on(step: Step) -> bool:
-    """Return whether an op shows its input's value as it is: a view, or a cast that loses nothing."""
+def _keeps_value(step: Step) -> bool:
+    """Return whether an op keeps its input's value: a view, or a lossless cast."""
     if step.site is None or not step.node.all_input_nodes or step.node.target is torch.ops.aten.view.dtype:
         return False
     role = step.site.role

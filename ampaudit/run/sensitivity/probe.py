@@ -1,8 +1,8 @@
-"""Measures what the rounding of each value does to the outputs, with one backward pass per probe.
+"""Measures the effect of rounding each value on the outputs, with one backward pass per probe.
 
 To first order, roundings e_i of independent values add ``sum_i E_v sum_j (g_ij e_ij)^2`` to the squared error
 of an output, where ``g_i = J_i^T v`` for a vector v of random signs (Hutchinson, 1990). One vector-Jacobian
-product gives the terms of all values, and of all casts of a value for one of its readers.
+product yields the terms of all values, and of all casts of a value for one of its readers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Row = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Collected(NamedTuple):
-    """The squared errors that one probe found: by value, by value and reader, and by op for its backward."""
+    """The squared errors of one probe: by value, by value and reader, and by op for its backward."""
 
     own: dict[str, float]
     reads: dict[tuple[str, str], float]
@@ -65,10 +65,10 @@ class ProbedColumn:
     """The mean of the probes of some outputs of a batch.
 
     Attributes:
-        name: of the outputs and the batch.
-        own: by value, what its own rounding adds where it is in 16 bits.
-        reads: value, reader, and what casting the value for it adds.
-        backward: value, kind, and what its op's backward adds.
+        name: Name of the outputs and the batch.
+        own: Error added by rounding each value, if it is in 16 bits.
+        reads: Value, reader, and error added by casting the value for the reader.
+        backward: Value, kind, and error added by the backward of its op.
     """
 
     name: str
@@ -79,12 +79,12 @@ class ProbedColumn:
 
 @dataclass(slots=True)
 class SensitivityRecord:
-    """What the probes of some batches found.
+    """The results of the probes of some batches.
 
     Attributes:
-        columns: of all batches, in their order.
-        probes: backward passes.
-        measured: by batch, the squared error of all gradients relative to their squares, if those are probed.
+        columns: Columns of all batches, in order.
+        probes: Number of backward passes.
+        measured: Squared error of all gradients relative to their squares, by batch, if those are probed.
     """
 
     columns: list[ProbedColumn] = field(default_factory=list)
@@ -104,21 +104,20 @@ class SensitivityRecord:
 
 
 def mean_of(name: str, probes: Sequence[Collected]) -> ProbedColumn:
-    """Return the mean of some probes; what one of them lacks adds nothing there."""
-    own = _mean([found.own for found in probes])
-    reads = _mean([found.reads for found in probes])
-    backward = _mean([found.backward for found in probes])
+    """Return the mean of some probes; missing entries count as 0."""
+    reads = _mean([one.reads for one in probes])
+    backward = _mean([one.backward for one in probes])
     return ProbedColumn(
         name,
-        own,
-        [(made, reader, energy) for (made, reader), energy in reads.items()],
-        [(made, kind, energy) for (made, kind), energy in backward.items()],
+        _mean([one.own for one in probes]),
+        [(*pair, energy) for pair, energy in reads.items()],
+        [(*pair, energy) for pair, energy in backward.items()],
     )
 
 
 def _mean(probes: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    keys = dict.fromkeys(key for found in probes for key in found)
-    return {key: sum(found.get(key, 0.0) for found in probes) / len(probes) for key in keys}
+    keys = dict.fromkeys(key for one in probes for key in one)
+    return {key: sum(one.get(key, 0.0) for one in probes) / len(probes) for key in keys}
 
 
 class DifferentiableBackend(Float32Backend):
@@ -127,12 +126,12 @@ class DifferentiableBackend(Float32Backend):
     follows_writes = True
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the op's result by a formula where autograd stops."""
+        """Call the op, by a formula where autograd has no derivative."""
         if str(step.target) in DETACH_OPS:
             return torch.ops.aten.alias.default(args[0])
         if step.target is torch.ops.aten.batch_norm.default:
             x, weight, bias, mean, variance, training, *_ = args
-            if training:  # it only writes to running statistics
+            if training:  # running statistics are only written to
                 return step.target(x, weight, bias, None, None, *args[5:], **kwargs)
             return _normalized(x, weight, bias, mean, variance, args[7])
         try:
@@ -144,23 +143,23 @@ class DifferentiableBackend(Float32Backend):
 
 
 def _by_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an op by its decomposition, whose parts have the gradients that it lacks.
+    """Call an op by its decomposition, whose parts have the gradients that the op lacks.
 
-    Without one, an input that autograd refuses decides rather than computes, and passes no gradient.
+    Without a decomposition, inputs that autograd cannot differentiate are detached.
     """
     if op in decomposition_table:  # on copies, since running statistics are written to
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         return decomposition_table[op](*args, **kwargs)
-    given, structure = pytree.tree_flatten((args, kwargs))
-    detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in given]
-    for index, value in enumerate(given):
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in leaves]
+    for index, value in enumerate(leaves):
         alone = [*detached[:index], value, *detached[index + 1 :]]
-        some, named = pytree.tree_unflatten(alone, structure)
+        some, keywords = pytree.tree_unflatten(alone, structure)
         try:
-            op(*some, **named)
+            op(*some, **keywords)
         except RuntimeError:
-            given[index] = detached[index]
-    args, kwargs = pytree.tree_unflatten(given, structure)
+            leaves[index] = detached[index]
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
     return op(*args, **kwargs)
 
 
@@ -172,11 +171,11 @@ def _normalized(
     variance: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Return a batch norm with running statistics, which autograd does not differentiate by those."""
+    """Compute a batch norm with running statistics so that autograd differentiates by these as well."""
     shape = (1, -1, *[1] * (x.dim() - 2))
-    made = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + eps)
-    made = made if weight is None else made * weight.view(shape)
-    return made if bias is None else made + bias.view(shape)
+    result = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + eps)
+    result = result if weight is None else result * weight.view(shape)
+    return result if bias is None else result + bias.view(shape)
 
 
 @dataclass(slots=True)
@@ -184,10 +183,10 @@ class Sensitivities:
     """Squared error of outputs, relative to their squares, by what is rounded.
 
     Attributes:
-        columns: what each number of a row is about: outputs of a batch.
-        own: by value, what its own rounding adds where it is in 16 bits.
-        reads: by value and reader, what casting a float32 value for a reader in 16 bits adds.
-        backward: by value, what its op's backward adds, by rounding or because its derivative jumps.
+        columns: Names of the outputs (of a batch) to which the numbers of each row belong.
+        own: Error added by rounding each value, if it is in 16 bits.
+        reads: Error added by casting a float32 value for a reader in 16 bits, by value and reader.
+        backward: Error added by the backward of a value's op, through rounding or jumps of its derivative.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -197,39 +196,39 @@ class Sensitivities:
 
     @classmethod
     def of(cls, columns: Iterable[ProbedColumn]) -> Sensitivities:
-        """Return the table of what was probed."""
-        made = cls()
+        """Return the table of some columns."""
+        table = cls()
         for column in columns:
-            made.add(column)
-        return made
+            table.add(column)
+        return table
 
     def add(self, column: ProbedColumn) -> None:
-        """Add a column; what it lacks, and what others lack, adds nothing there."""
+        """Add a column; missing entries of it, or of others, count as 0."""
         at = len(self.columns)
         self.columns.append(column.name)
         _extend(self.own, column.own, at)
-        _extend(self.reads, {(made, reader): energy for made, reader, energy in column.reads}, at)
-        _extend(self.backward, {(made, kind): energy for made, kind, energy in column.backward}, at)
+        _extend(self.reads, {(value, reader): energy for value, reader, energy in column.reads}, at)
+        _extend(self.backward, {(value, kind): energy for value, kind, energy in column.backward}, at)
 
     def predicted(self, wide: Collection[str]) -> Row:
         """Return the relative squared error of each column with these values in float32.
 
-        Errors of gradients are those of the run, whatever is in float32.
+        Errors of the backward pass do not depend on this choice.
         """
         total = sum(self.backward.values(), np.zeros(len(self.columns)))
         for name, row in self.own.items():
             if name not in wide:
                 total += row
-        for (made, reader), row in self.reads.items():
-            if made in wide and reader not in wide:
+        for (value, reader), row in self.reads.items():
+            if value in wide and reader not in wide:
                 total += row
         return total
 
 
-def _extend(rows: dict[Key, Row], found: Mapping[Key, float], at: int) -> None:
+def _extend(rows: dict[Key, Row], column: Mapping[Key, float], at: int) -> None:
     """Append a number to each row."""
-    for key in dict.fromkeys((*rows, *found)):
-        rows[key] = np.append(rows.get(key, np.zeros(at)), found.get(key, 0.0))
+    for key in dict.fromkeys((*rows, *column)):
+        rows[key] = np.append(rows.get(key, np.zeros(at)), column.get(key, 0.0))
 
 
 class ErrorCollector(GradientObserver):
@@ -239,43 +238,43 @@ class ErrorCollector(GradientObserver):
         self._names = names
         self._tape = tape
         self._dtype = dtype
-        self._given = tape.references
+        self._references = tape.references
         self.own: dict[str, torch.Tensor] = {}
         self.reads: dict[tuple[str, str], torch.Tensor] = {}
         self.backward: dict[tuple[str, BackwardKind], torch.Tensor] = {}
 
-    def made(
+    def observe_share(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
-        """Add what rounding a value for one reader costs."""
+        """Add the effect of rounding a value for one reader."""
         names = self._names
-        if step.node in names.made and of in names.of:
+        if step.node in names.producers and of in names.of:
             reader = names.graph.values[names.of[step.node]]
             if reader.kind is ValueKind.OP or reader.converts:
                 self._add(self.reads, (names.of[of], reader.name), pair[0], self._rounding(of))
         return pair[1]
 
-    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """Add what the rounding of a value, or of an item of several, costs."""
+    def observe_total(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+        """Add the effect of rounding a value, or an item of several."""
         names = self._names
-        if node in names.made or (node in names.of and node.target is operator.getitem):
-            self._add(self.own, self._names.of[node], pair[0], self._own_error(node))
+        if node in names.producers or (node in names.of and node.target is operator.getitem):
+            self._add(self.own, names.of[node], pair[0], self._own_error(node))
         return pair[1]
 
     def decide(self, node: fx.Node, gradient: torch.Tensor) -> None:
-        """Add what rounding a value for the decisions that are made on it costs; they pass no gradient."""
+        """Add the effect of rounding a value for decisions based on it, which pass no gradient."""
         names = self._names
         for user in node.users:
-            is_op = user in names.made and names.graph.values[names.of[user]].kind is ValueKind.OP
+            is_op = user in names.producers and names.graph.values[names.of[user]].kind is ValueKind.OP
             if is_op and float_value(user.meta.get("val")) is None:
                 self._add(self.reads, (names.of[node], names.of[user]), gradient, self._rounding(node))
 
-    def backward_made(
+    def add_backward(
         self, node: fx.Node, kind: BackwardKind, effect: torch.Tensor, error: torch.Tensor
     ) -> None:
-        """Add what the error of a gradient that the node's op computes costs."""
+        """Add the effect of an error in a gradient that the node's op computes."""
         if node in self._names.of:
-            # a jump moves a gradient from one place to another: its places in a row err together
+            # a jump moves a gradient from one element to another: elements of a row err together
             self._add(self.backward, (self._names.of[node], kind), effect, error, by_row=kind == "jump")
 
     def fetched(self) -> Collected:
@@ -285,8 +284,7 @@ class ErrorCollector(GradientObserver):
         numbers = iter(
             torch.stack([energy.to(every[0].device) for energy in every]).tolist() if every else []
         )
-        own, reads, backward = ({key: next(numbers) for key in table} for table in tables)
-        return Collected(own, reads, backward)
+        return Collected(*({key: next(numbers) for key in table} for table in tables))
 
     def _own_error(self, node: fx.Node) -> torch.Tensor | None:
         if node.op == "placeholder":
@@ -300,7 +298,7 @@ class ErrorCollector(GradientObserver):
         return error if isinstance(error, torch.Tensor) else None
 
     def _rounding(self, node: fx.Node) -> torch.Tensor | None:
-        reference = self._given.get(node)
+        reference = self._references.get(node)
         if not isinstance(reference, torch.Tensor):
             return None
         return finite_difference(rounded(reference.detach(), self._dtype), widened_tensor(reference.detach()))
@@ -334,7 +332,7 @@ def probe(
 ) -> Collected:
     """Run the backward pass of a recorded run from the gradients of some outputs.
 
-    With ``decisions``, these are values on which the outputs are decided.
+    With ``decisions``, these are values from which the outputs are decided.
 
     Raises:
         RunFailed: an op has no gradient.
@@ -354,22 +352,18 @@ def probe(
 
 
 def _float32_dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None, ...]]:
-    found: dict[fx.Node, tuple[torch.dtype | None, ...]] = dict.fromkeys(program.inputs, (torch.float32,))
-    found.update(
-        {
-            step.node: tuple(WIDE.get(d, d) if d is not None else None for d in step.dtypes)
-            for step in program.steps
-        }
-    )
-    return found
+    dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]] = dict.fromkeys(program.inputs, (torch.float32,))
+    for step in program.steps:
+        dtypes[step.node] = tuple(WIDE.get(d, d) if d is not None else None for d in step.dtypes)
+    return dtypes
 
 
 class ErrorTape(Tape):
     """Records FP32's values for backward passes, and the rounding error that each op adds in 16 bits.
 
     Attributes:
-        errors: by node, the op's result in 16 bits minus its result in FP32 on the same inputs; a list for an
-            op with several results.
+        errors: Difference of an op's results in 16 bits and in FP32 on the same inputs, by node; a list for
+            ops with several results.
     """
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
@@ -380,12 +374,12 @@ class ErrorTape(Tape):
 
     @property
     def references(self) -> dict[fx.Node, Any]:
-        """FP32's values of all nodes that some step reads."""
+        """FP32's values of all nodes that are read by some step."""
         return {node: pair[0] for entry in self.steps for node, pair in entry.inputs.items()}
 
     @property
     def elements(self) -> int:
-        """How many numbers a backward pass over the tape computes gradients of, at least 1."""
+        """Number of elements whose gradients a backward pass over the tape computes, at least 1."""
         return sum(v.numel() for v in self.references.values() if isinstance(v, torch.Tensor)) or 1
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
@@ -416,16 +410,16 @@ class ErrorTape(Tape):
 
 
 def finite_difference(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return the error of finite elements; what overflows is not a matter of rounding."""
+    """Return the rounding error of finite elements; 0 for elements that overflow."""
     if value.shape != exact.shape or not (exact.is_floating_point() or exact.is_complex()):
         return torch.zeros_like(exact)
     return torch.nan_to_num(widened_tensor(value) - exact, 0.0, 0.0, 0.0)
 
 
 def float_nodes(program: Program) -> frozenset[fx.Node]:
-    """Return the nodes that a gradient may be for: all that hold floating-point values."""
-    found = {node for node in program.inputs if float_value(node.meta.get("val")) is not None}
+    """Return the nodes with floating-point values, which may have gradients."""
+    nodes = {node for node in program.inputs if float_value(node.meta.get("val")) is not None}
     for step in program.steps:
         if any(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in step.dtypes):
-            found.add(step.node)
-    return frozenset(found)
+            nodes.add(step.node)
+    return frozenset(nodes)
