@@ -30,7 +30,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Emulated, Float32Backend
 from ampaudit.run.decisions import DecisionDetail, differing_choices, with_fp32_choices
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.lockstep import CarriedState, LockStep
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.observer import Observer, Pair, StepCall
 from ampaudit.run.outputs import OutputComparison, compare_outputs
@@ -100,7 +100,7 @@ class Attribution:
     executor: LockStep
     tensors: list[torch.Tensor]
     seed: int
-    carried: Carried | None = None
+    carried: CarriedState | None = None
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
     _runs_left: int = MAX_RUNS
 

@@ -67,9 +67,9 @@ def run_audits(
     again, together, with the promoted ops. Several machines may share the batches.
 
     Raises:
-        PartDone: another machine goes on with what this one has recorded.
+        PartDone: another machine continues with this one's records.
         TraceFailed: the model cannot be exported.
-        RunFailed: it cannot be run, for lack of memory or of a kernel.
+        RunFailed: the model cannot be run, for lack of memory or of a kernel.
         ReferenceBroken: FP32 is not finite either.
         InputError: an input holds NaN or infinity, or there is no batch.
     """

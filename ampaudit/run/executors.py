@@ -12,7 +12,7 @@ from ampaudit.policy import RuleSet, plain_fp32
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
 from ampaudit.run.guards import refuse_larger_than_memory
-from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.lockstep import CarriedState, LockStep
 from ampaudit.run.observer import Pair
 from ampaudit.run.path_record import takes_path
 from ampaudit.run.program import Program, compile_program
@@ -73,7 +73,7 @@ class ExecutorCache:
     ) -> LockStep:
         """Return the executor for a batch, traced on first use; arguments as for ``Runner.prepare``."""
         rules = usual = self._config.rules or plain_fp32()
-        carried = Carried(tensor_leaves(batch.args, batch.kwargs), buffers or {})
+        carried = CarriedState(tensor_leaves(batch.args, batch.kwargs), buffers or {})
         if low_batch is not None:
             rules, batch = _for_carried_inputs(rules, low_batch)
         key = (rules is usual, *call_key(batch.args, batch.kwargs))
@@ -91,12 +91,12 @@ class ExecutorCache:
         """Return the index of a program in ``programs``."""
         return next(number for number, other in enumerate(self.programs) if other is program)
 
-    def _suits(self, executor: LockStep, carried: Carried, number: int) -> bool:
+    def _suits(self, executor: LockStep, carried: CarriedState, number: int) -> bool:
         """Return whether a batch may reuse the trace of an earlier one."""
         on_path = executor.program.traced.path is not None
         return not on_path or takes_path(executor, list(carried.inputs), carried, self._config.seed + number)
 
-    def _traced(self, batch: Batch, number: int, rules: RuleSet, carried: Carried) -> LockStep:
+    def _traced(self, batch: Batch, number: int, rules: RuleSet, carried: CarriedState) -> LockStep:
         started = time.perf_counter()
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()
@@ -157,7 +157,7 @@ class ExecutorCache:
 def _for_carried_inputs(rules: RuleSet, batch: Batch) -> tuple[RuleSet, Batch]:
     """Return the rules and inputs of a call whose inputs come from an earlier call.
 
-    Carried inputs keep their dtype where only the user's own cast makes inputs 16 bits, as under
+    CarriedState inputs keep their dtype where only the user's own cast makes inputs 16 bits, as under
     ``model.half()``; a policy that casts outputs as well casts inputs at each call. Policies that act on the
     FP32 graph trace the model with FP32 inputs.
     """

@@ -87,7 +87,7 @@ class Fp32Check:
         bits itself, or if it writes to its parameters.
 
         Raises:
-            RunFailed: they differ, so that the trace is not of what the model computes.
+            RunFailed: they differ, so that the trace is not of this model.
         """
         traced = program.traced
         written_names = {node.name for node in program.written}

@@ -23,11 +23,11 @@ from ampaudit.trace.converted import ConvertedModel, Release
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
-__all__ = ["Carried", "GraphState", "LockStep", "MasterWeights", "shape_of"]
+__all__ = ["CarriedState", "GraphState", "LockStep", "MasterWeights", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedState:
     """The inputs of the 16-bit run, and the values that earlier calls left in the buffers, by name."""
 
     inputs: Sequence[torch.Tensor]
@@ -91,7 +91,7 @@ class LockStep:
 
     @torch.no_grad()
     def run(
-        self, inputs: list[torch.Tensor], observer: Observer, carried: Carried | None = None
+        self, inputs: list[torch.Tensor], observer: Observer, carried: CarriedState | None = None
     ) -> list[Pair]:
         """Run one batch; return the pairs of outputs in graph order.
 
@@ -234,10 +234,10 @@ class LockStep:
             return 0.0
         return float(tensor.detach().float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
 
-    def start(self, inputs: list[torch.Tensor], carried: Carried | None = None) -> GraphState:
+    def start(self, inputs: list[torch.Tensor], carried: CarriedState | None = None) -> GraphState:
         """Return the state before the first step, with the inputs in their dtypes."""
         values: dict[fx.Node, Pair] = {}
-        carried = carried or Carried(inputs)
+        carried = carried or CarriedState(inputs)
         remaining = zip(inputs, carried.inputs, strict=True)
         for node in self.program.inputs:
             place = self._places[node.name]

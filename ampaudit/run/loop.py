@@ -17,7 +17,7 @@ from ampaudit.core.errors import AuditError, InputError, ReferenceBroken, first_
 from ampaudit.core.sites import SourceLine
 from ampaudit.run.config import NextInputs, Steps
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import Carried
+from ampaudit.run.lockstep import CarriedState
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.outputs import compare_outputs
 from ampaudit.run.prepared import CallResult, PreparedBatch
@@ -108,7 +108,7 @@ class _Loop:
         record.poisoned |= self._lost
         if record.step < self._count:
             spare = _Side(self._low.inputs, private_copy(self._low.function), self._low.buffers | buffers)
-            self._step_on(record, ready, result.outputs, unrepaired, self._unrepaired or spare)
+            self._compute_next_inputs(record, ready, result.outputs, unrepaired, self._unrepaired or spare)
         return record
 
     def _measure(self, record: StepObservation, ready: PreparedBatch, result: CallResult) -> None:
@@ -134,7 +134,7 @@ class _Loop:
 
     def _run_unrepaired(self, ready: PreparedBatch, side: _Side) -> list[Pair]:
         """Return the outputs of the unrepaired run; none if it cannot continue."""
-        carried = Carried(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers)
+        carried = CarriedState(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers)
         ready = replace(ready, carried=carried)
         try:
             outputs = self._runner.outputs(ready, Observer())
@@ -144,7 +144,7 @@ class _Loop:
         side.buffers |= ready.executor.named_buffers()
         return outputs
 
-    def _step_on(
+    def _compute_next_inputs(
         self,
         record: StepObservation,
         ready: PreparedBatch,
@@ -221,11 +221,7 @@ def _broken(outputs: list[Pair]) -> bool:
 
 
 def private_copy(function: NextInputs) -> NextInputs:
-    """Copy a function with its state, but not the models that it holds.
-
-    Raises:
-        InputError: it cannot be copied.
-    """
+    """Copy a function with its state, but not the models that it holds."""
     holder = getattr(function, "__self__", function)
     modules = (value for value in getattr(holder, "__dict__", {}).values() if isinstance(value, nn.Module))
     try:

@@ -14,7 +14,7 @@ import torch
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import Carried, LockStep, shape_of
+from ampaudit.run.lockstep import CarriedState, LockStep, shape_of
 from ampaudit.run.meter import PathValues
 from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.step import Step
@@ -232,7 +232,7 @@ class _PathChecker(Observer):
         return value
 
 
-def takes_path(executor: LockStep, tensors: list[torch.Tensor], carried: Carried, seed: int) -> bool:
+def takes_path(executor: LockStep, tensors: list[torch.Tensor], carried: CarriedState, seed: int) -> bool:
     """Run the reference to determine whether a batch takes the path for which a graph is valid."""
     device = executor.device
     checked = LockStep(executor.program, executor.placed, executor.backend, device, reference_only=True)

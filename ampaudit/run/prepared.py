@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampaudit.core.sites import SiteId
-from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.lockstep import CarriedState, LockStep
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.observer import Pair
 from ampaudit.run.propagation import FaultPropagation
@@ -27,7 +27,7 @@ class PreparedBatch:
     batch: Batch
     number: int
     model: nn.Module
-    carried: Carried | None = None
+    carried: CarriedState | None = None
 
 
 @dataclass(frozen=True, slots=True)

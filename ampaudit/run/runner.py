@@ -20,7 +20,7 @@ from ampaudit.run.eager import EagerModel
 from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.guards import guarded, refuse_broken_inputs
-from ampaudit.run.lockstep import Carried, LockStep
+from ampaudit.run.lockstep import CarriedState, LockStep
 from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs, paired_with_fp32
@@ -109,7 +109,7 @@ class Runner:
         self._check_twins(executor.program, model, batch, number)
         carried = None
         if low_batch is not None:
-            carried = Carried(tensor_leaves(low_batch.args, low_batch.kwargs), buffers or {})
+            carried = CarriedState(tensor_leaves(low_batch.args, low_batch.kwargs), buffers or {})
         meter = self._meter(local=carried is None or not self._exceed_format(tensors, carried))
         return PreparedBatch(executor, tensors, meter, batch, number, model, carried)
 
@@ -119,7 +119,7 @@ class Runner:
             reasons = self._eager.check_twins(ops, model, batch, number)
             self.record.twins |= {op: self.record.twins.get(op) or why for op, why in reasons.items()}
 
-    def _exceed_format(self, tensors: list[torch.Tensor], carried: Carried) -> bool:
+    def _exceed_format(self, tensors: list[torch.Tensor], carried: CarriedState) -> bool:
         """Return whether FP32's inputs overflow the format, so that local errors would be meaningless."""
         pairs = zip(tensors, carried.inputs, strict=True)
         floats = (first for first, second in pairs if first is not second and first.numel())
@@ -199,7 +199,7 @@ class Runner:
             edited = {name: (fp32.get(name), reference) for name, (reference, _) in pairs.items()}
             merge_outputs(self.record.edited, compare_outputs(edited, ready.number))
         buffers = {} if ready.carried is None else ready.carried.buffers
-        fp32_state = Carried(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
+        fp32_state = CarriedState(ready.tensors, {name: (pair[0], pair[0]) for name, pair in buffers.items()})
         attribution = Attribution(ready.executor, ready.tensors, self.config.seed + ready.number, fp32_state)
         merge_outputs(self.record.outputs, comparisons)
         for name in merge_outputs(self._outputs, comparisons):
@@ -221,7 +221,7 @@ class Runner:
                 executor, batch = self._elsewhere[output.batch]
                 tensors = tensor_leaves(batch.args, batch.kwargs)
                 seed = self.config.seed + output.batch
-                worst[name] = Attribution(executor, tensors, seed, Carried(tensors))
+                worst[name] = Attribution(executor, tensors, seed, CarriedState(tensors))
         self.record.culprits = find_culprits(self.record.outputs, worst, least)
         if self.record.culprits:
             self._add_seconds("attribution", started)

@@ -92,9 +92,6 @@ def best_ends(groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]], lim
 
     Dynamic programming over the ends; the starts that fit one end are a window that only moves on, and its
     cheapest start is the first of a monotonic queue: linear in the number of groups.
-
-    Raises:
-        UsageError: a single group needs more.
     """
     least = max(_bytes_of(group.weights, sizes) + group.peak for group in groups)
     if least > limit:

@@ -188,8 +188,7 @@ def model_differences(
     for op, names in roots.items():
         keys = [key for key in structural if key[1] == op.site.id]
         for key in keys:
-            d = structural[key]
-            result[key] = ModelDifference(d.kind, d.site, d.counterpart, d.what, tuple(names))
+            result[key] = replace(structural[key], outputs=tuple(names))
         if not keys:
             difference = search.explained(op, tuple(names))
             result[difference.kind, difference.place] = difference
@@ -202,6 +201,8 @@ class _Search:
         self, matching: Matching, weights: Mapping[fx.Node, MatchedWeight], dtype: torch.dtype
     ) -> None:
         self._matching = matching
+        self._audited = matching.audited
+        self._reference = matching.reference
         self._weights = weights
         self._dtype = dtype
 
@@ -213,18 +214,18 @@ class _Search:
                 yield ModelDifference("constant", op.site, other.site, what)
             if what := self._other_weight(op, other):
                 yield ModelDifference("weight", op.site, other.site, what)
-        for op in self._matching.audited.ops.values():
+        for op in self._audited.ops.values():
             for source in op.sources:
                 match = self._weights.get(source)
                 if match is not None and match.what and not match.clamped and match.what != _TRANSPOSED:
-                    name = self._matching.audited.weight_name(source)
+                    name = self._audited.weight_name(source)
                     partner = self._matching.partner.get(op)
                     site = None if partner is None else partner.site
                     yield ModelDifference("weight", op.site, site, f"{name} {match.what}")
 
     def _other_weight(self, op: Op, other: Op) -> str:
         """Describe a weight without a counterpart that replaces one of the reference."""
-        here, there = self._matching.audited, self._matching.reference
+        here, there = self._audited, self._reference
         partners = {self._weights[s].other for s in op.sources if s in self._weights}
         free = [s for s in other.sources if s in there.weights and s not in partners]
         for source in op.sources:
@@ -237,7 +238,7 @@ class _Search:
 
     def roots(self, output: fx.Node) -> list[Op]:
         """Return the ops before an output at which values start to differ."""
-        graph = self._matching.audited
+        graph = self._audited
         first = graph.ops.get(graph.source(output))
         pending, visited = [first] if first is not None else [], set()
         roots: list[Op] = []
@@ -251,31 +252,28 @@ class _Search:
             pending += before
             if not before and self._jumps(op):
                 roots.append(op)
-        graph = self._matching.audited
         varying = [op for op in roots if not graph.is_constant(op)]
         return sorted({self._suspect(op, visited) for op in varying or roots}, key=lambda op: op.place)
 
     def _jumps(self, op: Op) -> bool:
         """Return whether an op adds most of its error itself, rather than inherit accumulated rounding."""
-        sources = (self._matching.audited.ops.get(source) for source in op.sources)
+        sources = (self._audited.ops.get(source) for source in op.sources)
         before = max((self._matching.error(o) for o in sources if o is not None), default=0.0)
         return self._matching.error(op) > _JUMP * before
 
     def _suspect(self, op: Op, bad: set[Op]) -> Op:
         """Return the op to report: in a region without counterparts, the one with a different weight."""
-        if self._matching.audited.is_constant(op):
+        if self._audited.is_constant(op):
             return op
         region = [op]
         while region[-1] not in self._matching.partner:
-            following = [r for r in self._matching.audited.readers.get(region[-1].node, ()) if r in bad]
+            following = [r for r in self._audited.readers.get(region[-1].node, ()) if r in bad]
             if not following:
                 break
             region.append(following[0])
         for each in region:
-            unknown = (
-                s for s in each.sources if s in self._matching.audited.weights and s not in self._weights
-            )
-            if any(self._matching.audited.weights[s].numel() > 1 for s in unknown) or self._weight(each):
+            unknown = (s for s in each.sources if s in self._audited.weights and s not in self._weights)
+            if any(self._audited.weights[s].numel() > 1 for s in unknown) or self._weight(each):
                 return each
         if region[-1] in self._matching.partner and self._stray(op) is None:
             return region[-1]
@@ -283,7 +281,7 @@ class _Search:
 
     def _weight(self, op: Op) -> str:
         """Describe a weight of an op that differs, or is transposed for this kind of op."""
-        graph = self._matching.reference
+        graph = self._reference
         for source in op.sources:
             match = self._weights.get(source)
             if match is None:
@@ -315,7 +313,7 @@ class _Search:
 
     def _clamped(self, op: Op, other: Op) -> bool:
         """Return whether only numbers beyond the format are replaced by other large ones, as in masks."""
-        here, there = self._matching.audited.arguments(op), self._matching.reference.arguments(other)
+        here, there = self._audited.arguments(op), self._reference.arguments(other)
         pairs = [(here[n], there[n]) for n in here.keys() & there.keys() & set(_NUMBERS_ONLY)]
         numbers = [(float(a), float(b)) for a, b in pairs if _is_number(a) and _is_number(b) and a != b]
         return bool(numbers) and all(a < 0 and self._rounded(a, b) for a, b in numbers)
@@ -323,28 +321,24 @@ class _Search:
     def _view(self, op: Op, other: Op) -> Site | None:
         """Return the view of an operand that arranges the reference's elements in another order."""
         for here, there in zip(op.operands, other.operands, strict=False):
-            source = self._matching.audited.source(here)
+            source = self._audited.source(here)
             rearranged = source is not here and not self._matching.same_value(there, here)
-            if rearranged and self._matching.source(source) is self._matching.reference.source(there):
+            if rearranged and self._matching.source(source) is self._reference.source(there):
                 return self._first_view(here)
         return None
 
     def _stray(self, op: Op) -> Site | None:
         """Return the view of an operand whose arrangement of elements does not occur in the reference."""
         for here in op.operands:
-            source = self._matching.audited.source(here)
-            if (
-                source is not here
-                and source in self._matching.audited.ops
-                and here not in self._matching.agreeing
-            ):
+            source = self._audited.source(here)
+            if source is not here and source in self._audited.ops and here not in self._matching.agreeing:
                 return self._first_view(here)
         return None
 
     def _first_view(self, node: fx.Node) -> Site | None:
         """Return the first view before a value whose arrangement does not occur in the reference."""
-        sites = self._matching.audited.traced.site_of_node
-        views = list(_chain(node, self._matching.audited.source(node)))[::-1]
+        sites = self._audited.traced.site_of_node
+        views = list(_chain(node, self._audited.source(node)))[::-1]
         at_sites = [view for view in views if view.name in sites]
         stray = (sites[view.name] for view in at_sites if view not in self._matching.agreeing)
         return next(stray, sites[at_sites[0].name] if at_sites else None)
@@ -373,7 +367,7 @@ class _Search:
                     break
 
     def _close(self, node: fx.Node, op: Op) -> bool:
-        values = self._matching.reference.values
+        values = self._reference.values
         first, second = values.get(node), values.get(op.node)
         if first is None or second is None or first[0] != second[0]:
             return False
@@ -382,7 +376,7 @@ class _Search:
 
     def _constants(self, op: Op, other: Op) -> str:
         """Describe numeric arguments that differ by more than rounding."""
-        here, there = self._matching.audited.arguments(op), self._matching.reference.arguments(other)
+        here, there = self._audited.arguments(op), self._reference.arguments(other)
         for name in here.keys() & there.keys():
             first, second = here[name], there[name]
             numbers = name in _NUMBERS_ONLY and _is_number(first) and _is_number(second)
@@ -404,7 +398,7 @@ class _Search:
         """Describe a difference in the kind of op or in its arguments."""
         if op.base != other.base:
             return f"it computes {op.base}, and the reference {other.base}"
-        here, there = self._matching.audited.arguments(op), self._matching.reference.arguments(other)
+        here, there = self._audited.arguments(op), self._reference.arguments(other)
         for name in [n for n in here if n in there]:
             first, second = plain_value(here[name]), plain_value(there[name])
             if first is not None and second is not None and first != second:

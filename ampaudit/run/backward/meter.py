@@ -157,12 +157,12 @@ class GradientMeter:
         by_name = {(row.name, row.parameter): (row.elements, fields) for row, fields, _ in self._fetched}
         noise: dict[tuple[str, bool], float] = {}
         for name, parameter, source in self._sums:
-            of, key = by_name.get((source, False)), (name, parameter)
-            if of is None or key not in by_name:
+            key, source_key = (name, parameter), (source, False)
+            if source_key not in by_name or key not in by_name:
                 continue
-            (elements, terms), (length, fields) = of, by_name[key]
+            (elements, terms), (length, fields) = by_name[source_key], by_name[key]
             rows, rms = elements / length, math.sqrt(terms["ref_sq"] / elements)
-            least = rows * max(ROUNDINGS * 2.0**-24 * rms, noise.get((source, False), 0.0))
+            least = rows * max(ROUNDINGS * 2.0**-24 * rms, noise.get(source_key, 0.0))
             noise[key] = max(noise.get(key, 0.0), least)
             if fields["ref_peak"] <= noise[key]:
                 self._cancelled.add(key)

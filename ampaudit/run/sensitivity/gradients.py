@@ -90,11 +90,7 @@ class GradientProbe(GradientAudit):
         self.graph.merge(values_of(executor).graph)
 
     def following(self, observer: Observer, program: Program) -> Observer:
-        """Wrap the observer in both tapes.
-
-        Raises:
-            RunFailed: the tapes would not fit into memory.
-        """
+        """Wrap the observer in both tapes, if they fit into memory."""
         refuse_more_than_memory(program.traced.graph, self._device, COPIES)
         self._errors = ErrorTape(super().following(observer, program), float_nodes(program))
         return self._errors
@@ -223,9 +219,9 @@ class DoubleBackward:
             ),
         ]
         ends = [node for node in parameters if node in values]
-        of = [*(term.tensor for term in terms), *(values[node] for node in ends)]
+        targets = [*(term.tensor for term in terms), *(values[node] for node in ends)]
         # autograd returns the tensors with which it continues, so that they can be differentiated by
-        gradients = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(loss, targets, create_graph=True, allow_unused=True)
         passing = [gradient if _has_gradient(gradient) else None for gradient in gradients]
         self._terms = [
             term._replace(tensor=gradient)

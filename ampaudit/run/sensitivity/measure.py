@@ -110,11 +110,7 @@ class SensitivityProbe:
             graph.keep_low(casts)
 
     def following(self, observer: Observer, program: Program) -> Observer:
-        """Wrap the observer in a tape.
-
-        Raises:
-            RunFailed: the tape would not fit into memory.
-        """
+        """Wrap the observer in a tape, if it fits into memory."""
         refuse_more_than_memory(program.traced.graph, self._device, COPIES)
         self._tape = ErrorTape(observer, float_nodes(program))
         return self._tape
@@ -195,11 +191,7 @@ def signs_like(
 def _float_outputs(
     program: Program, pairs: Mapping[str, Pair], title: str
 ) -> dict[str, dict[fx.Node, torch.Tensor]]:
-    """Return the outputs that are probed together, with FP32's values.
-
-    Raises:
-        InputError: no floating-point output has a nonzero element.
-    """
+    """Return the floating-point outputs, grouped as they are probed, with FP32's values."""
     nodes = dict(zip(program.traced.outputs, program.outputs, strict=True))
     floats = {
         name: (nodes[name], pair[0])
