@@ -61,20 +61,20 @@ class KnownClasses:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        own = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-        places = sorted(name for name in own if not name.startswith("torch."))
-        places += _TRANSFORMERS if any(name.startswith("transformers.") for name in own) else ()
-        self._named: dict[str, type] = {}
-        self._short: dict[str, type] = {}
-        for place in (*places, "torch.nn.utils.rnn"):
-            for found in vars(sys.modules[place]).values() if place in sys.modules else ():
-                if isinstance(found, type) and _holds_data(found):
-                    self._named[f"{found.__module__}:{found.__qualname__}"] = found
-                    self._short.setdefault(found.__qualname__, found)
+        modules = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+        sources = sorted(name for name in modules if not name.startswith("torch."))
+        sources += _TRANSFORMERS if any(name.startswith("transformers.") for name in modules) else ()
+        self._by_name: dict[str, type] = {}
+        self._by_short_name: dict[str, type] = {}
+        for source in (*sources, "torch.nn.utils.rnn"):
+            for kind in vars(sys.modules[source]).values() if source in sys.modules else ():
+                if isinstance(kind, type) and _holds_data(kind):
+                    self._by_name[f"{kind.__module__}:{kind.__qualname__}"] = kind
+                    self._by_short_name.setdefault(kind.__qualname__, kind)
 
     def find(self, name: str) -> type | None:
         """Return the class of a name, also where a script defined it that the model file imports."""
-        return self._named.get(name) or self._short.get(name.rpartition(":")[2])
+        return self._by_name.get(name) or self._by_short_name.get(name.rpartition(":")[2])
 
 
 def _holds_data(kind: type) -> bool:
@@ -104,7 +104,7 @@ class Rebuilder:
     ) -> None:
         self.needs = 0
         self._path, self._tensors, self._classes, self._widened = path, tensors, classes, widened
-        self._made: dict[_Place, torch.Tensor] = {}
+        self._views: dict[_ViewKey, torch.Tensor] = {}
 
     def rebuild(self, value: Any, place: str) -> Any:
         """Return the value that JSON stands for.
@@ -137,8 +137,8 @@ class Rebuilder:
     def _tensor(self, value: dict[str, Any], place: str) -> torch.Tensor:
         view = validate(_TENSOR, value, self._path, InputError, _HINT)
         key = view.tensor, view.dtype, view.shape, view.stride, view.offset
-        if key in self._made:
-            return self._made[key]
+        if key in self._views:
+            return self._views[key]
         stored, dtype = self._tensors.get(view.tensor), getattr(torch, view.dtype, None)
         if stored is None:
             self._refuse(
@@ -151,19 +151,19 @@ class Rebuilder:
         why = misfit(view.shape, view.stride, view.offset, flat.numel(), _MAX_ELEMENTS)
         if why:
             self._refuse(place, why)
-        made = flat.as_strided(view.shape, view.stride, view.offset)
-        self.needs += made.numel() * dtype.itemsize
-        return self._made.setdefault(key, made)
+        tensor = flat.as_strided(view.shape, view.stride, view.offset)
+        self.needs += tensor.numel() * dtype.itemsize
+        return self._views.setdefault(key, tensor)
 
     def _named_class(self, name: Any, place: str) -> type:
-        found = self._classes.find(name) if isinstance(name, str) else None
-        if found is None:
+        kind = self._classes.find(name) if isinstance(name, str) else None
+        if kind is None:
             raise InputError(
                 f"{describe_path(self._path)}: {describe(place)} is of the class {describe(name)}, "
                 "which the model's code does not know",
                 hint="import the class in the file that defines the model",
             )
-        return found
+        return kind
 
     def _instance(self, content: Any, place: str, allowed: Callable[[type], bool]) -> Any:
         """Return an object with recorded attributes; only classes of outputs have a constructor called."""
@@ -176,7 +176,7 @@ class Rebuilder:
         if issubclass(kind, dict):  # the outputs of Transformers and diffusers
             return kind(**{key: item for key, item in values.items() if item is not None})
         _register(kind)
-        return _filled(kind, values)
+        return _instance_with(kind, values)
 
     def _dataclass(self, content: Any, place: str) -> Any:
         def complete(kind: type) -> bool:
@@ -202,13 +202,13 @@ class Rebuilder:
 
     def _dict(self, content: Any, place: str) -> dict[Any, Any]:
         pairs = [(self.rebuild(key, place), key, item) for key, item in content]
-        return {made: self.rebuild(item, f"{place}[{describe(key)!r}]") for made, key, item in pairs}
+        return {name: self.rebuild(item, f"{place}[{describe(key)!r}]") for name, key, item in pairs}
 
     def _torch_value(self, content: Any, place: str, kind: str) -> Any:
-        found = getattr(torch, content, None)
-        if not isinstance(found, _KINDS[kind]):
+        member = getattr(torch, content, None)
+        if not isinstance(member, _KINDS[kind]):
             self._refuse(place, f"is not a valid {kind}")
-        return torch.float32 if self._widened and found in LOW_PRECISION_DTYPES else found
+        return torch.float32 if self._widened and member in LOW_PRECISION_DTYPES else member
 
     def _refuse(self, place: str, what: str) -> NoReturn:
         raise self._error(place, what)
@@ -217,7 +217,7 @@ class Rebuilder:
         return InputError(f"{describe_path(self._path)}: {describe(place)} {what}", hint=_HINT)
 
 
-_Place = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
+_ViewKey = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
 _Builder = Callable[[Rebuilder, Any, str], Any]
 
 
@@ -249,11 +249,11 @@ _BUILDERS: dict[str, _Builder] = {
 } | {kind: partial(Rebuilder._torch_value, kind=kind) for kind in _KINDS}
 
 
-def _filled(kind: type, values: dict[str, Any]) -> Any:
-    made: Any = object.__new__(kind)
+def _instance_with(kind: type, values: dict[str, Any]) -> Any:
+    instance: Any = object.__new__(kind)
     for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def _register(kind: type) -> None:
@@ -264,7 +264,7 @@ def _register(kind: type) -> None:
         return list(attributes.values()), tuple(attributes)
 
     def unflatten(values: Iterable[Any], names: Any) -> Any:
-        return _filled(kind, dict(zip(names, values, strict=True)))
+        return _instance_with(kind, dict(zip(names, values, strict=True)))
 
     def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         attributes = _attributes(value)
@@ -317,13 +317,13 @@ _RECORDING, _CALL = TypeAdapter(_Recording), TypeAdapter(_Call)
 
 def structure_of(module: nn.Module) -> dict[str, Any]:
     """Return a digest of the names and shapes of a module's parameters, their number, and their dtypes."""
-    found = [
+    parameters = [
         (name.replace("_orig_mod.", ""), parameter)
         for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
     ]
-    lines = "".join(sorted(f"{name} {tuple(parameter.shape)}\n" for name, parameter in found))
-    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in found})
-    return {"sha256": hashlib.sha256(lines.encode()).hexdigest(), "count": len(found), "dtypes": dtypes}
+    lines = "".join(sorted(f"{name} {tuple(parameter.shape)}\n" for name, parameter in parameters))
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in parameters})
+    return {"sha256": hashlib.sha256(lines.encode()).hexdigest(), "count": len(parameters), "dtypes": dtypes}
 
 
 def recorded_calls(
@@ -340,17 +340,17 @@ def recorded_calls(
     Raises:
         InputError: there is no recording, it is of another model, or it does not describe itself correctly.
     """
-    found = _opened(directory)
+    recording = _read_recording(directory)
     if same_model:
-        _check_model(directory, found, model)
-    files = _files(directory, found)
-    chosen = files[:count]
-    widen = _widens(found, model)
+        _check_model(directory, recording, model)
+    files = _files(directory, recording)
+    selection = files[:count]
+    widen = _needs_widening(recording, model)
     classes = KnownClasses(model)
-    calls = [_read(file, classes, widen=widen) for file in chosen]
+    calls = [_read(file, classes, widen=widen) for file in selection]
     _check_memory(directory, calls, widen=widen)
     batches = tuple(call.batch(widen=widen) for call in calls)
-    return batches, InputsInfo("given", _described(directory, found, calls, len(files)))
+    return batches, InputsInfo("given", _describe_calls(directory, recording, calls, len(files)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,11 +363,11 @@ class _StoredCall:
     needs: int
 
     def batch(self, *, widen: bool) -> Batch:
-        made = Batch(self.args, self.kwargs, name=f"call {self.number}")
-        return made.mapped(_widened) if widen and not self.autocast else made
+        batch = Batch(self.args, self.kwargs, name=f"call {self.number}")
+        return batch.mapped(_widened) if widen and not self.autocast else batch
 
 
-def _opened(directory: Path) -> _Recording:
+def _read_recording(directory: Path) -> _Recording:
     path = directory / RECORDING
     if not path.is_file():
         inner = sorted(file.parent.name for file in directory.glob(f"*/{RECORDING}"))
@@ -379,24 +379,24 @@ def _opened(directory: Path) -> _Recording:
     return validate(_RECORDING, table, path, InputError, _HINT)
 
 
-def _check_model(directory: Path, found: _Recording, model: nn.Module) -> None:
-    own, theirs = structure_of(model), found.parameters
-    if own["sha256"] != theirs.sha256:
-        recorded = f"{_short(found.class_)} with {plural(theirs.count, 'parameter')}"
+def _check_model(directory: Path, recording: _Recording, model: nn.Module) -> None:
+    this, theirs = structure_of(model), recording.parameters
+    if this["sha256"] != theirs.sha256:
+        recorded = f"{_short(recording.class_)} with {plural(theirs.count, 'parameter')}"
         raise InputError(
             f"{describe_path(directory)}: the calls of another model: {recorded}, recorded as "
-            f"{describe(found.module)}; this is {type(unwrapped(model)).__name__} with {own['count']:,}",
+            f"{describe(recording.module)}; this is {type(unwrapped(model)).__name__} with {this['count']:,}",
             hint="names and shapes of the parameters must be the same; record this model",
         )
 
 
-def _files(directory: Path, found: _Recording) -> list[Path]:
+def _files(directory: Path, recording: _Recording) -> list[Path]:
     """Return the files of the calls in order."""
     files = sorted(directory.glob(CALL_FILES), key=lambda file: (len(file.name), file.name))
     if not files:
         raise InputError(f"{describe_path(directory)}: holds no call", hint=_HINT)
-    if found.calls is not None and len(files) != found.calls.recorded:
-        what = f"{plural(len(files), 'call')} of {found.calls.recorded:,} that were recorded"
+    if recording.calls is not None and len(files) != recording.calls.recorded:
+        what = f"{plural(len(files), 'call')} of {recording.calls.recorded:,} that were recorded"
         raise InputError(f"{describe_path(directory)}: holds {what}", hint=_HINT)
     return files
 
@@ -416,14 +416,14 @@ def _read(path: Path, classes: KnownClasses, *, widen: bool) -> _StoredCall:
     return _StoredCall(call.call, args, kwargs, call.training, bool(call.autocast), rebuilder.needs)
 
 
-def _widens(found: _Recording, model: nn.Module) -> bool:
+def _needs_widening(recording: _Recording, model: nn.Module) -> bool:
     """Return whether the recorded module had 16-bit parameters and the model has none.
 
     Such a program gives its module 16-bit inputs, which the same numbers in float32 stand for.
     """
     low = {str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION_DTYPES}
-    own = structure_of(model)["dtypes"]
-    return bool(low & set(found.parameters.dtypes)) and bool(own) and not low & set(own)
+    dtypes = structure_of(model)["dtypes"]
+    return bool(low & set(recording.parameters.dtypes)) and bool(dtypes) and not low & set(dtypes)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -444,11 +444,11 @@ def _check_memory(directory: Path, calls: Iterable[_StoredCall], *, widen: bool)
         )
 
 
-def _described(directory: Path, found: _Recording, calls: list[_StoredCall], total: int) -> str:
+def _describe_calls(directory: Path, recording: _Recording, calls: list[_StoredCall], total: int) -> str:
     numbers = f"call {calls[0].number}"
     if len(calls) > 1:
         numbers = f"calls {calls[0].number} to {calls[-1].number}"
-    words = f"{len(calls)} of {plural(total, 'recorded call')} of {_short(found.class_)} ({numbers})"
+    words = f"{len(calls)} of {plural(total, 'recorded call')} of {_short(recording.class_)} ({numbers})"
     words += f" in {describe(directory)}"
     modes = {call.training for call in calls}
     return f"{words}, made in {'train' if True in modes else 'eval'} mode" if len(modes) == 1 else words

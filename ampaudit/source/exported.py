@@ -1,4 +1,4 @@
-"""Opens an exported program (``.pt2``) as a model that can be traced again."""
+"""Opens an exported program (``.pt2``) as a traceable model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
     """Open the program of a ``.pt2`` file, with inputs from --inputs or its own example inputs.
 
     Raises:
-        SourceError: missing, corrupt, without inputs, or with content that only code could read.
+        SourceError: The file is missing or corrupt, has no inputs, or holds content that only code could read.
     """
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
-    program = _trusted(path) if options.trust else read_program(path)
+    program = _load_trusted(path) if options.trust else read_program(path)
     functions, model = functions_of(), ExportedModel(program)
     sized: Sized | None = None
     if options.inputs:
@@ -48,21 +48,23 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
     return ModelSource(location, "pt2", model, batches, digest, inputs=info, sized=sized, **functions)
 
 
-def _trusted(path: Path) -> StoredProgram:
-    """Load a program with torch, which runs code that the file contains."""
+def _load_trusted(path: Path) -> StoredProgram:
+    """Load a program with torch, which runs code from the file."""
     print(f"ampaudit: --trust: torch.export.load may run code of {describe_path(path)}", file=sys.stderr)
     try:
-        found = torch.export.load(path)
-        module = found.module(check_guards=False)
+        program = torch.export.load(path)
+        module = program.module(check_guards=False)
     except Exception as error:
         raise SourceError(
             f"{describe_path(path)}: torch cannot load it: {describe(first_line(error), 150)}",
             hint="save it with torch.export.save",
         ) from error
     assert isinstance(module, fx.GraphModule)
-    example = found.example_inputs
-    assert found.call_spec.out_spec is not None
-    return StoredProgram(module, found.call_spec.in_spec, found.call_spec.out_spec, example, found.state_dict)
+    example = program.example_inputs
+    assert program.call_spec.out_spec is not None
+    return StoredProgram(
+        module, program.call_spec.in_spec, program.call_spec.out_spec, example, program.state_dict
+    )
 
 
 class ExportedModel(nn.Module):
@@ -76,11 +78,11 @@ class ExportedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program."""
         replayer = Replayer(getattr(self, REPLAYED))
-        found = replayer.run(*self._flat(args, kwargs), enable_io_processing=False)
-        return pytree.tree_unflatten(list(found), self._outputs)
+        outputs = replayer.run(*self._flat(args, kwargs), enable_io_processing=False)
+        return pytree.tree_unflatten(list(outputs), self._outputs)
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the inputs in the order of the export."""
+        """Flatten the inputs in the order of the export."""
         try:
             return flatten((args, kwargs), self._inputs)
         except ValueError as error:
@@ -90,6 +92,6 @@ class ExportedModel(nn.Module):
             ) from error
 
     def train(self, mode: bool = True) -> ExportedModel:
-        """Set the flag of this module only; the mode of an exported graph is fixed."""
+        """Set the mode of this module only; that of an exported graph is fixed."""
         self.training = mode
         return self

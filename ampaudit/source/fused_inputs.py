@@ -88,47 +88,49 @@ def fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
     No configuration says how many placeholders stand for a picture. So a copy of the model without weights
     computes its features, which are counted, and runs until they are among the embeddings of the text.
     """
-    taken, found = inspect.signature(model.forward).parameters.keys(), list[Fusion]()
+    parameters, additions = inspect.signature(model.forward).parameters.keys(), list[Fusion]()
     for modality in _MODALITIES:
         token = first_setting(model.config, modality.tokens, None)
-        known = type(token) is int and modality.name in taken and "input_ids" in batch
-        if known and not bool((batch["input_ids"] == token).any()):
-            fusion = _learned(meta_copy(model), modality, token, batch)
+        applicable = type(token) is int and modality.name in parameters and "input_ids" in batch
+        if applicable and not bool((batch["input_ids"] == token).any()):
+            fusion = _accepted_fusion(meta_copy(model), modality, token, batch)
             if fusion is not None:
-                found.append(fusion)
+                additions.append(fusion)
                 batch = fused(batch, fusion)
-    return found
+    return additions
 
 
 def fused(batch: Mapping[str, Tensor], fusion: Fusion) -> dict[str, Tensor]:
     """Return a batch with inputs of a modality, and with placeholders before the text."""
-    found = {**batch, **fusion.others}
+    tensors = {**batch, **fusion.others}
     if fusion.sizes:
-        found[fusion.name] = torch.randn(fusion.sizes)
+        tensors[fusion.name] = torch.randn(fusion.sizes)
     firsts = {"attention_mask": 1, "input_ids": fusion.token, "mm_token_type_ids": fusion.kind}
     for name, first in {**firsts, "token_type_ids": 0}.items():
-        if name in found:
-            placeholders = found[name].new_full((len(found[name]), fusion.count), first)
-            found[name] = torch.cat([placeholders, found[name]], 1)[:, : fusion.longest]
-    return found
+        if name in tensors:
+            placeholders = tensors[name].new_full((len(tensors[name]), fusion.count), first)
+            tensors[name] = torch.cat([placeholders, tensors[name]], 1)[:, : fusion.longest]
+    return tensors
 
 
-def _learned(model: nn.Module, modality: _Modality, token: int, batch: Mapping[str, Tensor]) -> Fusion | None:
+def _accepted_fusion(
+    model: nn.Module, modality: _Modality, token: int, batch: Mapping[str, Tensor]
+) -> Fusion | None:
     """Return the first fusion that a model without weights takes."""
-    taken, method = inspect.signature(model.forward).parameters.keys(), _method(model, modality)
-    names = taken if method is None else inspect.signature(method).parameters.keys()
+    parameters, method = inspect.signature(model.forward).parameters.keys(), _method(model, modality)
+    names = parameters if method is None else inspect.signature(method).parameters.keys()
     layouts: _Layouts = iter([((), {})])
     if modality.name not in batch:
         layouts = modality.layouts(model, names, len(batch["input_ids"]))
     with contextlib.suppress(InputError):  # of sizes that a configuration has
         longest = longest_text(model.config)
         for sizes, others in layouts:
-            kept = {name: tensor for name, tensor in others.items() if name in names}
-            if "mm_token_type_ids" in taken and "mm_token_type_ids" not in batch:
-                kept["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
-            fusion = Fusion(modality.name, sizes, kept, token, modality.kind, longest)
+            accepted = {name: tensor for name, tensor in others.items() if name in names}
+            if "mm_token_type_ids" in parameters and "mm_token_type_ids" not in batch:
+                accepted["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
+            fusion = Fusion(modality.name, sizes, accepted, token, modality.kind, longest)
             with contextlib.suppress(Exception):  # models refuse inputs in many ways
-                return _counted(model, method, names, batch, fusion)
+                return _with_token_count(model, method, names, batch, fusion)
     return None
 
 
@@ -138,7 +140,7 @@ def _method(model: nn.Module, modality: _Modality) -> Callable[..., Any] | None:
     return next((m for m in methods if m and modality.name in inspect.signature(m).parameters), None)
 
 
-def _counted(
+def _with_token_count(
     model: nn.Module,
     method: Callable[..., Any] | None,
     names: Collection[str],
@@ -148,27 +150,27 @@ def _counted(
     """Return a fusion with its number of placeholders, or raise what a model raises that does not take it."""
     with MetaRun(), torch.no_grad():
         if method is not None:
-            given = {name: tensor for name, tensor in fused(batch, fusion).items() if name in names}
-            total = _number(method(**given))
+            arguments = {name: tensor for name, tensor in fused(batch, fusion).items() if name in names}
+            total = _feature_count(method(**arguments))
             fusion = replace(fusion, count=total // len(batch["input_ids"]))
         complete = fused(batch, fusion)
-        with contextlib.suppress(_Embedded), _stopping(model, complete["input_ids"].shape):
+        with contextlib.suppress(_EmbeddingsReached), _stop_at_embeddings(model, complete["input_ids"].shape):
             model(**complete)
     return fusion
 
 
-class _Embedded(Exception):
+class _EmbeddingsReached(Exception):
     """The language model is called with embeddings of all tokens; that it takes those of a text is known."""
 
 
 @contextlib.contextmanager
-def _stopping(model: nn.Module, sizes: torch.Size) -> Iterator[None]:
-    """Raise ``_Embedded`` before a module inside is called with embeddings of so many tokens."""
+def _stop_at_embeddings(model: nn.Module, sizes: torch.Size) -> Iterator[None]:
+    """Raise ``_EmbeddingsReached`` before a module inside is called with embeddings of so many tokens."""
 
     def stop(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is not None and embeddings.shape[:2] == sizes:
-            raise _Embedded
+            raise _EmbeddingsReached
 
     hooks = [module.register_forward_pre_hook(stop, with_kwargs=True) for module in model.modules()]
     try:
@@ -178,7 +180,7 @@ def _stopping(model: nn.Module, sizes: torch.Size) -> Iterator[None]:
             hook.remove()
 
 
-def _number(features: Any) -> int:
+def _feature_count(features: Any) -> int:
     """Return the number of features in one tensor, or in a tensor of each picture."""
     if not isinstance(features, Tensor | list | tuple):
         features = first_setting(features, ("pooler_output", "last_hidden_state"), ())
@@ -261,11 +263,11 @@ class MetaRun(TorchDispatchMode):
             return func(*args, **kwargs)
         dynamic = any(tag in func.tags for tag in _VALUES)
         if func is _aten.index.Tensor:
-            indices = [part for index in args[1] for part in _numbers(index)]
+            indices = [part for index in args[1] for part in _as_indices(index)]
             args = (args[0], indices)
             dynamic = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-        written = written_values(func, args, kwargs)
-        if dynamic or any(isinstance(value, Tensor) and not value.is_meta for value in written):
+        mutated = written_values(func, args, kwargs)
+        if dynamic or any(isinstance(value, Tensor) and not value.is_meta for value in mutated):
             raise ValuesNeeded(str(func))
         if func is _aten.embedding.default and not args[1].is_meta:
             _check_rows(*args[:2])
@@ -275,7 +277,7 @@ class MetaRun(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
+def _as_indices(index: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return a known mask as indices along each of its axes, and another index as it is."""
     if index is None or index.is_meta or index.dtype not in (torch.bool, torch.uint8):
         return (index,)

@@ -97,27 +97,27 @@ def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
             model = empty_model(architecture, config)
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
         size = sum(t.numel() * (4 if t.is_floating_point() else t.itemsize) for t in tensors)
-        found = Rehearsed(name=type(model).__name__, size=size, origin="", detail="", hint="")
+        answer = Rehearsed(name=type(model).__name__, size=size, origin="", detail="", hint="")
         if inputs is not None:
             try:
-                made = _saved_inputs(model, inputs, Path(request["directory"]))
-                found["origin"], found["detail"] = made["origin"], made["detail"]
+                prepared = _saved_inputs(model, inputs, Path(request["directory"]))
+                answer["origin"], answer["detail"] = prepared["origin"], prepared["detail"]
             except AuditError as error:
-                found["detail"], found["hint"] = str(error.args[0]), error.hint
-        return found
+                answer["detail"], answer["hint"] = str(error.args[0]), error.hint
+        return answer
 
     return work
 
 
 def _saved_inputs(model: Any, request: InputRequest, directory: Path) -> MadeInputs:
     copy_processor(directory, Path.cwd())
-    made = make_inputs(model, request, Path.cwd())
-    named = {f"{i}.{name}": t for i, batch in enumerate(made["batches"]) for name, t in batch.items()}
-    size = sum(tensor.nbytes for tensor in named.values())
+    inputs = make_inputs(model, request, Path.cwd())
+    tensors = {f"{i}.{name}": t for i, batch in enumerate(inputs["batches"]) for name, t in batch.items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
     if size > _MAX_INPUTS:
         raise InputError(f"inputs of {format_bytes(size)} are too large", hint="lower --batches")
-    save_file({name: tensor.contiguous().clone() for name, tensor in named.items()}, INPUTS_FILE)
-    return made
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, INPUTS_FILE)
+    return inputs
 
 
 def named_architecture(table: dict[str, Any]) -> Any:
@@ -128,13 +128,13 @@ def named_architecture(table: dict[str, Any]) -> Any:
     """
     import transformers
 
-    found, names = named_class(table), table.get("architectures") or []
-    if found is None and names:
+    architecture, names = named_class(table), table.get("architectures") or []
+    if architecture is None and names:
         raise SourceError(
             f"architecture {names[0]!r} is not in this version of transformers",
             hint="update transformers; code that ships with a model directory runs only with --trust",
         )
-    return found or transformers.AutoModel
+    return architecture or transformers.AutoModel
 
 
 def named_class(table: dict[str, Any]) -> Any:
@@ -142,10 +142,10 @@ def named_class(table: dict[str, Any]) -> Any:
     import transformers
 
     for name in table.get("architectures") or []:
-        found = getattr(transformers, str(name), None)
+        candidate = getattr(transformers, str(name), None)
         base = transformers.PreTrainedModel
-        if isinstance(found, type) and issubclass(found, base) and found is not base:
-            return found
+        if isinstance(candidate, type) and issubclass(candidate, base) and candidate is not base:
+            return candidate
     return None
 
 
@@ -182,12 +182,12 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
         InputError: the kind of input is unknown; pass --inputs.
         WeightsError: see ``open_checkpoint``.
     """
-    model, made, notes = _trusted(path, options) if options.trust else _untrusted(path, options)
+    model, inputs, notes = _load_trusted(path, options) if options.trust else _load_untrusted(path, options)
     functions, info = functions_of(), GIVEN
-    if made is not None:
-        check_ids(model, made["batches"])
-        sized: Sized = partial(at_sizes, made["batches"], placeholders(model.config))
-        info = InputsInfo(made["origin"], made["detail"])
+    if inputs is not None:
+        check_ids(model, inputs["batches"])
+        sized: Sized = partial(at_sizes, inputs["batches"], placeholders(model.config))
+        info = InputsInfo(inputs["origin"], inputs["detail"])
     else:
         sized, functions, info = inputs_from(options, model)
     digest = hashlib.sha256(read_bounded(path / CONFIG_FILE, MAX_CONFIG, SourceError)).hexdigest()
@@ -202,11 +202,11 @@ def _request(options: SourceConfig) -> InputRequest | None:
     if options.inputs is not None:
         return None
     files = {kind: getattr(options, kind) for kind in KINDS}
-    given = {kind: str(file.resolve()) for kind, file in files.items() if file is not None}
-    return InputRequest(files=given, batches=options.batches, seed=options.seed)
+    paths = {kind: str(file.resolve()) for kind, file in files.items() if file is not None}
+    return InputRequest(files=paths, batches=options.batches, seed=options.seed)
 
 
-def _untrusted(path: Path, options: SourceConfig) -> _Loaded:
+def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
     """Build the model from a checked configuration, once a sandbox could, and give it checked weights.
 
     Transformers never sees the directory itself.
@@ -225,29 +225,29 @@ def _untrusted(path: Path, options: SourceConfig) -> _Loaded:
         named_class(table)  # imports it, as the sandbox does at the same time
         what = describe_path(path / CONFIG_FILE)
         answer = sandbox.answer(what, SourceError, hint)
-        found = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
-        made = None if request["inputs"] is None else _made(found, sandbox.folder / INPUTS_FILE)
+        rehearsed = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
+        inputs = None if request["inputs"] is None else _inputs_from(rehearsed, sandbox.folder / INPUTS_FILE)
     weights = open_weights(path, options.weights if options.stream else None)
-    _check_size(path, found["size"], weights)
-    table["architectures"] = [found["name"]]
+    _check_size(path, rehearsed["size"], weights)
+    table["architectures"] = [rehearsed["name"]]
     architecture = named_architecture(table)
     with _loading(path), _offline(), temporary_directory("ampaudit-config-") as folder:
         config = configured(architecture, table, folder)
         if options.stream:
-            return empty_model(architecture, config).eval(), made, ()
+            return empty_model(architecture, config).eval(), inputs, ()
         # the method of the base class: some classes read further files
         load = transformers.PreTrainedModel.from_pretrained.__func__
         tensors = tensors_of(weights)
         model = load(architecture, None, config=config, state_dict=tensors, dtype=torch.float32)
     assert isinstance(model, nn.Module)
-    return model, made, notes_on(weights)
+    return model, inputs, notes_on(weights)
 
 
-def _made(found: Rehearsed, file: Path) -> MadeInputs:
+def _inputs_from(answer: Rehearsed, file: Path) -> MadeInputs:
     """Return the inputs that the sandbox made."""
-    if not found["origin"]:
-        raise InputError(describe(found["detail"], MAX_MESSAGE), hint=describe(found["hint"], MAX_MESSAGE))
-    return MadeInputs(batches=read_inputs(file), origin=found["origin"], detail=found["detail"])
+    if not answer["origin"]:
+        raise InputError(describe(answer["detail"], MAX_MESSAGE), hint=describe(answer["hint"], MAX_MESSAGE))
+    return MadeInputs(batches=read_inputs(file), origin=answer["origin"], detail=answer["detail"])
 
 
 def _check_size(path: Path, size: int, weights: Checkpoint) -> None:
@@ -261,14 +261,14 @@ def _check_size(path: Path, size: int, weights: Checkpoint) -> None:
         )
 
 
-def _trusted(path: Path, options: SourceConfig) -> _Loaded:
+def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
     """Load the model as Transformers does, with the code in the directory."""
     table = read_raw_config(path)
     _check_installed()
     transformers = _transformers()
     print(f"ampaudit: --trust: transformers may run code of {describe_path(path)}", file=sys.stderr)
     with calling_user_code(f"{path}"):
-        architecture = _own_class(table, transformers)
+        architecture = _auto_class(table, transformers)
         local = {"local_files_only": True, "trust_remote_code": True}
         if options.stream:
             config = transformers.AutoConfig.from_pretrained(path, **local)
@@ -276,20 +276,20 @@ def _trusted(path: Path, options: SourceConfig) -> _Loaded:
         else:
             model = architecture.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **local)
         request = _request(options)
-        made = None if request is None else make_inputs(model, request, path, trust=True)
+        inputs = None if request is None else make_inputs(model, request, path, trust=True)
     assert isinstance(model, nn.Module)
-    return model, made, ()
+    return model, inputs, ()
 
 
-def _own_class(table: dict[str, Any], transformers: Any) -> Any:
+def _auto_class(table: dict[str, Any], transformers: Any) -> Any:
     """Return the class of Transformers, or the one that loads the directory's own class."""
-    named = named_class(table)
-    if named is not None:
-        return named
-    own = table.get("auto_map") or {}
+    known_class = named_class(table)
+    if known_class is not None:
+        return known_class
+    auto_map = table.get("auto_map") or {}
     classes = table.get("architectures") or [""]
-    loaders = [name for name in own if name.startswith("AutoModel") and hasattr(transformers, name)]
-    loaders.sort(key=lambda name: not str(own[name]).endswith(f".{classes[0]}"))
+    loaders = [name for name in auto_map if name.startswith("AutoModel") and hasattr(transformers, name)]
+    loaders.sort(key=lambda name: not str(auto_map[name]).endswith(f".{classes[0]}"))
     return getattr(transformers, loaders[0] if loaders else "AutoModel")
 
 

@@ -51,27 +51,27 @@ def has_inputs(module: ModuleType) -> bool:
 
 
 def batches_of(module: ModuleType, count: int, seed: int, sizes: Mapping[str, int]) -> tuple[Batch, ...]:
-    """Return up to ``count`` batches from batches(), or from repeated calls of example_inputs().
+    """Return up to ``count`` batches from batches() or from repeated calls of example_inputs().
 
     Args:
-        module: the file.
-        count: the number of batches.
-        seed: of their random numbers.
-        sizes: parameters of these functions, such as ``length``.
+        module: Module of the input file.
+        count: Number of batches.
+        seed: Random seed.
+        sizes: Arguments for these functions, such as ``length``.
 
     Raises:
-        InputError: neither function exists, or what it returns is not an input.
-        UsageError: none of them has such a parameter.
+        InputError: Neither function exists, or its result is not an input.
+        UsageError: No function has such a parameter.
     """
     _check_sizes(module, sizes)
     kwargs = _call(module, "example_kwargs", {}, sizes)
     if not isinstance(kwargs, Mapping):
         raise InputError(f"example_kwargs() returned {type(kwargs).__name__}", hint="return a dict")
     torch.manual_seed(seed + INPUT_SEED_OFFSET)
-    found = _call(module, "batches", _MISSING, sizes)
-    if found is not _MISSING:
+    result = _call(module, "batches", _MISSING, sizes)
+    if result is not _MISSING:
         with calling_user_code("batches()"):
-            items = list(islice(_iterable(found), count))
+            items = list(islice(_iterable(result), count))
         if not items:
             raise InputError("batches() yields nothing", hint="yield at least one batch")
         return tuple(_batch(module, item, kwargs, "batches()") for item in items)
@@ -99,8 +99,8 @@ def functions_of(*modules: ModuleType) -> Functions:
     """Return each function from the first module that defines it."""
 
     def first(name: str) -> Callable[..., Any] | None:
-        found = (getattr(module, name, None) for module in modules)
-        return next((function for function in found if callable(function)), None)
+        candidates = (getattr(module, name, None) for module in modules)
+        return next((function for function in candidates if callable(function)), None)
 
     declared = (getattr(module, "next_inputs", None) for module in modules)
     return Functions(
@@ -114,16 +114,16 @@ def functions_of(*modules: ModuleType) -> Functions:
 def inputs_from(
     options: SourceConfig, model: nn.Module, *modules: ModuleType, same_model: bool = True
 ) -> tuple[Sized, Functions, InputsInfo]:
-    """Read what makes the batches for --inputs, and the file's loss(), metric() and optimizer().
+    """Return the batch function for --inputs, and the file's loss(), metric() and optimizer().
 
     Args:
-        options: say where: a Python file, or the directory of a recording.
-        model: takes the batches.
-        *modules: have the functions that the file lacks.
-        same_model: whether the model has the parameter names of a module that was recorded.
+        options: Options whose ``inputs`` is a Python file or the directory of a recording.
+        model: Model that takes the batches.
+        *modules: Fallbacks for functions that the file does not define.
+        same_model: Whether the model has the parameter names of the recorded module.
 
     Raises:
-        InputError, SourceError: see ``batches_of``, ``recorded_calls`` and ``module_from_file``.
+        InputError, SourceError: See ``batches_of``, ``recorded_calls`` and ``module_from_file``.
     """
     path = options.inputs
     assert path is not None
@@ -136,7 +136,7 @@ def inputs_from(
 
 
 def _recorded(batches: tuple[Batch, ...], sizes: Mapping[str, int]) -> tuple[Batch, ...]:
-    """Return recorded calls, which have the sizes that they have."""
+    """Return recorded calls, whose sizes are fixed."""
     for axis in sizes:
         raise unknown_axis(axis, (), "a recording has the sizes that it has")
     return batches
@@ -146,31 +146,31 @@ def _call(module: ModuleType, name: str, default: Any, sizes: Mapping[str, int])
     function = getattr(module, name, None)
     if not callable(function):
         return default
-    own = {axis: size for axis, size in sizes.items() if axis in _parameters(function)}
+    arguments = {axis: size for axis, size in sizes.items() if axis in _parameters(function)}
     with calling_user_code(f"{name}()"):
-        return function(**own)
+        return function(**arguments)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a function of the user takes."""
+    """Return the parameter names of a user's function."""
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _check_sizes(module: ModuleType, sizes: Mapping[str, int]) -> None:
     functions = [f for name in _FUNCTIONS if callable(f := getattr(module, name, None))]
-    known = list(dict.fromkeys(name for function in functions for name in _parameters(function)))
+    axes = list(dict.fromkeys(name for function in functions for name in _parameters(function)))
     for axis, size in sizes.items():
-        if axis not in known:
-            raise unknown_axis(axis, known, f"write def example_inputs({axis}={size}): ...")
+        if axis not in axes:
+            raise unknown_axis(axis, axes, f"write def example_inputs({axis}={size}): ...")
 
 
-def unknown_axis(axis: str, known: Sequence[str], otherwise: str) -> UsageError:
-    """Return the error for an axis along which inputs cannot be made."""
-    hint = f"axes of these inputs: {describe(', '.join(known))}" if known else otherwise
+def unknown_axis(axis: str, axes: Sequence[str], otherwise: str) -> UsageError:
+    """Return the error for an axis that the inputs do not have."""
+    hint = f"axes of these inputs: {describe(', '.join(axes))}" if axes else otherwise
     return UsageError(f"--sweep: the inputs have no axis {describe(axis)!r}", hint=hint)
 
 
@@ -183,12 +183,12 @@ def _iterable(value: Any) -> Iterable[Any]:
 
 
 def _batch(module: ModuleType, item: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
-    """Build one batch; model_inputs(batch), if defined, selects the part that the model takes."""
-    chosen = getattr(module, "model_inputs", None)
-    if not callable(chosen):
+    """Build a batch; model_inputs(batch), if defined, selects the model's part of it."""
+    select = getattr(module, "model_inputs", None)
+    if not callable(select):
         return _inputs(item, kwargs, what)
     with calling_user_code("model_inputs(batch)"):
-        value = chosen(item)
+        value = select(item)
     return replace(_inputs(value, kwargs, "model_inputs(batch)"), item=item)
 
 
@@ -205,27 +205,27 @@ def _inputs(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
 
 
 def with_inputs(source: ModelSource, path: Path) -> ModelSource:
-    """Replace a source's batches by one with the tensors ``input[0]``, ``input[1]`` ... of a file.
+    """Replace the batches of a source by the tensors ``input[0]``, ``input[1]``, ... of a file.
 
     Raises:
-        WeightsError: the file cannot be read.
-        InputError: its tensors do not fit the model.
+        WeightsError: The file cannot be read.
+        InputError: The tensors do not fit the model.
     """
-    given = map_checkpoint(path).tensors
+    saved = map_checkpoint(path).tensors
     batch = source.batches[0]
     leaves = pytree.tree_leaves((batch.args, batch.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     names = [f"input[{index}]" for index in range(len(tensors))]
-    if set(given) != set(names):
+    if set(saved) != set(names):
         raise InputError(
-            f"{path} holds {describe(', '.join(sorted(given))) or 'nothing'}",
+            f"{path} holds {describe(', '.join(sorted(saved))) or 'nothing'}",
             hint=f"the model takes {describe(', '.join(names))}",
         )
     for name, tensor in zip(names, tensors, strict=True):
-        if given[name].dtype != tensor.dtype:
+        if saved[name].dtype != tensor.dtype:
             hint = f"{name} must be {tensor.dtype}"
-            raise InputError(f"{path}: {name} is {given[name].dtype}", hint=hint)
-    batches = (with_tensors(batch, [given[name] for name in names]),)
+            raise InputError(f"{path}: {name} is {saved[name].dtype}", hint=hint)
+    batches = (with_tensors(batch, [saved[name] for name in names]),)
     return replace(source, batches=batches, inputs=GIVEN, sized=None)
 
 

@@ -1,4 +1,4 @@
-"""Defines the result of every source: a model, batches of inputs, and their origin."""
+"""Defines what every source returns: a model, batches of inputs, and their origin."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from ampaudit.report.inputs import GIVEN, InputsInfo
 
 __all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "Sized"]
 
-# inputs must differ from the random numbers of the weights
+# keeps inputs apart from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The arguments of one call; ``item`` is the user's batch, if that differs from the arguments.
+    """The arguments of one call.
 
-    ``name`` is what reports call it, such as ``call 14`` of a recording.
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        item: The user's batch, where it differs from the arguments.
+        name: Name in reports, such as ``call 14`` of a recording.
     """
 
     args: tuple[Any, ...] = ()
@@ -32,7 +36,7 @@ class Batch:
     name: str = ""
 
     def title(self, number: int) -> str:
-        """Return its name, or what a batch of that number is called."""
+        """Return the name, or ``batch N``."""
         return self.name or f"batch {number}"
 
     @property
@@ -45,13 +49,13 @@ class Batch:
         return self.args[0] if len(self.args) == 1 else self.args
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Change each tensor once, so that ``item`` and the model's inputs still share tensors."""
-        made: dict[int, torch.Tensor] = {}
+        """Apply a function once per tensor, so that ``item`` and the arguments still share tensors."""
+        changed: dict[int, torch.Tensor] = {}
 
         def once(value: torch.Tensor) -> torch.Tensor:
-            if id(value) not in made:
-                made[id(value)] = change(value)
-            return made[id(value)]
+            if id(value) not in changed:
+                changed[id(value)] = change(value)
+            return changed[id(value)]
 
         def over(value: Any) -> Any:
             return pytree.tree_map_only(torch.Tensor, once, value)
@@ -67,21 +71,21 @@ class ModelSource:
     """A loaded model.
 
     Attributes:
-        location: the location that the user gave.
+        location: Location from the command line.
         kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``onnx``, ``converted`` or ``object``.
-        sha256: digest of the model's file or configuration.
-        loss: the file's loss(output) or loss(output, batch), for audits of gradients.
-        dtype: the 16-bit format of a converted directory, or of a graph that has its casts in it.
-        release: frees the memory of a streamed weight until its next use.
-        optimizer: the file's optimizer(params), for ``ampaudit train``.
-        files: its files as they were before they were read.
-        inputs: where the batches come from.
-        metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
-        notes: what was changed of the model before it is audited.
-        next_inputs: the file's next_inputs(outputs, inputs), or its scheduler, for audits of several steps.
-        sized: makes batches of other sizes, by axis; ``None`` if the inputs are what they are.
-        reference: the model whose outputs are right, if it is another one.
-        places: for each input, in order, the place of the reference's.
+        sha256: Digest of the model's file or configuration.
+        loss: The file's loss(output) or loss(output, batch), for audits of gradients.
+        dtype: 16-bit format of a converted directory, or of a graph that contains its casts.
+        release: Function that frees the memory of a streamed weight until its next use.
+        optimizer: The file's optimizer(params), for ``ampaudit train``.
+        files: State of the model's files before they were read.
+        inputs: Origin of the batches.
+        metric: The file's metric(output, batch), for ``ampaudit check``; larger is better.
+        notes: Changes made to the model before the audit.
+        next_inputs: The file's next_inputs(outputs, inputs) or scheduler, for audits of several steps.
+        sized: Function that returns batches of other sizes, by axis; ``None`` if the sizes are fixed.
+        reference: Source of the reference outputs, if not the model itself.
+        places: Position of each input among those of the reference.
     """
 
     location: str
@@ -104,5 +108,5 @@ class ModelSource:
 
     @property
     def names_files(self) -> bool:
-        """Whether its file says which source files its ops come from; these must not be opened."""
+        """Whether the model's file names source files, which must not be opened."""
         return self.kind in ("pt2", "converted", "onnx")

@@ -1,4 +1,4 @@
-"""Makes inputs for a model directory: from the user's files, from built-in samples, or at random."""
+"""Generates inputs for a model directory: from the user's files, built-in samples or random numbers."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _SENTENCES = (
     "WARNING!!! The file could not be read (error 13: permission denied).",
     "Seven small boats left the harbor at dawn; by noon six of them had come home again.",
 )
-_ROWS = {"text": 4, "images": 2, "audio": 2}  # of a batch
+_ROWS = {"text": 4, "images": 2, "audio": 2}  # rows per batch
 _RANDOM_ROWS = 2
-_MAX_BATCHES = 16  # of files, unless a number is given
-_SEQUENCES = (  # whose last axis is that of tokens or samples
+_MAX_BATCHES = 16  # from files, unless the user gives a number
+_SEQUENCES = (  # inputs whose last axis counts tokens or audio samples
     *("input_ids", "inputs", "attention_mask", "token_type_ids", "decoder_input_ids"),
     *("decoder_attention_mask", "input_values", "mm_token_type_ids"),
 )
@@ -60,12 +60,12 @@ _DTYPES = (torch.int64, torch.float32, torch.bool)
 
 @dataclass(frozen=True, slots=True)
 class SampleSet:
-    """Samples of one kind, in order.
+    """Ordered samples of one kind.
 
     Attributes:
-        items: texts, lists of chat messages, pictures, or mono sounds.
-        total: their number; ``None`` if they are built in, and endless.
-        name: of the file or directory.
+        items: Texts, lists of chat messages, images, or mono recordings.
+        total: Number of samples; ``None`` for the endless built-in ones.
+        name: Name of the file or directory.
     """
 
     items: Iterable[Any]
@@ -74,13 +74,13 @@ class SampleSet:
 
 
 def texts(path: Path | None) -> SampleSet:
-    """Return the samples of a text file, or sentences.
+    """Return the samples of a text file, or built-in sentences.
 
     A ``.jsonl`` file has an object per line, with ``text`` or chat ``messages``. The samples of other files
     are the paragraphs that blank lines separate, or else the lines.
 
     Raises:
-        InputError: not UTF-8 text, without samples, or a line of JSON has neither.
+        InputError: The file is not UTF-8, holds no sample, or has a JSON line with neither key.
     """
     if path is None:
         return SampleSet(_sentences())
@@ -89,21 +89,21 @@ def texts(path: Path | None) -> SampleSet:
     except UnicodeDecodeError as error:
         raise InputError(f"{describe_path(path)}: not UTF-8 text", hint="convert it to UTF-8") from error
     lines = [line.strip() for line in text.strip().splitlines()]
-    found: list[Any] = [line for line in lines if line]
+    samples: list[Any] = [line for line in lines if line]
     if path.suffix.lower() == ".jsonl":
-        found = [_parsed(path, number, line) for number, line in enumerate(lines, 1) if line]
-    elif len(found) < len(lines):
-        found = [part.replace("\n", " ").strip() for part in "\n".join(lines).split("\n\n") if part.strip()]
-    if not found:
+        samples = [_parse_line(path, number, line) for number, line in enumerate(lines, 1) if line]
+    elif len(samples) < len(lines):
+        samples = [part.replace("\n", " ").strip() for part in "\n".join(lines).split("\n\n") if part.strip()]
+    if not samples:
         raise InputError(f"{describe_path(path)}: no text in it", hint="write one sample per line")
-    return SampleSet(found, len(found), path.name)
+    return SampleSet(samples, len(samples), path.name)
 
 
 def images(path: Path | None) -> SampleSet:
-    """Return a directory's images in order of their names, or drawn ones.
+    """Return the images of a directory sorted by name, or built-in drawings.
 
     Raises:
-        InputError: it holds none, or Pillow is missing; later, if one cannot be decoded.
+        InputError: The directory holds no image, Pillow is missing, or (lazily) a file cannot be decoded.
     """
     if path is None:
         return SampleSet(_drawings())
@@ -118,27 +118,27 @@ def images(path: Path | None) -> SampleSet:
         with Image.open(file) as image:
             return image.convert("RGB")
 
-    return SampleSet(_decoded(files, decoded), len(files), path.name)
+    return SampleSet(_decode_all(files, decoded), len(files), path.name)
 
 
 def sounds(path: Path | None, rate: int) -> SampleSet:
-    """Return a directory's recordings in order of their names, or tones, as mono samples of a rate.
+    """Return the recordings of a directory sorted by name, or built-in tones, as mono at a sampling rate.
 
     Raises:
-        InputError: it holds none; later, if one cannot be decoded.
+        InputError: The directory holds no recording, or (lazily) a file cannot be decoded.
     """
     if path is None:
         return SampleSet(_tones(rate))
     files = _files(path, _SOUNDS, "recordings")
 
     def decoded(file: Path) -> Array:
-        wave_, own = _read_wave(file) if file.suffix.lower() == ".wav" else _read_sound(file)
-        mono = wave_.mean(axis=1)[: _MAX_SECONDS * own]
-        times = np.arange(int(len(mono) * rate / own)) / rate
-        resampled: Array = np.interp(times, np.arange(len(mono)) / own, mono).astype(np.float32)
+        wave_, file_rate = _read_wave(file) if file.suffix.lower() == ".wav" else _read_sound(file)
+        mono = wave_.mean(axis=1)[: _MAX_SECONDS * file_rate]
+        times = np.arange(int(len(mono) * rate / file_rate)) / rate
+        resampled: Array = np.interp(times, np.arange(len(mono)) / file_rate, mono).astype(np.float32)
         return resampled
 
-    return SampleSet(_decoded(files, decoded), len(files), path.name)
+    return SampleSet(_decode_all(files, decoded), len(files), path.name)
 
 
 def _files(path: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:
@@ -151,7 +151,7 @@ def _files(path: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:
     return files
 
 
-def _decoded(files: Iterable[Path], decode: Callable[[Path], Any]) -> Iterator[Any]:
+def _decode_all(files: Iterable[Path], decode: Callable[[Path], Any]) -> Iterator[Any]:
     for file in files:
         try:
             yield decode(file)
@@ -190,18 +190,18 @@ def _read_sound(file: Path) -> tuple[Array, int]:
         return stream.read(_MAX_SECONDS * rate, dtype="float32", always_2d=True), rate
 
 
-def _parsed(path: Path, number: int, line: str) -> Any:
+def _parse_line(path: Path, number: int, line: str) -> Any:
     where, hint = f"{describe_path(path)}:{number}", 'write {"text": "..."} or {"messages": [...]} per line'
     try:
-        found = parse_json(line)
+        sample = parse_json(line)
     except ValueError as error:
         raise InputError(f"{where}: not valid JSON: {error}", hint=hint) from error
-    if isinstance(found, dict):
-        found = found.get("messages", found.get("text"))
-    chat = isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found)
-    if not chat and not isinstance(found, str):
+    if isinstance(sample, dict):
+        sample = sample.get("messages", sample.get("text"))
+    chat = isinstance(sample, list) and sample and all(isinstance(m, dict) and "role" in m for m in sample)
+    if not chat and not isinstance(sample, str):
         raise InputError(f"{where}: neither text nor messages", hint=hint)
-    return found
+    return sample
 
 
 def _sentences() -> Iterator[str]:
@@ -236,7 +236,7 @@ def _tones(rate: int) -> Iterator[Array]:
 
 
 class InputRequest(TypedDict):
-    """What to make inputs of: the user's files by kind; the number of batches, and a seed."""
+    """A request for inputs: the user's files by kind, the number of batches, and a seed."""
 
     files: dict[str, str]
     batches: int | None
@@ -244,7 +244,7 @@ class InputRequest(TypedDict):
 
 
 class MadeInputs(TypedDict):
-    """Batches, and where they come from: ``file``, ``sample`` or ``random``, and in words."""
+    """Batches of inputs, their origin, and a description of it."""
 
     batches: list[dict[str, Tensor]]
     origin: Literal["file", "sample", "random"]
@@ -252,16 +252,16 @@ class MadeInputs(TypedDict):
 
 
 def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool = False) -> MadeInputs:
-    """Make batches of a model's inputs.
+    """Generate batches of inputs for a model.
 
     Args:
-        model: on any device.
-        request: see ``InputRequest``.
-        folder: with ``config.json`` and the files of the processor.
-        trust: whether code in the folder may run.
+        model: Model of Transformers, on any device.
+        request: Files, number of batches and seed.
+        folder: Directory with ``config.json`` and the processor's files.
+        trust: Whether code in the folder may run.
 
     Raises:
-        InputError: a file cannot be used, or there is no way to make these inputs.
+        InputError: A file cannot be used, or inputs of this kind cannot be generated.
     """
     torch.manual_seed(request["seed"] + INPUT_SEED_OFFSET)
     processor = Processor(model, folder, trust=trust)
@@ -270,15 +270,15 @@ def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool 
     problem = processor.problem
     if processor.parts:
         try:
-            return _processed(model, processor, request)
+            return _process(model, processor, request)
         except Exception as error:
             problem = describe(f"its processor failed: {type(error).__name__}: {first_line(error)}", 200)
             if isinstance(error, AuditError):
                 raise
             if request["files"]:
                 raise InputError(problem, hint=OWN_INPUTS) from error
-    made, _ = _fused(model, [_completed(model, {}) for _ in range(request["batches"] or 1)])
-    return MadeInputs(batches=made, origin="random", detail=f"random {', '.join(made[0])}: {problem}")
+    batches, _ = _fuse(model, [_complete(model, {}) for _ in range(request["batches"] or 1)])
+    return MadeInputs(batches=batches, origin="random", detail=f"random {', '.join(batches[0])}: {problem}")
 
 
 def _check(model: Any, processor: Processor, kind: str) -> None:
@@ -290,36 +290,36 @@ def _check(model: Any, processor: Processor, kind: str) -> None:
         raise InputError(f"--{kind}: {processor.problem}", hint=hint)
 
 
-def _processed(model: Any, processor: Processor, request: InputRequest) -> MadeInputs:
+def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInputs:
     samples = {kind: _samples(processor, kind, request) for kind in KINDS if kind in processor.parts}
-    total = max((found.total or 0 for found in samples.values()), default=0)
+    total = max((sample_set.total or 0 for sample_set in samples.values()), default=0)
     rows, batches = min(_ROWS[kind] for kind in samples), request["batches"] or 1
     if total:
         batches = min(-(-total // rows), request["batches"] or _MAX_BATCHES)
         rows = min(rows, total)
-    columns = {kind: _repeated(found, rows * batches) for kind, found in samples.items()}
+    columns = {kind: _first_samples(sample_set, rows * batches) for kind, sample_set in samples.items()}
     chat = any(isinstance(item, list) for item in columns.get("text", ()))
     if chat and not processor.has_chat_template():
         raise InputError("--text: the tokenizer has no chat template", hint="write texts, not messages")
     templated = samples.get("text", _NOTHING).total is None and processor.has_chat_template()
     how = " in the chat template" if chat or templated else ""
     try:
-        made = processor.encoded(columns, rows, chat=chat or templated)
+        encoded = processor.encoded(columns, rows, chat=chat or templated)
     except Exception as error:
         if chat or not templated or type(error).__name__ == "SecurityError":  # of Jinja
             raise
         how = " without the chat template, which fails"  # some take only what has a picture, or tools
-        made = processor.encoded(columns, rows, chat=False)
-    completed, further = _fused(model, [_completed(model, tensors) for tensors in made])
-    added = [name for name in needed_inputs(model) if name not in made[0]]
-    added += [fusion.name for fusion in further if fusion.name not in (*made[0], *added)]
-    words = [_described(kind, found, rows * batches) for kind, found in samples.items()]
+        encoded = processor.encoded(columns, rows, chat=False)
+    completed, further = _fuse(model, [_complete(model, tensors) for tensors in encoded])
+    added = [name for name in needed_inputs(model) if name not in encoded[0]]
+    added += [fusion.name for fusion in further if fusion.name not in (*encoded[0], *added)]
+    words = [_describe_samples(kind, sample_set, rows * batches) for kind, sample_set in samples.items()]
     words[0] += how
     if cut := sum(processor.cut[: samples.get("text", _NOTHING).total or 0]):  # of the user's texts
         words[0] += f", {cut} cut to {processor.length} tokens"
     words += [f"random {', '.join(added)}"] if added else []
     origin: Literal["file", "sample", "random"]
-    built_in = any(found.total is None for found in samples.values())
+    built_in = any(sample_set.total is None for sample_set in samples.values())
     origin = "random" if added else "sample" if built_in else "file"
     return MadeInputs(batches=completed, origin=origin, detail="; ".join(words))
 
@@ -328,20 +328,20 @@ _NOTHING = SampleSet((), 0)
 
 
 def _samples(processor: Processor, kind: str, request: InputRequest) -> SampleSet:
-    given = request["files"].get(kind)
-    path = None if given is None else Path(given)
+    name = request["files"].get(kind)
+    path = None if name is None else Path(name)
     if kind == "text":
         return texts(path)
     return images(path) if kind == "images" else sounds(path, processor.sampling_rate())
 
 
-def _repeated(samples: SampleSet, number: int) -> list[Any]:
-    """Return so many samples; from the first again where there are fewer."""
-    found: Iterable[Any] = samples.items
-    return list(islice(cycle(islice(found, number)), number))
+def _first_samples(samples: SampleSet, number: int) -> list[Any]:
+    """Return ``number`` samples, starting over when they run out."""
+    items: Iterable[Any] = samples.items
+    return list(islice(cycle(islice(items, number)), number))
 
 
-def _described(kind: str, samples: SampleSet, number: int) -> str:
+def _describe_samples(kind: str, samples: SampleSet, number: int) -> str:
     noun = kind.removesuffix("s")
     if samples.total is None:
         return f"built-in {noun} samples"
@@ -349,34 +349,34 @@ def _described(kind: str, samples: SampleSet, number: int) -> str:
     return f"{samples.name}: {used}{plural(samples.total, f'{noun} sample')}"
 
 
-def _completed(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add at random what is missing, and leave out what the model does not take."""
+def _complete(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add random tensors for missing inputs, and drop those that the model does not accept."""
     accepts = inspect.signature(model.forward).parameters.keys()
     rows = next((len(tensor) for tensor in tensors.values()), _RANDOM_ROWS)
-    found = {name: tensor for name, tensor in tensors.items() if name in accepts}
+    inputs = {name: tensor for name, tensor in tensors.items() if name in accepts}
     for name in needed_inputs(model):
-        if name not in found:
-            found[name] = random_input(model, name, rows)
+        if name not in inputs:
+            inputs[name] = random_input(model, name, rows)
             if name == "input_ids" and "attention_mask" in accepts:
-                found["attention_mask"] = torch.ones_like(found[name])
+                inputs["attention_mask"] = torch.ones_like(inputs[name])
     if any(words in type(model).__name__ for words in ("MultipleChoice", "DoubleHeads")):
-        return {name: tensor[None] for name, tensor in found.items()}  # the rows are choices
-    return found
+        return {name: tensor[None] for name, tensor in inputs.items()}  # the rows are choices
+    return inputs
 
 
-def _fused(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list[Fusion]]:
-    """Add the modalities that a model puts into texts, where it takes them."""
-    found = fusions(model, batches[0])
-    for fusion in found:
+def _fuse(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list[Fusion]]:
+    """Add images and audio to text batches for models that fuse them."""
+    additions = fusions(model, batches[0])
+    for fusion in additions:
         batches = [fused(batch, fusion) for batch in batches]
-    return batches, found
+    return batches, additions
 
 
 def read_inputs(file: Path) -> list[dict[str, Tensor]]:
-    """Read the batches that a sandbox left in a file.
+    """Read the batches that a sandbox has written.
 
     Raises:
-        InputError: they are not what ``make_inputs`` makes.
+        InputError: The file holds something that ``make_inputs`` never returns.
     """
     batches: dict[int, dict[str, Tensor]] = {}
     for key, tensor in map_checkpoint(file).tensors.items():
@@ -391,22 +391,22 @@ def read_inputs(file: Path) -> list[dict[str, Tensor]]:
 def at_sizes(
     batches: Sequence[Mapping[str, Tensor]], special: Sequence[int], sizes: Mapping[str, int]
 ) -> tuple[Batch, ...]:
-    """Repeat or cut rows to a ``batch``, and tokens or samples of sound to a ``length``.
+    """Resize batches: repeat or truncate rows to ``batch``, and tokens or audio samples to ``length``.
 
     Args:
-        batches: as a directory's inputs are made.
-        special: see ``placeholders``; tokens up to the last of these are kept as they are.
-        sizes: by the name of an axis.
+        batches: Generated inputs.
+        special: Placeholder token ids; tokens up to the last of them stay unchanged.
+        sizes: New sizes by the name of the axis.
 
     Raises:
-        UsageError: the inputs have no such axis, or a text of this length has no room for its picture.
+        UsageError: The inputs have no such axis, or the length leaves no room for text after an image.
     """
     names = {n for n in _SEQUENCES for batch in batches if n in batch and not _is_picture(n, batch[n])}
     axes = ["length", "batch"] if names else ["batch"]
     for axis in sizes:
         if axis not in axes:
             raise unknown_axis(axis, axes, "")
-    made = []
+    resized = []
     for batch in batches:
         tensors = dict(batch)
         rows = len(next(batch[name] for name in (*_SEQUENCES, *batch) if name in batch))
@@ -418,8 +418,8 @@ def at_sizes(
             if "batch" in sizes:  # a row may have several patches
                 per_row = max(1, len(tensor) // rows)
                 tensors[name] = _repeated_along(tensors[name], 0, sizes["batch"] * per_row)
-        made.append(Batch((), tensors))
-    return tuple(made)
+        resized.append(Batch((), tensors))
+    return tuple(resized)
 
 
 def _fixed(batch: Mapping[str, Tensor], special: Sequence[int]) -> int:
@@ -438,7 +438,7 @@ def _at_length(tensor: Tensor, fixed: int, size: int) -> Tensor:
 
 
 def _is_picture(name: str, tensor: Tensor) -> bool:
-    """Return whether it is a spectrogram under the name of a sound."""
+    """Return whether an input named like a waveform is a spectrogram."""
     return name == "input_values" and tensor.dim() != 2
 
 
@@ -450,7 +450,7 @@ def check_ids(model: Any, batches: Iterable[dict[str, Tensor]]) -> None:
     """Reject token ids for which a model has no embedding.
 
     Raises:
-        InputError: the tokenizer is another model's.
+        InputError: The tokenizer belongs to another model.
     """
     config = model.config
     for batch in batches:

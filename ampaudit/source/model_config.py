@@ -1,4 +1,4 @@
-"""Reads the config.json of a model directory, without what names code, kernels or other files."""
+"""Reads the config.json of a model directory, and drops references to code, kernels and other files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _MAX_ARCHITECTURES = 16
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9_]{0,99}")
 _IMPLEMENTATION = re.compile(r"(paged\|)?[a-z0-9_]{1,40}")
 _DTYPES = {"float16", "bfloat16", "float32", "float64", "half", "float", "double", "auto"}
-# what Transformers would load from elsewhere, and what is not needed for the model itself
+# keys through which Transformers loads from elsewhere, and keys that the model does not need
 _DROPPED = {
     "_name_or_path", "auto_map", "base_model_name_or_path", "custom_generate", "custom_pipelines",
     "kernel_config", "name_or_path", "quantization_config", "use_kernels",
 }  # fmt: skip
-# quantizations whose weights are in float8, with scales beside them
+# quantization methods that store float8 weights and scales
 _FLOAT8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp8")
 UNREAD_HINT = "pass --trust to scan it with its package; to convert it, save it with dequantized weights"
 
@@ -54,7 +54,7 @@ class _Group(BaseModel):
 
 
 class Quantization(BaseModel):
-    """What a configuration says of quantized weights; the groups are those of compressed-tensors."""
+    """The ``quantization_config`` of a model; ``config_groups`` is the form of compressed-tensors."""
 
     quant_method: str
     weight_block_size: _Block | None = None
@@ -62,7 +62,7 @@ class Quantization(BaseModel):
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """The sizes of the blocks that have a scale each, if all weights have them."""
+        """The size of the blocks with one scale each, if all weights share it."""
         groups = (self.config_groups or {}).values()
         blocks = {group.weights.block_structure if group.weights else None for group in groups}
         return blocks.pop() if len(blocks) == 1 else self.weight_block_size
@@ -72,10 +72,10 @@ _QUANTIZATION = TypeAdapter(Quantization)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Read a configuration and check that everything in it is data.
+    """Read a configuration and check that it holds only data.
 
     Raises:
-        SourceError: see ``read_raw_config``; or it names code, a kernel, another file or a quantization.
+        SourceError: See ``read_raw_config``; or it names code, a kernel, another file or a quantization.
     """
     table = read_raw_config(directory)
     if (directory / ADAPTER).exists():
@@ -89,21 +89,21 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """Read what a configuration says of quantized weights; ``None`` if they are not.
+    """Read the quantization of a model's weights; ``None`` if they are not quantized.
 
     Raises:
-        SourceError: see ``read_raw_config``; or weights of that quantization are not read.
+        SourceError: See ``read_raw_config``; or the quantization is not supported.
     """
     entry = next(_quantization_entries(read_raw_config(directory)), None)
     if entry is None:
         return None
-    if (problem := _quantized(entry)) is not None:
-        raise _refused(directory, f"quantization_config {problem}", UNREAD_HINT)
+    if (problem := _quantization(entry)) is not None:
+        raise _config_error(directory, f"quantization_config {problem}", UNREAD_HINT)
     return validate(_QUANTIZATION, entry, directory / CONFIG_FILE, SourceError, "restore the file")
 
 
 def _quantization_entries(table: Mapping[str, Any]) -> Iterator[Any]:
-    """Iterate over the entries of a configuration and of those in it, as of towers."""
+    """Yield the quantizations of a configuration and of the configurations nested in it."""
     for key, value in table.items():
         if key == "quantization_config" and value:
             yield value
@@ -112,22 +112,22 @@ def _quantization_entries(table: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def with_stored_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a configuration with another dtype, also for its towers, and without a quantization."""
+    """Return a configuration with another dtype, nested ones included, and without a quantization."""
 
     def changed(key: str, value: Any) -> Any:
         if isinstance(value, dict):
             return with_stored_dtype(value, dtype)
-        named = key in ("dtype", "torch_dtype") and (value is None or isinstance(value, str))
-        return dtype if named else value
+        is_dtype = key in ("dtype", "torch_dtype") and (value is None or isinstance(value, str))
+        return dtype if is_dtype else value
 
     return {key: changed(key, value) for key, value in config.items() if key != "quantization_config"}
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:
-    """Read a configuration as it is.
+    """Read a configuration unchecked.
 
     Raises:
-        SourceError: missing, too large, or not a JSON object.
+        SourceError: The file is missing, too large, or not a JSON object.
     """
     path = directory / CONFIG_FILE
     if not path.exists():
@@ -136,28 +136,28 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
         )
     table = read_json(path, MAX_CONFIG, SourceError, "restore the file", finite=False)
     if not isinstance(table, dict):
-        raise _refused(directory, "not a JSON object", "restore the file")
+        raise _config_error(directory, "not a JSON object", "restore the file")
     return table
 
 
 def _check_architectures(directory: Path, table: dict[str, Any]) -> None:
     names = table.get("architectures") or []
     if not isinstance(names, list) or len(names) > _MAX_ARCHITECTURES:
-        raise _refused(directory, "architectures is not a short list", "restore the file")
+        raise _config_error(directory, "architectures is not a short list", "restore the file")
     for name in names:
         if not isinstance(name, str) or not _CLASS.fullmatch(name):
-            raise _refused(
+            raise _config_error(
                 directory, f"architecture {describe(name)!r} is not a class name", "restore the file"
             )
 
 
 def _without_references(directory: Path, value: Any, place: str) -> Any:
-    """Return a value without the keys that are never followed, at any depth."""
+    """Drop the keys that refer to code or other files, at any depth."""
     if isinstance(value, list):
         return [_without_references(directory, item, place) for item in value]
     if not isinstance(value, dict):
         return value
-    kept: dict[str, Any] = {}
+    cleaned: dict[str, Any] = {}
     for key, item in value.items():
         name = f"{place}{key}"
         check = _CHECKS.get(key)
@@ -166,10 +166,10 @@ def _without_references(directory: Path, value: Any, place: str) -> Any:
             problem = "is not the name of a setting"
         if problem is not None:
             hint = _HINTS.get(key, "edit the file, or read its code and pass --trust")
-            raise _refused(directory, f"{describe(name)} {problem}", hint)
+            raise _config_error(directory, f"{describe(name)} {problem}", hint)
         if key not in _DROPPED:
-            kept[key] = _without_references(directory, item, f"{name}.")
-    return kept
+            cleaned[key] = _without_references(directory, item, f"{name}.")
+    return cleaned
 
 
 def _implementation(value: Any) -> str | None:
@@ -181,15 +181,15 @@ def _implementation(value: Any) -> str | None:
 
 
 def _dtype(value: Any) -> str | None:
-    known = isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
-    return None if known else f"is not a floating-point type: {describe(value)!r}"
+    is_float = isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
+    return None if is_float else f"is not a floating-point type: {describe(value)!r}"
 
 
 def _other_weights(value: Any) -> str | None:
     return None if value in _WEIGHTS else f"names other weights: {describe(value)!r}"
 
 
-def _quantized(value: Any) -> str | None:
+def _quantization(value: Any) -> str | None:
     method = value.get("quant_method") if isinstance(value, dict) else value
     if not value or (isinstance(value, dict) and method in _FLOAT8_METHODS):
         return None
@@ -210,7 +210,7 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "configuration_files": _other_files,
     "dtype": _dtype,
     "experts_implementation": _implementation,
-    "quantization_config": _quantized,
+    "quantization_config": _quantization,
     "torch_dtype": _dtype,
     "transformers_weights": _other_weights,
 }
@@ -218,5 +218,5 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
 _HINTS = {"quantization_config": UNREAD_HINT}
 
 
-def _refused(directory: Path, what: str, hint: str) -> SourceError:
+def _config_error(directory: Path, what: str, hint: str) -> SourceError:
     return SourceError(f"{describe_path(directory / CONFIG_FILE)}: {what}", hint=hint)

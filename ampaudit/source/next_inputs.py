@@ -1,4 +1,4 @@
-"""Makes the inputs of the next step from a step's outputs: calls the user's function, or a built-in one."""
+"""Computes the inputs of the next step from a step's outputs, by the user's function or a built-in one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "refuse_misfit",
 _NEXT_INPUTS = "define next_inputs(outputs, inputs) in the model file, or pass next_inputs="
 _DECODER_ONLY = ("labels", "use_cache", "past_key_values", "position_ids", "token_type_ids", "logits_to_keep")
 
-_KEPT = ("attention_mask", "use_cache")
+_UNCHANGED = ("attention_mask", "use_cache")
 _TIMES = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
 NEXT_INPUTS = "next_inputs(outputs, inputs)"
 _HINT = "return the inputs of the next step as example_inputs() does: a tensor, a tuple or a dict"
@@ -32,22 +32,22 @@ NextInputs = Callable[[Any, Any], Any]
 
 
 class NothingFedBack(UsageError):
-    """Raised by the built-in step if no output is like an input."""
+    """Raised by the built-in step function if no output matches an input."""
 
 
 def stepping(
     model: nn.Module, batches: Sequence[Batch], declared: Any, steps: int
 ) -> tuple[tuple[Batch, ...], NextInputs, str]:
-    """Return the batches of the first step, what makes the inputs of the later ones, and that in words.
+    """Return the batches of the first step, the function for later inputs, and its description.
 
     Args:
-        model: the user's.
-        batches: as they are given.
-        declared: the user's function, or a scheduler of diffusion models; ``None`` for the built-in ones.
-        steps: how many there are.
+        model: Model to step.
+        batches: Batches from the user.
+        declared: The user's function or diffusion scheduler; ``None`` for the built-in functions.
+        steps: Number of steps.
 
     Raises:
-        UsageError: nothing of this is known, or it cannot make so many steps.
+        UsageError: ``declared`` is neither, or cannot provide that many steps.
     """
     if is_scheduler(declared):
         function = DiffusionSteps(declared)
@@ -66,36 +66,36 @@ def stepping(
 
 
 def call_next_inputs(function: NextInputs, outputs: Any, batch: Batch, call: str) -> Batch:
-    """Call a function for the next inputs, and return them with objects open.
+    """Call a function for the next inputs and return them as a batch of plain containers.
 
     Raises:
-        InputError: it returns something else.
-        SourceError: it raises.
+        InputError: The function returns something that is not inputs.
+        SourceError: The function raises.
     """
     args, kwargs = restored((batch.args, batch.kwargs))
-    given = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
+    inputs = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
     with calling_user_code(f"{NEXT_INPUTS} after {call}"):
-        found = function(outputs, given)
-    if isinstance(found, torch.Tensor):
-        made = Batch((found,), kwargs if args else {})
-    elif isinstance(found, Mapping) and found and all(isinstance(name, str) for name in found):
-        made = Batch(args if kwargs else (), {**kwargs, **found})
-    elif isinstance(found, tuple | list) and found:
-        made = Batch(tuple(found), kwargs if args else {})
+        result = function(outputs, inputs)
+    if isinstance(result, torch.Tensor):
+        step = Batch((result,), kwargs if args else {})
+    elif isinstance(result, Mapping) and result and all(isinstance(name, str) for name in result):
+        step = Batch(args if kwargs else (), {**kwargs, **result})
+    elif isinstance(result, tuple | list) and result:
+        step = Batch(tuple(result), kwargs if args else {})
     else:
-        what = "nothing" if found is None else type(found).__name__
+        what = "nothing" if result is None else type(result).__name__
         raise InputError(f"{NEXT_INPUTS} returned {what} after {call}", hint=_HINT)
-    made = Batch(*with_objects_open((made.args, made.kwargs)))
-    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((made.args, made.kwargs))):
+    step = Batch(*with_objects_open((step.args, step.kwargs)))
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((step.args, step.kwargs))):
         raise InputError(f"{NEXT_INPUTS} returned no tensor after {call}", hint=_HINT)
-    return made
+    return step
 
 
 def refuse_misfit(model: nn.Module, batch: Batch, call: str) -> None:
-    """Raise for next inputs that the model's forward does not take.
+    """Reject next inputs that do not fit the signature of the model's forward.
 
     Raises:
-        InputError: the message says what is missing or too much.
+        InputError: An argument is missing or unexpected.
     """
     args, kwargs = restored((batch.args, batch.kwargs))
     try:
@@ -111,35 +111,35 @@ def refuse_misfit(model: nn.Module, batch: Batch, call: str) -> None:
 
 
 def recurrent(outputs: Any, inputs: Any) -> Any:
-    """Feed the state of a recurrent model back.
+    """Feed back the state of a recurrent model.
 
-    The last output that has the structure and shapes of the last input is the state: ``model(x, state)``
-    returns ``state``, or ``(y, state)``. The other inputs stay.
+    The last output with the structure and shapes of the last input is the state: ``model(x, state)``
+    returns ``state`` or ``(y, state)``. The other inputs stay the same.
 
     Raises:
-        NothingFedBack: no output is like an input.
+        NothingFedBack: No output matches an input.
     """
     names = list(inputs) if isinstance(inputs, Mapping) else None
-    given = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
-    given = list(given) if isinstance(given, tuple | list) else [given]
+    values = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    values = list(values) if isinstance(values, tuple | list) else [values]
     returned = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
     candidates = [returned, *(reversed(returned) if isinstance(returned, tuple | list) else ())]
-    for place in reversed(range(len(given))):
-        state = next((found for found in candidates if _alike(found, given[place])), None)
+    for place in reversed(range(len(values))):
+        state = next((candidate for candidate in candidates if _alike(candidate, values[place])), None)
         if state is not None:
-            given[place] = state
-            return dict(zip(names, given, strict=True)) if names is not None else tuple(given)
+            values[place] = state
+            return dict(zip(names, values, strict=True)) if names is not None else tuple(values)
     raise NothingFedBack(
         "--steps: no output of the model is like one of its inputs",
         hint=f"say what is fed back: define {NEXT_INPUTS} in the model file, or pass next_inputs=",
     )
 
 
-def _alike(output: Any, given: Any) -> bool:
-    """Return whether an output could be an input: the same structure of floating-point tensors."""
+def _alike(output: Any, value: Any) -> bool:
+    """Return whether an output and an input have the same structure of floating-point tensors."""
     leaves, spec = pytree.tree_flatten(output)
-    others, wanted = pytree.tree_flatten(given)
-    return spec == wanted and all(
+    others, value_spec = pytree.tree_flatten(value)
+    return spec == value_spec and all(
         isinstance(one, torch.Tensor)
         and isinstance(other, torch.Tensor)
         and one.shape == other.shape
@@ -150,7 +150,7 @@ def _alike(output: Any, given: Any) -> bool:
 
 
 def generates(model: nn.Module) -> bool:
-    """Return whether a model is one of Transformers that has ``generate()``."""
+    """Return whether a model is a generative one of Transformers."""
     can = getattr(model, "can_generate", None)
     return callable(can) and hasattr(model, "generation_config") and bool(can())
 
@@ -158,14 +158,14 @@ def generates(model: nn.Module) -> bool:
 def decoding(
     model: Any, batches: Sequence[Batch], steps: int
 ) -> tuple[tuple[Batch, ...], Callable[[Any, Any], Any]]:
-    """Return the first calls of greedy decoding, and the function that makes the later ones.
+    """Return the first calls of greedy decoding and the function for later ones.
 
-    The first step takes the whole prompt, and every later one a token. The cache has room for all of them
-    from the start, so that no shape changes after the first step.
+    The first step takes the whole prompt, every later step one token. The cache is allocated in full
+    up front, so that no shape changes after the first step.
 
     Raises:
-        UsageError: the model has another kind of cache.
-        InputError: a batch is no prompt.
+        UsageError: The model has its own kind of cache.
+        InputError: A batch is not a prompt.
     """
     if getattr(model, "_is_stateful", False):
         raise UsageError(f"--steps: {type(model).__name__} has a cache of its own kind", hint=_NEXT_INPUTS)
@@ -174,27 +174,27 @@ def decoding(
         if model.config.is_encoder_decoder
         else (_first_of_causal, _next_of_causal)
     )
-    return tuple(first(model, _named(model, batch), steps) for batch in batches), function
+    return tuple(first(model, _by_name(model, batch), steps) for batch in batches), function
 
 
-def _named(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def _by_name(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return a batch's inputs by name."""
     try:
         bound = inspect.signature(model.forward).bind(*batch.args, **batch.kwargs).arguments
     except TypeError as error:
         raise InputError(f"--steps: the inputs do not fit the model: {error}") from error
     extra = bound.pop("kwargs", {})
-    given = {**bound, **extra}
-    return {name: value for name, value in given.items() if value is not None and name not in _DECODER_ONLY}
+    values = {**bound, **extra}
+    return {name: value for name, value in values.items() if value is not None and name not in _DECODER_ONLY}
 
 
 @cache
 def _layer_class() -> Any:
-    """Return the class of a cache's layers, whose tensors are of one size from the first step on."""
+    """Return the class of cache layers with tensors of a fixed size."""
     from transformers.cache_utils import StaticLayer
 
     class FixedLayer(StaticLayer):
-        """Holds keys and values in their own dtypes each, as a cache that grows does."""
+        """Keeps the separate dtypes of keys and values, as a dynamic cache does."""
 
         def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
             super().lazy_initialization(key_states, value_states)
@@ -205,51 +205,55 @@ def _layer_class() -> Any:
 
 
 def _static_cache(model: Any, length: int) -> Any:
-    """Return an empty cache with room for all tokens; its tensors are made by the first step."""
+    """Return an empty cache with room for all tokens; the first step allocates its tensors."""
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-    made = StaticCache(config=model.config, max_cache_len=length)
-    for index, layer in enumerate(made.layers):
-        if type(layer) in (StaticLayer, StaticSlidingWindowLayer):  # the latter counts tokens in Python
-            made.layers[index] = _layer_class()(max_cache_len=length)
-    return made
+    static_cache = StaticCache(config=model.config, max_cache_len=length)
+    for index, layer in enumerate(static_cache.layers):
+        if type(layer) in (StaticLayer, StaticSlidingWindowLayer):  # a sliding window counts tokens in Python
+            static_cache.layers[index] = _layer_class()(max_cache_len=length)
+    return static_cache
 
 
-def _first_of_causal(model: Any, given: dict[str, Any], steps: int) -> Batch:
-    ids = given.get("input_ids")
+def _first_of_causal(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
+    ids = inputs.get("input_ids")
     if ids is None or ids.ndim != 2:
         raise InputError("--steps: decoding starts from input_ids of two dimensions", hint=_NEXT_INPUTS)
-    length, mask = ids.shape[1] + steps, given.get("attention_mask")
+    length, mask = ids.shape[1] + steps, inputs.get("attention_mask")
     if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
         order = mask.bool().int().argsort(dim=1, stable=True)  # padding to the left, as generate() wants it
-        given = {**given, "input_ids": (ids := ids.gather(1, order)), "attention_mask": mask.gather(1, order)}
-        mask = given["attention_mask"]
-    made = {**given, "past_key_values": _static_cache(model, length), "use_cache": True}
-    known = inspect.signature(model.forward).parameters
-    if "position_ids" in known and not any("pixel" in name or "image" in name for name in given):
+        inputs = {
+            **inputs,
+            "input_ids": (ids := ids.gather(1, order)),
+            "attention_mask": mask.gather(1, order),
+        }
+        mask = inputs["attention_mask"]
+    named = {**inputs, "past_key_values": _static_cache(model, length), "use_cache": True}
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters and not any("pixel" in name or "image" in name for name in inputs):
         positions = (torch.ones_like(ids) if mask is None else mask.long()).cumsum(-1) - 1
-        made["position_ids"] = positions.clamp(min=0)
-    if mask is not None and mask.ndim == 2:  # what is not there yet is masked by its position
-        made["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], steps)], dim=1)
-    return Batch((), made)
+        named["position_ids"] = positions.clamp(min=0)
+    if mask is not None and mask.ndim == 2:  # positions mask the tokens still to come
+        named["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], steps)], dim=1)
+    return Batch((), named)
 
 
 def _next_of_causal(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in inputs.items() if name in _KEPT}
+    unchanged = {name: value for name, value in inputs.items() if name in _UNCHANGED}
     if "position_ids" in inputs:
-        kept["position_ids"] = inputs["position_ids"][:, -1:] + 1
+        unchanged["position_ids"] = inputs["position_ids"][:, -1:] + 1
     return {
         **dict.fromkeys(inputs),
-        **kept,
+        **unchanged,
         "input_ids": outputs.logits[:, -1:].argmax(-1),
         "past_key_values": outputs.past_key_values,
     }
 
 
-def _first_of_decoder(model: Any, given: dict[str, Any], steps: int) -> Batch:
+def _first_of_decoder(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-    ids = given.get("decoder_input_ids")
+    ids = inputs.get("decoder_input_ids")
     if ids is None:
         start = model.generation_config.decoder_start_token_id
         start = model.config.decoder_start_token_id if start is None else start
@@ -258,19 +262,19 @@ def _first_of_decoder(model: Any, given: dict[str, Any], steps: int) -> Batch:
                 "--steps: the model's configuration has no decoder_start_token_id",
                 hint="give decoder_input_ids with the other inputs",
             )
-        rows = next(value.shape[0] for value in given.values() if isinstance(value, torch.Tensor))
+        rows = next(value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor))
         ids = torch.full((rows, 1), start)
     room = EncoderDecoderCache(_static_cache(model, ids.shape[1] + steps), DynamicCache())
-    return Batch((), {**given, "decoder_input_ids": ids, "past_key_values": room, "use_cache": True})
+    return Batch((), {**inputs, "decoder_input_ids": ids, "past_key_values": room, "use_cache": True})
 
 
 def _next_of_decoder(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     from transformers.modeling_outputs import BaseModelOutput
 
-    kept = {name: value for name, value in inputs.items() if name in _KEPT}
+    unchanged = {name: value for name, value in inputs.items() if name in _UNCHANGED}
     return {
         **dict.fromkeys(inputs),
-        **kept,
+        **unchanged,
         "encoder_outputs": BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state),
         "decoder_input_ids": outputs.logits[:, -1:].argmax(-1),
         "past_key_values": outputs.past_key_values,
@@ -278,33 +282,33 @@ def _next_of_decoder(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_scheduler(value: Any) -> bool:
-    """Return whether this is a scheduler as in Diffusers, with ``step`` and ``timesteps``."""
+    """Return whether a value has ``step`` and ``timesteps``, as the schedulers of Diffusers do."""
     return callable(getattr(value, "step", None)) and hasattr(value, "timesteps")
 
 
 class DiffusionSteps:
-    """Makes the next sample with ``scheduler.step(output, timestep, sample)``.
+    """Computes the next sample by ``scheduler.step(output, timestep, sample)``.
 
-    The sample is the first floating-point input with two dimensions or more; the timestep the input of that
+    The sample is the first floating-point input with two or more dimensions; the timestep is the input of that
     name, or the first other input that is a number or a vector.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = copy.deepcopy(scheduler)  # it counts its steps
-        self._done = 0
-        self._made: tuple[torch.Tensor, torch.Tensor] | None = None  # the last sample, scaled and unscaled
+        self._step_count = 0
+        self._last_sample: tuple[torch.Tensor, torch.Tensor] | None = None  # scaled and unscaled
 
     def first(self, batch: Batch, steps: int) -> Batch:
         """Return a batch with the first timestep in it.
 
         Raises:
-            InputError: no input is a sample, or none a timestep.
-            UsageError: the scheduler has fewer timesteps than steps.
+            InputError: No input is a sample, or none is a timestep.
+            UsageError: The scheduler has fewer timesteps than steps.
         """
-        known = len(self._scheduler.timesteps)
-        if known < steps:
+        available = len(self._scheduler.timesteps)
+        if available < steps:
             raise UsageError(
-                f"--steps {steps}: the scheduler has {known} timesteps",
+                f"--steps {steps}: the scheduler has {available} timesteps",
                 hint=f"call its set_timesteps({steps}), or ask for fewer steps",
             )
         leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
@@ -320,41 +324,41 @@ class DiffusionSteps:
         sample, time = _places(batch)
         output = next(tensor for _, tensor in flatten_outputs(outputs))
         stepped = self._scheduler.step(output, self._timestep, self._unscaled(leaves[sample]))
-        found = stepped if isinstance(stepped, torch.Tensor) else getattr(stepped, "prev_sample", None)
-        found = stepped[0] if found is None else found
-        self._done += 1
-        self._fill(leaves, sample, time, found)
+        following = stepped if isinstance(stepped, torch.Tensor) else getattr(stepped, "prev_sample", None)
+        following = stepped[0] if following is None else following
+        self._step_count += 1
+        self._fill(leaves, sample, time, following)
         return pytree.tree_unflatten(leaves, spec)
 
     @property
     def _timestep(self) -> torch.Tensor:
         times = self._scheduler.timesteps
-        return torch.as_tensor(times[min(self._done, len(times) - 1)])
+        return torch.as_tensor(times[min(self._step_count, len(times) - 1)])
 
-    def _fill(self, leaves: list[Any], sample: int, time: int, made: torch.Tensor) -> None:
+    def _fill(self, leaves: list[Any], sample: int, time: int, unscaled: torch.Tensor) -> None:
         scale = getattr(self._scheduler, "scale_model_input", None)
-        scaled = made if scale is None else scale(made, self._timestep)
-        self._made = scaled, made
+        scaled = unscaled if scale is None else scale(unscaled, self._timestep)
+        self._last_sample = scaled, unscaled
         leaves[sample] = scaled
         shape = leaves[time].shape if isinstance(leaves[time], torch.Tensor) else ()
-        leaves[time] = self._timestep.to(made.device).expand(shape).clone()
+        leaves[time] = self._timestep.to(unscaled.device).expand(shape).clone()
 
-    def _unscaled(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the sample that an input was scaled from; of one that was repaired, by division."""
-        if self._made is not None and torch.equal(self._made[0], given):
-            return self._made[1]
+    def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sample before scaling; an input that has changed since is divided by the scale."""
+        if self._last_sample is not None and torch.equal(self._last_sample[0], value):
+            return self._last_sample[1]
         scale = getattr(self._scheduler, "scale_model_input", None)
-        return given if scale is None else given / scale(torch.ones_like(given), self._timestep)
+        return value if scale is None else value / scale(torch.ones_like(value), self._timestep)
 
 
 def _places(batch: Batch) -> tuple[int, int]:
-    """Return the numbers of the leaves that are sample and timestep."""
-    named = named_inputs(batch.args, batch.kwargs)
-    samples = [i for i, (_, leaf) in enumerate(named) if _is_sample(leaf)]
+    """Return the leaf indices of the sample and the timestep."""
+    leaves = named_inputs(batch.args, batch.kwargs)
+    samples = [i for i, (_, leaf) in enumerate(leaves) if _is_sample(leaf)]
     if not samples:
         raise InputError("no input of the model is a sample", hint="give it floating-point latents")
-    times = [i for i, (name, leaf) in enumerate(named) if name in _TIMES and i != samples[0]]
-    times += [i for i, (_, leaf) in enumerate(named) if i != samples[0] and _is_number(leaf)]
+    times = [i for i, (name, leaf) in enumerate(leaves) if name in _TIMES and i != samples[0]]
+    times += [i for i, (_, leaf) in enumerate(leaves) if i != samples[0] and _is_number(leaf)]
     if not times:
         raise InputError("no input of the model is a timestep", hint="give it one, such as torch.tensor(0)")
     return samples[0], times[0]

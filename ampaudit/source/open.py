@@ -75,8 +75,8 @@ def _check_samples(location: str, options: SourceConfig) -> None:
 
 def _check_descriptions(model: Path, options: SourceConfig) -> None:
     """Reject arguments and sizes for what is no Python, and inputs that are given twice."""
-    for flag, given in (("--args", options.args), ("--input", options.input)):
-        if given and (model.is_dir() or model.suffix in (".pt2", ".onnx")):
+    for flag, value in (("--args", options.args), ("--input", options.input)):
+        if value and (model.is_dir() or model.suffix in (".pt2", ".onnx")):
             hint = "leave it out; --inputs FILE gives inputs of your own"
             raise UsageError(f"{flag} is for models in Python; {describe(str(model))} is none", hint=hint)
     if options.input and options.inputs is not None:

@@ -83,8 +83,8 @@ def _pipeline(path: Path) -> SourceError:
     for name, entry in table.items():
         if "/" in name or not isinstance(entry, list) or not (path / name / CONFIG_FILE).is_file():
             continue
-        own = entry[:1] == ["transformers"]
-        ways.append(_command(path / name) if own else _file(path / name, entry[-1:]))
+        is_transformers = entry[:1] == ["transformers"]
+        ways.append(_command(path / name) if is_transformers else _file(path / name, entry[-1:]))
     ways.sort(key=lambda way: not way.startswith("ampaudit"))
     kind = describe(table.get("_class_name") or "several models")
     return SourceError(
@@ -100,8 +100,8 @@ def _command(path: Path) -> str:
 def _file(path: Path, kind: list[Any]) -> str:
     """Describe the Python file for a model of Diffusers, in code that is safe to paste."""
     name = describe(*kind or ("",))
-    made = f"{name if name.isidentifier() else 'Model'}.from_pretrained({describe_path(path)!r})"
-    return f"a Python file whose get_model() returns {made}, with example_inputs()"
+    call = f"{name if name.isidentifier() else 'Model'}.from_pretrained({describe_path(path)!r})"
+    return f"a Python file whose get_model() returns {call}, with example_inputs()"
 
 
 def _adapter(path: Path) -> SourceError:
@@ -117,15 +117,15 @@ def _adapter(path: Path) -> SourceError:
 
 def _check_config(path: Path) -> None:
     table = read_raw_config(path)
-    shown = describe_path(path)
+    place = describe_path(path)
     if "_class_name" in table and "_diffusers_version" in table:
         raise SourceError(
-            f"{shown} is a {describe(table['_class_name'])} of Diffusers, whose inputs have no standard form",
+            f"{place} is a {describe(table['_class_name'])} of Diffusers, whose inputs have no standard form",
             hint=f"scan {_file(path, [table['_class_name']])}",
         )
     if "model_type" not in table and "architectures" not in table and (path.parent / _MODULES).is_file():
         raise SourceError(
-            f"{shown} is a layer of a Sentence Transformers model",
+            f"{place} is a layer of a Sentence Transformers model",
             hint=f"scan the directory of the whole model: {_command(path.parent)}",
         )
 
@@ -142,18 +142,18 @@ def _needed_code(path: Path) -> str:
 def not_a_model(location: str) -> SourceError:
     """Return the error that fits ``location``, which no reader knows."""
     path = Path(location)
-    shown = describe(location)
+    name = describe(location)
     if not path.exists():
         hub = _HUB.fullmatch(location)
         hint = "check the path of the model"
         if hub:
             hint += f"; for a model of the Hub, run 'hf download {hub[1]} --local-dir DIR' and scan DIR"
-        return SourceError(f"no such file or directory: {shown}", hint=hint)
+        return SourceError(f"no such file or directory: {name}", hint=hint)
     if path.suffix.lower() in _PICKLED and (needed := _needed_code(path)):
         hint = "if you trust it, scan a Python file whose get_model() loads it with weights_only=False"
-        return SourceError(f"{shown} is no plain state_dict: {needed}", hint=hint)
+        return SourceError(f"{name} is no plain state_dict: {needed}", hint=hint)
     for suffixes, (kind, next_step) in _KINDS.items():
         if path.suffix.lower() in suffixes:
             hint = next_step.format(path=shell_quoted(describe_path(path)))
-            return SourceError(f"{shown} {kind}", hint=hint)
-    return SourceError(f"{shown} is not in a model format that ampaudit reads", hint=_FORMATS)
+            return SourceError(f"{name} {kind}", hint=hint)
+    return SourceError(f"{name} is not in a model format that ampaudit reads", hint=_FORMATS)

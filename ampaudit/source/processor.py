@@ -20,7 +20,7 @@ from ampaudit.source.random_inputs import placeholders, text_config
 __all__ = ["KINDS", "Processor", "copy_processor", "has_processor", "processor_directory"]
 
 KINDS = ("text", "images", "audio")
-_MAX_FILES, _MAX_BYTES = 64, 128_000_000  # that are copied
+_MAX_FILES, _MAX_BYTES = 64, 128_000_000  # limits on what is copied
 _MAX_TOKENS = 2048
 _SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")
 _NAMES = (
@@ -32,7 +32,7 @@ _NAMES = (
     "sentencepiece",
     "source",
 )
-# of each kind: the class that loads a part, its name in a processor, and the inputs that it makes
+# by kind: the class that loads a part, its name in a processor, and the inputs that it produces
 _PARTS = {
     "text": ("AutoTokenizer", "tokenizer", ("input_ids", "decoder_input_ids", "inputs")),
     "images": ("AutoImageProcessor", "image_processor", ("pixel_values", "flattened_patches")),
@@ -51,7 +51,7 @@ def has_processor(directory: Path) -> bool:
 
 
 def processor_directory(directory: Path) -> Path:
-    """Return where a model's processor is: beside it, or in the directory of its own in a pipeline."""
+    """Return the directory of a model's processor: its own, or that of the pipeline's processor."""
     parts = (directory.name.replace("text_encoder", "tokenizer"), "feature_extractor")
     if (directory.parent / PIPELINE).is_file() and not has_processor(directory):
         for part in (directory.parent / name for name in parts):
@@ -61,28 +61,28 @@ def processor_directory(directory: Path) -> Path:
 
 
 def copy_processor(directory: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer or processor to a folder that has a checked configuration."""
-    left = _MAX_BYTES
+    """Copy the files of a tokenizer or processor, except config.json, to a folder."""
+    remaining = _MAX_BYTES
     for file in _files(directory)[:_MAX_FILES]:
         size = file.stat().st_size
-        if file.name != CONFIG_FILE and size <= left:  # data sets lie there as well
+        if file.name != CONFIG_FILE and size <= remaining:  # directories may hold data sets
             (folder / file.name).write_bytes(read_bounded(file, size, InputError))
-            left -= size
+            remaining -= size
 
 
 class Processor:
-    """The parts of a processor that make inputs which a model takes.
+    """The parts of a processor that produce inputs for a model.
 
     Args:
-        model: on any device.
-        folder: with its files, and with ``config.json``.
-        trust: whether code in the folder may run.
+        model: Model of Transformers, on any device.
+        folder: Directory with the processor's files and ``config.json``.
+        trust: Whether code in the folder may run.
 
     Attributes:
-        parts: a tokenizer, an image processor, a feature extractor, by kind.
-        problem: why there is none, or why one of them cannot be loaded.
-        length: the largest number of tokens in the batches that were last made.
-        cut: whether each of their texts had more and lost its end.
+        parts: Tokenizer, image processor and feature extractor, by kind.
+        problem: Reason why a part is missing or cannot be loaded.
+        length: Largest number of tokens in the last batches.
+        cut: Whether each text of the last batches was truncated.
     """
 
     def __init__(self, model: Any, folder: Path, *, trust: bool) -> None:
@@ -96,65 +96,65 @@ class Processor:
         if not has_processor(folder):
             return
         with contextlib.suppress(Exception):  # its parts may be there without it
-            self._whole = _loaded("AutoProcessor", folder, trust)
+            self._whole = _load("AutoProcessor", folder, trust)
         for kind, (loader, name, _) in _PARTS.items():
             if self.takes(kind):
                 try:
-                    self.parts[kind] = getattr(self._whole, name, None) or _loaded(loader, folder, trust)
+                    self.parts[kind] = getattr(self._whole, name, None) or _load(loader, folder, trust)
                 except Exception as error:
                     self.problem = f"Transformers cannot load the {name.replace('_', ' ')}: {_why(error)}"
         if "text" in self.parts:
             _give_padding(self.parts["text"])
 
     def takes(self, kind: str) -> bool:
-        """Return whether the model takes what this kind of samples is made into."""
+        """Return whether the model takes inputs produced from this kind of samples."""
         return any(name in self._accepts for name in _PARTS[kind][2])
 
     def sampling_rate(self) -> int:
-        """Return the rate of sounds."""
+        """Return the sampling rate of audio in Hz."""
         return int(getattr(self.parts["audio"], "sampling_rate", None) or 16_000)
 
     def encoded(
         self, columns: Mapping[str, Sequence[Any]], rows: int, *, chat: bool
     ) -> list[dict[str, Tensor]]:
-        """Return the tensors of samples, in batches of one shape.
+        """Encode samples as batches of tensors with the same shapes.
 
         Args:
-            columns: samples by kind, as many of each.
-            rows: of a batch, which divides their number.
-            chat: whether the chat template writes the prompts.
+            columns: Samples by kind, equally many of each.
+            rows: Rows per batch; divides the number of samples.
+            chat: Whether to write prompts with the chat template.
         """
         columns, lengths, length = dict(columns), list[int](), 0
         if "text" in columns:
             columns["text"] = self._prompts(columns["text"], chat=chat, pictured="images" in columns)
-            self._special = not chat  # a template writes them itself
+            self._special = not chat  # a template adds them itself
             lengths = [len(ids) for ids in self._tokens(columns["text"])["input_ids"]]
             length = min(max(lengths), self._longest())
         starts = range(0, len(next(iter(columns.values()))), rows)
         batches = ({kind: items[start : start + rows] for kind, items in columns.items()} for start in starts)
-        made = [_tensors(self._batch(batch, length)) for batch in batches]
-        ids = (batch[name] for batch in made for name in _PARTS["text"][2] if name in batch)
+        encodings = [_tensors(self._batch(batch, length)) for batch in batches]
+        ids = (batch[name] for batch in encodings for name in _PARTS["text"][2] if name in batch)
         self.length = max((tensor.shape[1] for tensor in ids), default=0)
         self.cut = [tokens > self.length for tokens in lengths]
-        return made
+        return encodings
 
     def _batch(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
         if len(batch) > 1 and callable(self._whole) and "input_ids" in self._accepts:
             with contextlib.suppress(Exception):  # not all take all kinds together
                 return self._together(batch, length)
-        found: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if "images" in batch:
             frames = getattr(self._config, "num_frames", None)  # of a video, which stands still here
             pictures = [[image] * frames if frames else image for image in batch["images"]]
-            found |= self.parts["images"](images=pictures, return_tensors="pt")
+            inputs |= self.parts["images"](images=pictures, return_tensors="pt")
         if "audio" in batch:
-            found |= self._sounds(batch["audio"])
+            inputs |= self._sounds(batch["audio"])
         if "text" in batch:
-            found |= self._named(self._tokens(batch["text"], max_length=length))
-        return found
+            inputs |= self._rename_ids(self._tokens(batch["text"], max_length=length))
+        return inputs
 
     def _together(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
-        """Call the whole processor, which may put the tokens of an image between those of a text."""
+        """Call the whole processor, which may insert the tokens of an image into the text."""
         options: dict[str, Any] = {"padding": True}
         if not placeholders(self._config):
             options = {"padding": "max_length", "truncation": True, "max_length": length}
@@ -173,7 +173,7 @@ class Processor:
             self.parts["audio"],
             {"sampling_rate": self.sampling_rate(), "return_tensors": "pt"},
         )
-        try:  # some pad to a length that the model needs
+        try:  # some pad to a length required by the model
             return dict(extract(list(sounds), **options))
         except Exception:
             return dict(extract(list(sounds), padding=True, **options))
@@ -185,8 +185,8 @@ class Processor:
             options["return_tensors"] = "pt"
         return dict(self.parts["text"](list(prompts), **options))
 
-    def _named(self, tokens: dict[str, Any]) -> dict[str, Any]:
-        """Give token ids the names that the model takes, and a decoder what it starts with."""
+    def _rename_ids(self, tokens: dict[str, Any]) -> dict[str, Any]:
+        """Rename token ids to the model's inputs, and add the decoder's start tokens."""
         ids = tokens["input_ids"]
         if "decoder_input_ids" in self._accepts and getattr(self._config, "is_encoder_decoder", False):
             starts = (
@@ -201,11 +201,11 @@ class Processor:
         return tokens
 
     def has_chat_template(self) -> bool:
-        """Return whether there is a template for chat messages."""
+        """Return whether the processor or tokenizer has a chat template."""
         return any(getattr(p, "chat_template", None) for p in (self._whole, self.parts.get("text")))
 
     def _prompts(self, items: Sequence[Any], *, chat: bool, pictured: bool) -> list[str]:
-        """Write texts as prompts: with the chat template, and with a placeholder for an image."""
+        """Format texts as prompts, with the chat template or a placeholder for an image."""
         pictured = pictured and bool(placeholders(self._config))
         if chat:
             whole = self._whole if pictured else self.parts["text"]
@@ -229,14 +229,14 @@ class Processor:
         return min(int(limit) for limit in limits if limit is not None and limit > 0)
 
 
-def _loaded(name: str, folder: Path, trust: bool) -> Any:
+def _load(name: str, folder: Path, trust: bool) -> Any:
     import transformers
 
     return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
 
 def _messages(item: Any, pictured: bool) -> list[dict[str, Any]]:
-    """Return a sample as chat messages, with a place for an image in the first one of the user."""
+    """Return a sample as chat messages, with an image in the user's first message if ``pictured``."""
     messages: list[dict[str, Any]]
     messages = [{"role": "user", "content": item}] if isinstance(item, str) else [dict(m) for m in item]
     first = next((m for m in messages if m["role"] == "user"), messages[0])
@@ -246,19 +246,19 @@ def _messages(item: Any, pictured: bool) -> list[dict[str, Any]]:
 
 
 def _give_padding(tokenizer: Any) -> None:
-    """Let a tokenizer without a padding token pad with its end token, as usual for decoders."""
+    """Set a missing padding token to the end token, as is usual for decoders."""
     if getattr(tokenizer, "pad_token", None) is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors among values, in the types that models take."""
-    found = {}
+    """Select the tensors, converted to int64, float32 or bool."""
+    tensors = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             dtype = torch.float32 if value.is_floating_point() else torch.int64
-            found[name] = value if value.dtype == torch.bool else value.to(dtype).contiguous()
-    return found
+            tensors[name] = value if value.dtype == torch.bool else value.to(dtype).contiguous()
+    return tensors
 
 
 def _why(error: Exception) -> str:

@@ -44,8 +44,8 @@ def from_python_file(path: Path, factory: str | None, options: SourceConfig, loc
     """Load the model of a Python file.
 
     Raises:
-        SourceError: no file, no model in it, or its code raises.
-        InputError: it defines no inputs.
+        SourceError: The file is missing, defines no model, or raises.
+        InputError: The file defines no inputs.
     """
     torch.manual_seed(options.seed)
     module = module_from_file(path)
@@ -72,17 +72,21 @@ def _source(
 ) -> ModelSource:
     model = runnable(_model(module, factory, options.args, location), location)
     if options.input:
-        given, info = described_batches(options.input, options.batches or 1, options.seed)
-        return ModelSource(location, kind, model, given, digest, inputs=info, **functions_of(module))
+        given_batches, info = described_batches(options.input, options.batches or 1, options.seed)
+        return ModelSource(location, kind, model, given_batches, digest, inputs=info, **functions_of(module))
     if options.inputs is not None:
         sized, functions, info = inputs_from(options, model, module)
-        given = sized(options.input_sizes or {})
-        return ModelSource(location, kind, model, given, digest, inputs=info, sized=sized, **functions)
+        given_batches = sized(options.input_sizes or {})
+        return ModelSource(
+            location, kind, model, given_batches, digest, inputs=info, sized=sized, **functions
+        )
     if not has_inputs(module):
-        own = _own_batches(model, options, location)
-        if own:
+        own_batches = _own_batches(model, options, location)
+        if own_batches:
             info = InputsInfo("given", "batches of train_dataloader()")
-            return ModelSource(location, kind, model, own, digest, inputs=info, **functions_of(module))
+            return ModelSource(
+                location, kind, model, own_batches, digest, inputs=info, **functions_of(module)
+            )
         raise SourceError(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass sizes, such as --input 8x3x32x32",
@@ -93,53 +97,55 @@ def _source(
 
 
 def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:
-    """Return batches of a Lightning module's data loader; none if it has none."""
+    """Return batches from a Lightning module's data loader, if it has one."""
     torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
     with calling_user_code(f"{location}: train_dataloader()"):
         return tuple(Batch((batch,)) for batch in training_batches(model, options.batches or 1))
 
 
-def _model(module: ModuleType, factory: str | None, given: str, location: str) -> nn.Module:
-    args, kwargs = _literals(given)
-    made = getattr(module, factory or "get_model", None)
-    if made is None and factory is None:
-        made = _only_module_class(module, location, any_arguments=bool(given))
-    if made is None:
+def _model(module: ModuleType, factory: str | None, arguments: str, location: str) -> nn.Module:
+    args, kwargs = _literals(arguments)
+    target = getattr(module, factory or "get_model", None)
+    if target is None and factory is None:
+        target = _only_module_class(module, location, any_arguments=bool(arguments))
+    if target is None:
         raise SourceError(f"{location}: {factory!r} is not defined", hint="check the name after the colon")
-    name = factory or getattr(made, "__name__", "get_model")
-    if isinstance(made, nn.Module) and not given:
-        return auditable(made)
-    if isinstance(made, nn.Module) or not callable(made):
-        what = "is a model already, and takes no --args" if isinstance(made, nn.Module) else "is not callable"
+    name = factory or getattr(target, "__name__", "get_model")
+    if isinstance(target, nn.Module) and not arguments:
+        return auditable(target)
+    if isinstance(target, nn.Module) or not callable(target):
+        what = (
+            "is a model already, and takes no --args" if isinstance(target, nn.Module) else "is not callable"
+        )
         raise SourceError(f"{location}: {name} {what}")
-    _check_arguments(made, args, kwargs, f"{location}: {name}")
-    with calling_user_code(f"{location}: {name}({given})"):
-        model = made(*args, **kwargs)
+    _check_arguments(target, args, kwargs, f"{location}: {name}")
+    with calling_user_code(f"{location}: {name}({arguments})"):
+        model = target(*args, **kwargs)
     if not isinstance(model, nn.Module):
         raise SourceError(
-            f"{location}: {name}({given}) returned {type(model).__name__}, not an nn.Module",
+            f"{location}: {name}({arguments}) returned {type(model).__name__}, not an nn.Module",
             hint="return the module; for a state_dict, build the module and pass the file with --weights",
         )
     return auditable(model)
 
 
-def _literals(given: str) -> tuple[list[Any], dict[str, Any]]:
-    """Read arguments as Python writes them; only numbers, strings and containers of these."""
+def _literals(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """Parse Python call arguments that are numbers, strings, or containers of these."""
     try:
-        call = ast.parse(f"f({given})", mode="eval").body
+        call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            raise ValueError(given)
+            raise ValueError(text)
         keywords = {word.arg or "**": ast.literal_eval(word.value) for word in call.keywords}
         return [ast.literal_eval(argument) for argument in call.args], keywords
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         hint = "write numbers, quoted strings and lists: --args \"3, 'gelu', width=64\""
-        raise UsageError(f"--args {describe(given)}: cannot be read", hint=hint) from None
+        raise UsageError(f"--args {describe(text)}: cannot be read", hint=hint) from None
 
 
-def _check_arguments(made: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], what: str) -> None:
-    """Reject arguments that a class or factory does not take, or lacks."""
+def _check_arguments(target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], what: str) -> None:
+    """Reject arguments that do not fit the signature of a class or factory."""
     try:
-        signature = inspect.signature(made)
+        signature = inspect.signature(target)
     except (TypeError, ValueError):
         return  # written in C
     try:
@@ -152,7 +158,7 @@ def _check_arguments(made: Callable[..., Any], args: list[Any], kwargs: dict[str
 
 
 def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool) -> type[nn.Module]:
-    """Return the only nn.Module subclass in the file, of those without required arguments unless any are."""
+    """Return the only nn.Module class of the file; unless ``any_arguments``, one without required ones."""
     classes = [
         value
         for value in vars(module).values()
@@ -169,7 +175,7 @@ def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool
     else:
         needs = "; ".join(f"{c.__name__} needs {', '.join(_required_parameters(c))}" for c in classes)
         what = f"defines no model that can be made without arguments ({needs})"
-    name = (free or classes or [nn.Module])[-1].__name__  # the last one contains the others
+    name = (free or classes or [nn.Module])[-1].__name__  # the last one usually contains the others
     hint = f"add: def get_model(): return {name}(...)"
     if classes:
         hint += f", or scan it with its arguments: {location}:{name} --args ..."
@@ -184,14 +190,14 @@ def _required_parameters(cls: type[nn.Module]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class InputDescription:
-    """One input.
+    """A described input, as ``--input`` takes it.
 
     Attributes:
-        name: of the argument; empty for the next positional one.
-        sizes: of the tensor.
-        dtype: of the tensor.
-        low: least value; ``None`` for numbers of a normal distribution, or any booleans.
-        high: greatest value of floats; the first that integers do not reach.
+        name: Argument name; empty for the next positional argument.
+        sizes: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        low: Lower bound; ``None`` for normally distributed floats and for booleans.
+        high: Upper bound, exclusive for integers.
     """
 
     name: str
@@ -200,7 +206,7 @@ class InputDescription:
     low: float | None = None
     high: float | None = None
 
-    def made(self) -> torch.Tensor:
+    def sample(self) -> torch.Tensor:
         """Return a random tensor."""
         if self.dtype is torch.bool:
             return torch.rand(self.sizes) < 0.5
@@ -208,11 +214,11 @@ class InputDescription:
             return torch.randn(self.sizes, dtype=self.dtype)
         if not self.dtype.is_floating_point:
             return torch.randint(int(self.low), int(self.high), self.sizes, dtype=self.dtype)
-        drawn = torch.rand(self.sizes, dtype=torch.float64) * (self.high - self.low) + self.low
-        return drawn.to(self.dtype)
+        uniform = torch.rand(self.sizes, dtype=torch.float64) * (self.high - self.low) + self.low
+        return uniform.to(self.dtype)
 
     def in_words(self, number: int) -> str:
-        """Return its name, sizes and values, for a report."""
+        """Describe the name, sizes and values for a report."""
         dtype = str(self.dtype).removeprefix("torch.")
         values = "normally distributed" if self.dtype is not torch.bool else "true or false"
         if self.low is not None and self.high is not None:
@@ -222,25 +228,25 @@ class InputDescription:
         return f"{self.name or f'input[{number}]'} {'x'.join(map(str, self.sizes))} {dtype}, {values}"
 
 
-def described_batches(given: Sequence[str], count: int, seed: int) -> tuple[tuple[Batch, ...], InputsInfo]:
-    """Return random batches, and what they are made of.
+def described_batches(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[Batch, ...], InputsInfo]:
+    """Return random batches and their description.
 
     Args:
-        given: the descriptions, of positional arguments in order.
-        count: the number of batches.
-        seed: of their random numbers.
+        texts: the descriptions, of positional arguments in order.
+        count: Number of batches.
+        seed: Random seed.
 
     Raises:
-        UsageError: a description cannot be read, or a name occurs twice.
+        UsageError: A description cannot be read, or a name occurs twice.
     """
-    described = [read_description(text) for text in given]
+    described = [read_description(text) for text in texts]
     names = [each.name for each in described if each.name]
     if len(names) > len(set(names)):
         raise UsageError("--input: a name is given twice", hint="describe each input once")
     torch.manual_seed(seed + INPUT_SEED_OFFSET)
     batches = []
     for _ in range(count):
-        tensors = [each.made() for each in described]
+        tensors = [each.sample() for each in described]
         pairs = list(zip(described, tensors, strict=True))
         batches.append(
             Batch(
@@ -253,34 +259,34 @@ def described_batches(given: Sequence[str], count: int, seed: int) -> tuple[tupl
 
 
 def read_description(text: str) -> InputDescription:
-    """Read ``[NAME=]SIZES[:DTYPE][@RANGE]``.
+    """Parse ``[NAME=]SIZES[:DTYPE][@RANGE]``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: The text does not have this form.
     """
     name, equals, rest = text.rpartition("=")
     shape, ranged, span = rest.partition("@")
-    sizes, _, named = shape.partition(":")
-    dtype = _DTYPES.get(named or "float32")
+    sizes, _, dtype_name = shape.partition(":")
+    dtype = _DTYPES.get(dtype_name or "float32")
     if (equals and not name.isidentifier()) or not _SIZES.fullmatch(sizes):
         raise _unreadable(text)
     if dtype is None:
         hint = f"one of: {', '.join(_NAMES)}"
-        raise UsageError(f"--input {describe(text)}: unknown dtype {describe(named)}", hint=hint)
-    found = tuple(map(int, sizes.split("x")))
-    if math.prod(found) * dtype.itemsize > _MOST_BYTES:
+        raise UsageError(f"--input {describe(text)}: unknown dtype {describe(dtype_name)}", hint=hint)
+    dimensions = tuple(map(int, sizes.split("x")))
+    if math.prod(dimensions) * dtype.itemsize > _MOST_BYTES:
         raise _unreadable(text, "more than 8 GB")
     if not ranged:
         if dtype is not torch.bool and not dtype.is_floating_point:
             hint = f"say how far: {describe(text)}@1000 for 0 to 999"
             raise UsageError(f"--input {describe(text)}: integers need a range", hint=hint)
-        return InputDescription(name, found, dtype)
+        return InputDescription(name, dimensions, dtype)
     low, high = _range(text, span, dtype)
-    return InputDescription(name, found, dtype, low, high)
+    return InputDescription(name, dimensions, dtype, low, high)
 
 
 def _range(text: str, span: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Read ``COUNT`` of integers, or ``LOW:HIGH``."""
+    """Parse a range, ``LOW:HIGH`` or, for integers, ``COUNT``."""
     first, colon, second = span.partition(":")
     is_float = dtype.is_floating_point
     number = float if is_float else int
@@ -305,11 +311,11 @@ def _unreadable(text: str, why: str = "cannot be read") -> UsageError:
 def runnable(model: nn.Module, what: str) -> nn.Module:
     """Return a module that can be called and traced.
 
-    A Lightning module without a forward is copied, with the same parameters, and its copy runs
+    A Lightning module without a forward is copied with shared parameters; the copy runs
     ``training_step`` on a batch and returns the loss.
 
     Raises:
-        SourceError: it is a TorchScript program.
+        SourceError: The module is a TorchScript program.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise SourceError(
@@ -327,13 +333,13 @@ def runnable(model: nn.Module, what: str) -> nn.Module:
 
 
 def training_batches(model: nn.Module, number: int) -> list[Any]:
-    """Return batches of a Lightning module's own data loader; none if it has none."""
+    """Return up to ``number`` batches from a Lightning module's own data loader."""
     load: Any = getattr(model, "train_dataloader", None)
     return list(islice(load(), number)) if _overrides(model, "train_dataloader") else []
 
 
 def _lightning(model: nn.Module) -> Any:
-    """Return Lightning's base class of a module, without importing Lightning."""
+    """Return a module's LightningModule base class, without importing Lightning."""
     return next((base for base in type(model).__mro__ if base.__name__ == "LightningModule"), None)
 
 
@@ -348,20 +354,20 @@ def _run_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     name = type(self).__name__
     if not getattr(self, "automatic_optimization", True):
         raise InputError(f"{name} optimizes manually: its training_step needs a Trainer", hint=_FORWARD)
-    given: tuple[Any, ...] = (batch, 0)
+    arguments: tuple[Any, ...] = (batch, 0)
     try:
-        inspect.signature(self.training_step).bind(*given)
+        inspect.signature(self.training_step).bind(*arguments)
     except TypeError:
-        given = given[:1]  # it takes no index
+        arguments = arguments[:1]  # it takes no index
     try:
-        found = self.training_step(*given)
+        result = self.training_step(*arguments)
     except RuntimeError as error:
         if "not attached to a" not in str(error):
             raise
         raise InputError(
             f"training_step of {name} needs a Trainer: {first_line(error)}", hint=_FORWARD
         ) from error
-    loss = found.get("loss") if isinstance(found, dict) else found
+    loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, torch.Tensor):
         raise InputError(f"training_step of {name} returns no loss", hint=f"return the loss, or {_FORWARD}")
     return loss

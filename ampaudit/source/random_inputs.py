@@ -1,4 +1,4 @@
-"""Makes random inputs of the sizes that a model's configuration names."""
+"""Generates random inputs of the sizes in a model's configuration."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 
 
 def placeholders(config: Any) -> list[int]:
-    """Return the token ids that stand for images or sound between those of a text, which can do without."""
+    """Return the placeholder token ids for images and audio in a text."""
     ids = (getattr(config, name, None) for name in (*IMAGE_TOKENS, *AUDIO_TOKENS))
     return [number for number in ids if type(number) is int]
 
 
 def text_config(config: Any, *, decoder: bool = False) -> Any:
-    """Return the part of a configuration that describes the text."""
+    """Return the part of a configuration that describes the text model."""
     parts = (getattr(config, name, None) for name in ("text_config", "decoder" if decoder else "encoder"))
-    found: Any = next((part for part in parts if hasattr(part, "vocab_size")), config)
-    if not hasattr(found, "vocab_size") and callable(getattr(found, "get_text_config", None)):
-        found = found.get_text_config()
-    return found
+    section: Any = next((part for part in parts if hasattr(part, "vocab_size")), config)
+    if not hasattr(section, "vocab_size") and callable(getattr(section, "get_text_config", None)):
+        section = section.get_text_config()
+    return section
 
 
 def needed_inputs(model: Any) -> list[str]:
-    """Return the arguments that a call of a Transformers model needs, the most important first."""
+    """Return the required inputs of a Transformers model, the main one first."""
     parameters, config = inspect.signature(model.forward).parameters, model.config
     main = getattr(model, "main_input_name", "input_ids")
     names = [main] if isinstance(main, str) else list(main)
@@ -70,15 +70,15 @@ def needed_inputs(model: Any) -> list[str]:
     if getattr(config, "is_encoder_decoder", False):
         ids = "decoder_input_ids" if "decoder_input_ids" in parameters else "decoder_input_values"
         names.append(ids)
-    known = parameters.keys()
-    return [name for name in dict.fromkeys(names) if name in known or name == main]
+    accepted = parameters.keys()
+    return [name for name in dict.fromkeys(names) if name in accepted or name == main]
 
 
 def random_input(model: Any, name: str, rows: int) -> Tensor:
     """Return random token ids, pixels or sound.
 
     Raises:
-        InputError: it is another kind of input, or the configuration has absurd sizes.
+        InputError: The input is of another kind, or the configuration has absurd sizes.
     """
     if name in _IDS:
         return _ids(model, rows, decoder=_IDS[name])
@@ -86,10 +86,10 @@ def random_input(model: Any, name: str, rows: int) -> Tensor:
 
 
 def input_sizes(model: Any, name: str, rows: int) -> tuple[int, ...]:
-    """Return the sizes of an input that is not of token ids.
+    """Return the shape of an input other than token ids.
 
     Raises:
-        InputError: see ``random_input``.
+        InputError: See ``random_input``.
     """
     sizes = _SIZES.get(name)
     if sizes is None:
@@ -98,10 +98,10 @@ def input_sizes(model: Any, name: str, rows: int) -> tuple[int, ...]:
 
 
 def longest_text(config: Any, *, decoder: bool = False) -> int | None:
-    """Return the largest number of tokens that a configuration names, if it does.
+    """Return the maximum number of tokens, if the configuration gives one.
 
     Raises:
-        InputError: it is no size.
+        InputError: The value is not a size.
     """
     names = ("max_position_embeddings", "max_target_positions")
     longest: Any = first_setting(text_config(config, decoder=decoder), names, None)
@@ -111,20 +111,20 @@ def longest_text(config: Any, *, decoder: bool = False) -> int | None:
     return int(longest)
 
 
-def part_with(config: Any, names: Collection[str], wanted: str) -> Any:
-    """Return the first part of a configuration that has a setting, or else the whole."""
+def part_with(config: Any, names: Collection[str], setting: str) -> Any:
+    """Return the first part of a configuration with a setting, or the whole configuration."""
     parts = (getattr(config, name, None) for name in names)
-    return next((part for part in parts if hasattr(part, wanted)), config)
+    return next((part for part in parts if hasattr(part, setting)), config)
 
 
 def first_setting(config: Any, names: Collection[str], default: Any) -> Any:
-    """Return the first setting that is not ``None``, or else the default."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if value is not None), default)
+    """Return the first setting that is not ``None``, or the default."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), default)
 
 
 def _safe_ids(ids: Tensor, config: Any, vocabulary: int) -> Tensor:
-    """Replace the ids that stand for padding, images or sound, and end each row as a tokenizer would."""
+    """Replace special token ids by an ordinary one, and end each row with the end token."""
     numbers = {name: getattr(config, f"{name}_token_id", None) for name in _SPECIAL}
     numbers["index"] = getattr(config, "image_token_index", None)
     special = {number for number in numbers.values() if type(number) is int}
@@ -141,10 +141,10 @@ def _unknown(name: str) -> InputError:
 
 
 def checked_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
-    """Return sizes of an input that a configuration names.
+    """Check the shape of an input taken from a configuration.
 
     Raises:
-        InputError: they are none, or absurd.
+        InputError: A size is missing, invalid or absurdly large.
     """
     if None in sizes:
         raise _unknown(name)

@@ -1,4 +1,4 @@
-"""Computes float32 weights from the codes and scales of quantized formats, by their descriptions."""
+"""Dequantizes the codes and scales of quantized formats to float32."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 __all__ = ["awq", "bitsandbytes_4bit", "bitsandbytes_8bit", "gptq", "scaled", "unpack"]
 
-_BLOCK = 128  # of fine-grained fp8, where a layer does not name its own
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the values of a word are, as AutoAWQ interleaves them
+_BLOCK = 128  # of fine-grained fp8, unless a layer names its own
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of a word's values, as AutoAWQ interleaves them
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpack integers of any width along the first axis from 32-bit words, the lowest bits first.
 
     Args:
-        packed: int32; a value may begin in one word and end in the next.
-        bits: of a value.
-        count: the number of values.
+        packed: Words of int32; a value may span two of them.
+        bits: Width of a value.
+        count: Number of values.
     """
     start = torch.arange(count, device=packed.device) * bits
     word, shift = start // 32, (start % 32).view(-1, *[1] * (packed.dim() - 1))
@@ -31,16 +31,16 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 def scaled(
     values: Tensor, scale: Tensor, block: tuple[int, ...] | None = None, zero: Tensor | None = None
 ) -> Tensor:
-    """Multiply values by scales per tensor, row, column group or block.
+    """Multiply values by their scales, given per tensor, row, column group or block.
 
     Args:
-        values: of any dtype.
-        scale: its shape says what a scale is for, unless ``block`` does.
-        block: sizes of a block along the last axes, of which each has a scale; the last may be cut off.
-        zero: what is subtracted from the values first, of a shape as that of the scales.
+        values: Codes of any dtype.
+        scale: Scales; without ``block``, their shape tells which values each applies to.
+        block: Size along the last axes of the blocks with one scale each; the last block may be partial.
+        zero: Zero points to subtract first, in the shape of the scales.
 
     Raises:
-        ValueError: the scales do not fit.
+        ValueError: The shapes do not fit.
     """
     wide = values.float()
     if zero is not None:
@@ -49,7 +49,7 @@ def scaled(
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> Tensor:
-    """Repeat scales over the elements that they stand for."""
+    """Broadcast scales to the elements that they apply to."""
     wide = scale.float()
     if block is None and wide.numel() == 1:
         return wide.reshape(())
@@ -66,7 +66,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> 
 
 
 def _widths(counts: torch.Size, shape: torch.Size) -> list[int]:
-    """Return the size along each axis of the blocks that have a scale each."""
+    """Return the size along each axis of the blocks with one scale each."""
     return [
         _BLOCK if count not in (1, size) and count == -(-size // _BLOCK) else max(1, size // max(1, count))
         for count, size in zip(counts, shape, strict=False)
@@ -76,7 +76,7 @@ def _widths(counts: torch.Size, shape: torch.Size) -> list[int]:
 def bitsandbytes_4bit(data: Tensor, state: Any) -> Tensor:
     """Look up each nibble, the high one first, and multiply by its block's largest magnitude.
 
-    The magnitudes may be quantized themselves (``nested``): to 8 bits, about their mean. A run on a CPU with
+    The magnitudes may themselves be quantized to 8 bits about their mean (``nested``). A run on a CPU with
     bfloat16 instructions leaves the codes in blocks of 32 rows.
     """
     if getattr(state, "packing_format_for_cpu", False):
@@ -102,16 +102,16 @@ def _blocks(values: Tensor, peaks: Tensor, size: int) -> Tensor:
 
 
 def bitsandbytes_8bit(codes: Tensor, peaks: Tensor) -> Tensor:
-    """Return rows of int8 that are scaled so that 127 is the row's largest magnitude."""
+    """Dequantize rows of int8 in which 127 stands for the row's largest magnitude."""
     return codes.float() * (peaks.float() / 127).reshape(-1, 1)
 
 
 def gptq(layer: Any, *, less_one: bool) -> Tensor:
-    """Return the weight of a GPTQ layer: (code - zero) * scale, each row of inputs with its group's.
+    """Return the weight of a GPTQ layer: (code - zero) * scale, with zero and scale per group of inputs.
 
     Args:
-        layer: with ``qweight``, ``qzeros``, ``scales``, ``bits``, and ``g_idx`` if inputs are reordered.
-        less_one: whether zeros are stored one less than they are; they wrap around, but for 3 bits.
+        layer: Layer with ``qweight``, ``qzeros``, ``scales``, ``bits``, and ``g_idx`` if inputs are reordered.
+        less_one: Whether zeros are stored minus one; they wrap around, except for 3 bits.
     """
     bits, (groups, outputs) = layer.bits, layer.scales.shape
     inputs = layer.qweight.shape[0] * 32 // bits
@@ -128,9 +128,9 @@ def gptq(layer: Any, *, less_one: bool) -> Tensor:
 
 
 def awq(layer: Any) -> Tensor:
-    """Return the weight of an AWQ layer of 4 bits: (code - zero) * scale of each group of inputs.
+    """Return the weight of a 4-bit AWQ layer: (code - zero) * scale, per group of inputs.
 
-    A row is one input's, in AWQ's order (GEMM), or one output's in plain order (GEMV).
+    Rows are inputs in AWQ's order (GEMM) or outputs in plain order (GEMV).
     """
     codes, zeros = (unpack(t.T, 4, 8 * t.shape[1]).T for t in (layer.qweight, layer.qzeros))
     scales, size = layer.scales.float(), layer.group_size

@@ -70,15 +70,18 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
     model, formats = source.model, Counter[str]()
     replaced: dict[int, Any] = {}
     for path, module in _outermost(model, replaced):
-        found = _plain_layer(module, f"layer {describe(path)}" if path else "the model")
-        if found is not None:
-            kind, made = found
-            if isinstance(made, nn.Module):
-                formats[kind] += any(True for _ in made.parameters())  # none in place of a conversion
-                replaced |= {id(module): _finished(made, module), **{id(p): p for p in module.parameters()}}
+        plain_layer = _plain_layer(module, f"layer {describe(path)}" if path else "the model")
+        if plain_layer is not None:
+            kind, replacement = plain_layer
+            if isinstance(replacement, nn.Module):
+                formats[kind] += any(True for _ in replacement.parameters())  # none in place of a conversion
+                replaced |= {
+                    id(module): _with_hooks(replacement, module),
+                    **{id(p): p for p in module.parameters()},
+                }
             else:
                 formats[kind] += 1
-                replaced |= made
+                replaced |= replacement
     for tensor in named_tensors(model).values():
         plain = None if id(tensor) in replaced else _plain_tensor(tensor)
         if plain is not None:
@@ -117,12 +120,12 @@ def dequantized_note(kind: str, count: int) -> str:
 def _plain_tensor(tensor: Tensor) -> Tensor | None:
     """Return the values of a quantized tensor; ``None`` for any other, or one that cannot say."""
     inner = getattr(tensor, "original_weight_tensor", tensor)  # of torchao, with an activation's quantization
-    own = getattr(type(inner), "dequantize", Tensor.dequantize) is not Tensor.dequantize
-    if isinstance(tensor, _PLAIN_TENSORS) or not (tensor.is_quantized or own):
+    dequantizes = getattr(type(inner), "dequantize", Tensor.dequantize) is not Tensor.dequantize
+    if isinstance(tensor, _PLAIN_TENSORS) or not (tensor.is_quantized or dequantizes):
         return None
     with torch.no_grad():
-        found: Tensor = inner.dequantize()
-    return found.detach()
+        values: Tensor = inner.dequantize()
+    return values.detach()
 
 
 def _plain_layer(module: nn.Module, name: str) -> _Plain | None:
@@ -138,41 +141,41 @@ def _plain_layer(module: nn.Module, name: str) -> _Plain | None:
             continue
         try:
             with torch.no_grad():
-                found = find(module, base)
+                plain = find(module, base)
         except (ValueError, AttributeError, RuntimeError, IndexError) as error:
-            raise _refused(module, name, f"holds weights that cannot be dequantized: {error}") from error
-        if found is None:
+            raise _layer_error(module, name, f"holds weights that cannot be dequantized: {error}") from error
+        if plain is None:
             continue
         defining = next(c for c in type(module).__mro__ if "forward" in vars(c))
         if not issubclass(base, defining):
-            raise _refused(
+            raise _layer_error(
                 module, name, f"changes the forward of {base.__name__}, whose weights are quantized"
             )
-        return found
+        return plain
     return None
 
 
-def _refused(module: nn.Module, name: str, why: str) -> SourceError:
+def _layer_error(module: nn.Module, name: str, why: str) -> SourceError:
     return SourceError(
         f"{name} ({describe(type(module).__name__)}) {describe(why, 200)}",
         hint="audit the model as it is before its weights are quantized, or after they are dequantized",
     )
 
 
-def _finished(made: nn.Module, module: nn.Module) -> nn.Module:
+def _with_hooks(replacement: nn.Module, module: nn.Module) -> nn.Module:
     """Give a new layer the mode and the hooks of the one that it replaces."""
-    made.train(module.training)
+    replacement.train(module.training)
     for name in _HOOKS:
-        setattr(made, name, getattr(module, name))
-    return made
+        setattr(replacement, name, getattr(module, name))
+    return replacement
 
 
 def _linear(weight: Tensor, bias: Any) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
-    return made
+        layer.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
+    return layer
 
 
 def _bitsandbytes(module: Any, base: type) -> _Plain | None:
@@ -192,8 +195,8 @@ def _bitsandbytes(module: Any, base: type) -> _Plain | None:
         return None
     if "Embedding" not in base.__name__:
         return kind, _linear(weight, module.bias)
-    made = nn.Embedding.from_pretrained(weight, padding_idx=module.padding_idx)
-    return kind, made
+    embedding = nn.Embedding.from_pretrained(weight, padding_idx=module.padding_idx)
+    return kind, embedding
 
 
 def _gptq(module: Any, base: type) -> _Plain | None:
@@ -214,20 +217,20 @@ def _transformers(module: Any, base: type) -> _Plain | None:
         return "fp8", _linear(scaled(module.weight, module.weight_scale), module.bias)
     if base.__name__ not in ("FP8Linear", "FP8GroupedLinear", "FP8Experts"):
         return None
-    own = dict(module.named_parameters(recurse=False))
-    made: dict[int, Any] = {}
-    for name, tensor in own.items():
-        scale = own.get(f"{name}_scale_inv")
+    parameters = dict(module.named_parameters(recurse=False))
+    dequantized: dict[int, Any] = {}
+    for name, tensor in parameters.items():
+        scale = parameters.get(f"{name}_scale_inv")
         if scale is not None and tensor.element_size() == 1:
             if not tensor.is_floating_point():
                 raise ValueError("they are packed in 4 bits")
-            made[id(tensor)] = nn.Parameter(scaled(tensor, scale, _block(module)), requires_grad=False)
-    return ("fp8", made) if made else None
+            dequantized[id(tensor)] = nn.Parameter(scaled(tensor, scale, _block(module)), requires_grad=False)
+    return ("fp8", dequantized) if dequantized else None
 
 
 def _block(module: Any) -> tuple[int, ...] | None:
-    found = getattr(module, "block_size", None)
-    return None if found is None else tuple(found)
+    sizes = getattr(module, "block_size", None)
+    return None if sizes is None else tuple(sizes)
 
 
 def _compressed(module: Any, base: type) -> _Plain | None:
@@ -298,14 +301,14 @@ _PACKAGES: Mapping[str, Callable[[Any, type], _Plain | None]] = {
 
 def rebased(module: nn.Module) -> type[nn.Module] | None:
     """Return the class whose forward does the same in floats, with the same attributes, if there is one."""
-    own = type(module)
-    if not own.__module__.startswith(_TORCH_AO_LAYERS_PACKAGES):
+    kind = type(module)
+    if not kind.__module__.startswith(_TORCH_AO_LAYERS_PACKAGES):
         return None
-    if own.__name__ in _SAME:
-        found: type[nn.Module] = getattr(nn, own.__name__)
-        return found
-    if own.__name__ in ("LSTM", "MultiheadAttention") and "dynamic" not in own.__module__:
-        return own.__mro__[1]
+    if kind.__name__ in _SAME:
+        plain: type[nn.Module] = getattr(nn, kind.__name__)
+        return plain
+    if kind.__name__ in ("LSTM", "MultiheadAttention") and "dynamic" not in kind.__module__:
+        return kind.__mro__[1]
     return None
 
 
@@ -330,15 +333,15 @@ def plain_torch_ao(module: Any, base: type) -> tuple[str, nn.Module] | None:
     if name == "ReLU6":
         return kind, nn.ReLU6(module.inplace)
     if name == "PReLU":
-        made = nn.PReLU(module.num_parameters)
-        made.weight = _parameter(module.weight)
-        return kind, made
+        layer = nn.PReLU(module.num_parameters)
+        layer.weight = _parameter(module.weight)
+        return kind, layer
     activation = _ACTIVATIONS.get(name)
     if activation is not None:
-        return kind, nn.Sequential(_weighted(module, activation[0]), activation[1](module))
+        return kind, nn.Sequential(_float_layer(module, activation[0]), activation[1](module))
     if name not in _SETTINGS:
         raise ValueError("no plain layer does the same")
-    return kind, _weighted(module, name)
+    return kind, _float_layer(module, name)
 
 
 _ACTIVATIONS: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
@@ -349,7 +352,7 @@ _ACTIVATIONS: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
 }
 
 
-def _weighted(module: Any, name: str) -> nn.Module:
+def _float_layer(module: Any, name: str) -> nn.Module:
     """Return a float layer with the settings, weights and biases of a quantized one."""
     settings = {setting: getattr(module, setting) for setting in _SETTINGS[name]}
     weights = {} if not hasattr(module, "get_weight") else {**module.get_weight(), **module.get_bias()}
@@ -360,13 +363,13 @@ def _weighted(module: Any, name: str) -> nn.Module:
         settings["output_padding"] = module.output_padding
     if "Conv" in name:
         settings["padding_mode"] = module.padding_mode
-    made: nn.Module = getattr(nn, name)(**settings, device="meta")
-    for own, tensor in weights.items():
+    layer: nn.Module = getattr(nn, name)(**settings, device="meta")
+    for attribute, tensor in weights.items():
         if tensor is not None:
-            setattr(made, own, _parameter(tensor))
-    if isinstance(made, nn.RNNBase):
-        made._init_flat_weights()
-    return made
+            setattr(layer, attribute, _parameter(tensor))
+    if isinstance(layer, nn.RNNBase):
+        layer._init_flat_weights()
+    return layer
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -60,16 +60,16 @@ def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> C
     with _in_float32(checkpoint) as file:
         mapped = map_checkpoint(file)
     names = model_names(model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
-    given: dict[str, torch.Tensor] = {}
-    for name, own in names.items():
-        if own in given:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, target in names.items():
+        if target in tensors:
             raise WeightsError(
-                f"{checkpoint.path}: {own!r} is assembled from several tensors",
+                f"{checkpoint.path}: {target!r} is assembled from several tensors",
                 hint="leave out --stream for this model",
             )
-        given[own] = mapped.tensors[name]
-    check_names(model, given, checkpoint.path, strict=not renamed)
-    _assign(model, given)
+        tensors[target] = mapped.tensors[name]
+    check_names(model, tensors, checkpoint.path, strict=not renamed)
+    _assign(model, tensors)
     return mapped.drop
 
 
@@ -104,22 +104,22 @@ def _in_float32(checkpoint: Checkpoint) -> Iterator[Path]:
         ) from error
 
 
-def _assign(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Assign mapped tensors to parameters, tied ones together, and copy others into buffers."""
-    own = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     fresh = {
-        id(own[name]): nn.Parameter(tensor, requires_grad=False)
-        for name, tensor in given.items()
-        if name in own and tensor.is_floating_point()
+        id(parameters[name]): nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in tensors.items()
+        if name in parameters and tensor.is_floating_point()
     }
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         owner, _, leaf = name.rpartition(".")
         if id(parameter) in fresh:
             model.get_submodule(owner)._parameters[leaf] = fresh[id(parameter)]
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name in given:
-                buffer.copy_(given[name])
+            if name in tensors:
+                buffer.copy_(tensors[name])
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -147,28 +147,28 @@ def check_names(
     Raises:
         WeightsError: names or shapes differ.
     """
-    own = model.state_dict()
-    missing = [n for n in own if n not in state]
-    extra = [n for n in state if n not in own] if strict else []
+    expected = model.state_dict()
+    missing = [n for n in expected if n not in state]
+    extra = [n for n in state if n not in expected] if strict else []
     shapes = [
-        f"{n} is {tuple(state[n].shape)}, the model has {tuple(own[n].shape)}"
-        for n in own
-        if n in state and own[n].shape != state[n].shape
+        f"{n} is {tuple(state[n].shape)}, the model has {tuple(expected[n].shape)}"
+        for n in expected
+        if n in state and expected[n].shape != state[n].shape
     ]
     for what, names in (("missing", _untied(model, missing)), ("unexpected", extra), ("shape", shapes)):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             start = f"{describe_path(path)} does not match the model: {what}: "
-            shown = describe(", ".join(names[:_SHOWN]), MAX_MESSAGE - len(start) - len(more))
-            raise WeightsError(f"{start}{shown}{more}", hint="pass a checkpoint of this model")
+            listed = describe(", ".join(names[:_SHOWN]), MAX_MESSAGE - len(start) - len(more))
+            raise WeightsError(f"{start}{listed}{more}", hint="pass a checkpoint of this model")
 
 
 def _untied(model: nn.Module, missing: list[str]) -> list[str]:
     """Return the missing names whose tensor is not loaded under another name either."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     absent = set(missing)
-    given = {id(t) for name, t in tensors.items() if name not in absent}
-    return [name for name in missing if id(tensors.get(name)) not in given]
+    loaded = {id(t) for name, t in tensors.items() if name not in absent}
+    return [name for name in missing if id(tensors.get(name)) not in loaded]
 
 
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -178,12 +178,12 @@ def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     some parameters are joined from several tensors, which then all get its name. A tensor that the model
     lacks keeps its own name.
     """
-    own = model.state_dict()
-    rename = _renaming(model, own)
+    state = model.state_dict()
+    rename = _renaming(model, state)
     return {name: rename(name) for name in names}
 
 
-def _renaming(model: nn.Module, own: dict[str, Any]) -> Any:
+def _renaming(model: nn.Module, state: dict[str, Any]) -> Any:
     prefix = str(getattr(model, "base_model_prefix", ""))
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -191,17 +191,17 @@ def _renaming(model: nn.Module, own: dict[str, Any]) -> Any:
 
         mapping = get_model_conversion_mapping(cast(Any, model))
     except Exception:  # another version of transformers, or an unknown model
-        return lambda name: _by_prefix(name, prefix, own)
+        return lambda name: _by_prefix(name, prefix, state)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
     def rename(name: str) -> str:
-        found = str(rename_source_key(name, renamings, converters, prefix, own)[0])
-        return found if found in own else _by_prefix(name, prefix, own)
+        target = str(rename_source_key(name, renamings, converters, prefix, state)[0])
+        return target if target in state else _by_prefix(name, prefix, state)
 
     return rename
 
 
-def _by_prefix(name: str, prefix: str, own: dict[str, Any]) -> str:
+def _by_prefix(name: str, prefix: str, state: dict[str, Any]) -> str:
     candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-    return next((candidate for candidate in candidates if candidate in own), name)
+    return next((candidate for candidate in candidates if candidate in state), name)

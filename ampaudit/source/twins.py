@@ -1,4 +1,4 @@
-"""Loads the twins of custom ops: those of installed packages, and those of a file."""
+"""Loads the twins of custom ops from installed packages and from a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampaudit.trace.twins import known_twins, with_twins
 __all__ = ["using_twins"]
 
 GROUP = "ampaudit.twins"
-_LOADED: set[str] = set()  # entry points of this process
+_LOADED: set[str] = set()  # entry points loaded in this process
 
 
 def _load(path: Path) -> None:
@@ -29,10 +29,10 @@ def _load(path: Path) -> None:
 
 @contextmanager
 def using_twins(path: Path | None = None) -> Iterator[None]:
-    """Audit ops through their twins while active, including those of installed packages and of a file.
+    """Audit custom ops through their twins while active, with those of installed packages and a file.
 
     Raises:
-        SourceError: a package or the file cannot be loaded, or the file registers none.
+        SourceError: A package or the file cannot be loaded, or the file registers no twin.
     """
     for entry in entry_points(group=GROUP):
         if entry.value in _LOADED:
@@ -40,9 +40,9 @@ def using_twins(path: Path | None = None) -> Iterator[None]:
         owner = entry.dist.name if entry.dist is not None else "a package"
         try:
             with calling_user_code(f"entry point {entry.name} of {owner}"):
-                found = entry.load()
-                if callable(found):
-                    found()
+                plugin = entry.load()
+                if callable(plugin):
+                    plugin()
         except AuditError as error:
             text = f"{owner} declares twins that cannot be loaded ({entry.value}): {first_line(error)}"
             raise SourceError(text, hint=f"repair or uninstall {owner}") from error

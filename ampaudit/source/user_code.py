@@ -124,9 +124,9 @@ def locating_failures(what: str) -> Iterator[None]:
     except AuditError:
         raise
     except SyntaxError as error:
-        said = escape_control(error.msg)  # a codec may quote the file
+        message = escape_control(error.msg)  # a codec may quote the file
         raise SourceError(
-            f"{error.filename}:{error.lineno or 1}: syntax error: {said}", hint="correct the file"
+            f"{error.filename}:{error.lineno or 1}: syntax error: {message}", hint="correct the file"
         ) from error
     except MemoryError as error:
         raise SourceError(f"{what}: out of memory", hint="make the model or its inputs smaller") from error
@@ -135,15 +135,15 @@ def locating_failures(what: str) -> Iterator[None]:
 
 
 def _raise_located(what: str, error: Exception) -> NoReturn:
-    own, _ = failing_lines(error.__traceback__)
-    where = f"{own.file}:{own.line}: " if own else f"{what}: "
+    user_line, _ = failing_lines(error.__traceback__)
+    where = f"{user_line.file}:{user_line.line}: " if user_line else f"{what}: "
     hint = "run the file with Python to see the full traceback, or pass --debug"
     if isinstance(error, ModuleNotFoundError):
         hint = f"install {error.name!r} in the environment that runs ampaudit"
         here = Path(str(error.name).partition(".")[0])
         if here.is_dir() or here.with_suffix(".py").is_file():
             hint = f"{here} is in the current directory: name the model as package.module:get_model"
-    elif own is None and isinstance(error, TypeError):
+    elif user_line is None and isinstance(error, TypeError):
         hint = f"{what} is called as it stands here; give its parameters defaults"
     elif any(words in str(error) for words in _NO_DEVICE):
         hint = "this machine has no such device: create models and inputs on the CPU; --device moves them"

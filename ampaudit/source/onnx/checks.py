@@ -103,11 +103,11 @@ def first_in_cycle(nodes: Sequence[Any]) -> Any:
 def _versions(proto: Any) -> dict[str, int]:
     import onnx
 
-    found = {plain_domain(item.domain): item.version for item in proto.opset_import}
+    versions = {plain_domain(item.domain): item.version for item in proto.opset_import}
     newest = onnx.defs.onnx_opset_version()
-    if not 1 <= found.get("", 1) <= newest:
-        raise BadGraph(f"needs operator set {found['']}; onnx knows 1 to {newest}", _UPGRADE)
-    return found
+    if not 1 <= versions.get("", 1) <= newest:
+        raise BadGraph(f"needs operator set {versions['']}; onnx knows 1 to {newest}", _UPGRADE)
+    return versions
 
 
 def _identity(function: Any) -> _Function:
@@ -144,27 +144,27 @@ def _names(values: Any) -> list[str]:
 def _check_nodes(
     nodes: Any, versions: Mapping[str, int], outer: frozenset[str], initial: Any, outputs: Sequence[str]
 ) -> None:
-    own = set(initial)
+    local = set(initial)
     for node in nodes:
         for name in filter(None, node.output):
-            if name in own:
+            if name in local:
                 raise BadGraph(f"{_title(node)} computes {describe(name)!r}, which is there already")
-            own.add(name)
-    known = outer | own
-    for name in (*own, *(node.name for node in nodes)):
+            local.add(name)
+    visible = outer | local
+    for name in (*local, *(node.name for node in nodes)):
         if len(name) > _MAX_NAME:
             raise BadGraph(f"the name {describe(name)} has {len(name):,} characters; {_MAX_NAME:,} may be")
     for node in nodes:
         for name in node.input:
-            if name and name not in known:
+            if name and name not in visible:
                 raise BadGraph(f"{_title(node)} reads {describe(name)!r}, which nothing computes")
         for attribute in node.attribute:
             _check_location(attribute.t)
         _check_operator(node, versions)
         for graph in _bodies(node):
-            _check_graph(graph, versions, known)
+            _check_graph(graph, versions, visible)
     for name in outputs:
-        if name not in known:
+        if name not in visible:
             raise BadGraph(f"nothing computes the output {describe(name)!r}")
 
 
@@ -192,13 +192,13 @@ def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
     ):
         if not least <= count <= most:
             raise BadGraph(f"{_title(node)} has {count} {what}; its operator has {least} to {most}")
-    given = {attribute.name: attribute for attribute in node.attribute}
-    for name, wanted in schema.attributes.items():
-        if name in given:
-            kind = given[name].type
-            if kind and kind != int(wanted.type):
-                raise BadGraph(f"{_title(node)}: its attribute {name} must be of type {wanted.type.name}")
-        elif wanted.required:
+    attributes = {attribute.name: attribute for attribute in node.attribute}
+    for name, definition in schema.attributes.items():
+        if name in attributes:
+            kind = attributes[name].type
+            if kind and kind != int(definition.type):
+                raise BadGraph(f"{_title(node)}: its attribute {name} must be of type {definition.type.name}")
+        elif definition.required:
             raise BadGraph(f"{_title(node)} lacks the attribute {name}")
 
 

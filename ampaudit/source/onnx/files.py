@@ -134,7 +134,7 @@ class OnnxFile:
         raise self._fault(f"the constant {describe(node.name or node.outputs[0].name)!r} is not a number")
 
     @property
-    def shown(self) -> str:
+    def displayed_path(self) -> str:
         """The path for messages."""
         return describe_path(self.path)
 
@@ -171,19 +171,19 @@ class OnnxFile:
     def _inside(self, location: str, name: str) -> Path:
         """Return the file of external data, which must be in the model's directory."""
         folder = self.path.parent.resolve()
-        shown = f"the data of {describe(name)!r}"
+        what = f"the data of {describe(name)!r}"
         try:
             path = (folder / location).resolve()
-            there = path.is_file()
+            exists = path.is_file()
         except (OSError, ValueError, RuntimeError):
-            raise self._fault(f"{shown} is in {describe(location)}, which is no path") from None
+            raise self._fault(f"{what} is in {describe(location)}, which is no path") from None
         if path == folder or not path.is_relative_to(folder):
             raise self._fault(
-                f"{shown} is outside its directory: {describe(location) or 'no file is named'}",
+                f"{what} is outside its directory: {describe(location) or 'no file is named'}",
                 "copy the data beside the model (no link), and name it by a relative location",
             )
-        if not there:
-            raise self._fault(f"{shown} is missing: {describe(location)}", "copy that file beside the model")
+        if not exists:
+            raise self._fault(f"{what} is missing: {describe(location)}", "copy that file beside the model")
         return path
 
     def _fault(self, what: str, hint: str = _SAVE_AGAIN) -> SourceError:
@@ -219,9 +219,9 @@ def read_onnx(path: Path) -> OnnxFile:
     except Exception as error:  # whatever the parser raises
         what = f"is not an ONNX model, or damaged: {describe(_cause(error), 100)}"
         raise SourceError(f"{describe_path(path)} {what}", hint=_SAVE_AGAIN) from error
-    found = OnnxFile(path, model)
-    found._mappings[path] = mapping
-    return found
+    file = OnnxFile(path, model)
+    file._mappings[path] = mapping
+    return file
 
 
 def _packages(path: Path) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ __all__ = [
     "described",
     "inputs_of",
     "is_sum",
-    "made_batches",
+    "random_batches",
     "size_of",
 ]
 
@@ -89,18 +89,18 @@ def _input_of(value: ir.Value) -> GraphInput:
 
 def _rows(value: ir.Value) -> int:
     """Return the number of rows of the smallest table that a value indexes; 0 if there is none."""
-    waiting, seen, found = [value], {value}, []
-    while waiting:
-        for node, index in waiting.pop().uses():
+    pending, visited, table_sizes = [value], {value}, []
+    while pending:
+        for node, index in pending.pop().uses():
             if node.domain in STANDARD and node.op_type in ("Gather", "GatherElements") and index == 1:
                 table, place = node.inputs[0], axis_of(node, 0)
                 if table is not None and table.shape is not None and -1 <= place < len(table.shape):
-                    found += [size for size in (table.shape[place],) if isinstance(size, int)]
+                    table_sizes += [size for size in (table.shape[place],) if isinstance(size, int)]
             elif node.op_type in _PASS and index == 0:
-                new = [output for output in node.outputs if output not in seen]
-                waiting += new
-                seen.update(new)
-    return min(found, default=0)
+                new = [output for output in node.outputs if output not in visited]
+                pending += new
+                visited.update(new)
+    return min(table_sizes, default=0)
 
 
 def described(inputs: Sequence[GraphInput]) -> str:
@@ -108,7 +108,7 @@ def described(inputs: Sequence[GraphInput]) -> str:
     return describe(", ".join(map(str, inputs)) or "no input", MAX_MESSAGE - 20)
 
 
-def made_batches(
+def random_batches(
     inputs: Sequence[GraphInput], count: int, seed: int, sizes: Mapping[str, int]
 ) -> tuple[Batch, ...]:
     """Make inputs of the graph's types: normal numbers, indices within their tables, masks of ones.
@@ -123,21 +123,22 @@ def made_batches(
         InputError: an input is no tensor, or too large.
         UsageError: no axis has such a name.
     """
-    known = dict.fromkeys(size for given in inputs for size in given.sizes or () if isinstance(size, str))
+    axes = dict.fromkeys(size for spec in inputs for size in spec.sizes or () if isinstance(size, str))
     for axis in sizes:
-        if axis not in known:
-            raise unknown_axis(axis, list(known), "all sizes of this graph are fixed")
-    chosen = {name: size for given in inputs for name, size in _open_sizes(given)} | dict(sizes)
+        if axis not in axes:
+            raise unknown_axis(axis, list(axes), "all sizes of this graph are fixed")
+    axis_sizes = {name: size for spec in inputs for name, size in _open_sizes(spec)} | dict(sizes)
     torch.manual_seed(seed + INPUT_SEED_OFFSET)
     return tuple(
-        batch_of(inputs, {given.name: _made(given, chosen) for given in inputs}) for _ in range(count)
+        batch_of(inputs, {spec.name: _random_tensor(spec, axis_sizes) for spec in inputs})
+        for _ in range(count)
     )
 
 
 def batch_of(inputs: Sequence[GraphInput], tensors: Mapping[str, torch.Tensor]) -> Batch:
     """Return a batch of tensors by the names of a graph's inputs."""
     if "self" in tensors:  # which a module's call cannot take by name
-        return Batch(tuple(tensors[given.name] for given in inputs))
+        return Batch(tuple(tensors[spec.name] for spec in inputs))
     return Batch((), dict(tensors))
 
 
@@ -146,9 +147,9 @@ def by_name(batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
     return {**dict(zip(names, batch.args, strict=False)), **batch.kwargs}
 
 
-def _open_sizes(given: GraphInput) -> Iterator[tuple[str, int]]:
-    sizes = given.sizes or ()
-    picture = len(sizes) == 4 and given.dtype is not None and given.dtype.is_floating_point
+def _open_sizes(spec: GraphInput) -> Iterator[tuple[str, int]]:
+    sizes = spec.sizes or ()
+    picture = len(sizes) == 4 and spec.dtype is not None and spec.dtype.is_floating_point
     for axis, name in enumerate(sizes):
         if isinstance(name, str):
             if axis == 0 or "batch" in name.lower():
@@ -159,43 +160,41 @@ def _open_sizes(given: GraphInput) -> Iterator[tuple[str, int]]:
                 yield name, _LENGTH
 
 
-def size_of(size: int | str, chosen: Mapping[str, int]) -> int:
+def size_of(size: int | str, axis_sizes: Mapping[str, int]) -> int:
     """Return the size of an axis; exporters write sums of others, such as ``past + 1``."""
     if isinstance(size, int):
         return size
-    if is_sum(size, chosen):
+    if is_sum(size, axis_sizes):
         parts = [part.strip() for part in size.split("+")]
-        return sum(int(part) if part.isdecimal() else chosen[part] for part in parts)
-    return chosen[size]
+        return sum(int(part) if part.isdecimal() else axis_sizes[part] for part in parts)
+    return axis_sizes[size]
 
 
-def is_sum(size: str, known: Collection[str]) -> bool:
+def is_sum(size: str, axes: Collection[str]) -> bool:
     """Return whether a size is a sum of numbers and of known sizes."""
     parts = [part.strip() for part in size.split("+")]
-    return len(parts) > 1 and all(part.isdecimal() or part in known for part in parts)
+    return len(parts) > 1 and all(part.isdecimal() or part in axes for part in parts)
 
 
-def _made(given: GraphInput, chosen: Mapping[str, int]) -> torch.Tensor:
-    if given.dtype is None or given.sizes is None:
-        what = "is no tensor" if given.dtype is None else "has no sizes"
-        raise InputError(f"the input {describe(given.name)!r} {what}", hint=_OWN)
-    shape, elements = [size_of(size, chosen) for size in given.sizes], 1
+def _random_tensor(spec: GraphInput, axis_sizes: Mapping[str, int]) -> torch.Tensor:
+    if spec.dtype is None or spec.sizes is None:
+        what = "is no tensor" if spec.dtype is None else "has no sizes"
+        raise InputError(f"the input {describe(spec.name)!r} {what}", hint=_OWN)
+    shape, elements = [size_of(size, axis_sizes) for size in spec.sizes], 1
     for size in shape:
         elements *= size
         if size < 0 or elements > _MAX_ELEMENTS:
-            raise InputError(f"cannot make the input {describe(str(given))}", hint=_OWN)
-    name = given.name.lower()
-    if given.dtype == torch.bool or "mask" in name:
-        return torch.ones(shape, dtype=given.dtype)
-    if given.dtype.is_floating_point or given.dtype.is_complex:
-        wide = given.dtype if given.dtype.itemsize > 2 else torch.float32
-        return torch.randn(shape, dtype=wide).to(given.dtype)
+            raise InputError(f"cannot make the input {describe(str(spec))}", hint=_OWN)
+    name = spec.name.lower()
+    if spec.dtype == torch.bool or "mask" in name:
+        return torch.ones(shape, dtype=spec.dtype)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        wide = spec.dtype if spec.dtype.itemsize > 2 else torch.float32
+        return torch.randn(shape, dtype=wide).to(spec.dtype)
     if "position" in name and shape:
-        return (
-            (torch.arange(shape[-1]) % (given.rows or shape[-1] or 1)).expand(shape).to(given.dtype).clone()
-        )
-    picture = given.dtype == torch.uint8 and len(shape) > 2
-    return torch.randint(0, given.rows or (256 if picture else 2), shape).to(given.dtype)
+        return (torch.arange(shape[-1]) % (spec.rows or shape[-1] or 1)).expand(shape).to(spec.dtype).clone()
+    picture = spec.dtype == torch.uint8 and len(shape) > 2
+    return torch.randint(0, spec.rows or (256 if picture else 2), shape).to(spec.dtype)
 
 
 def arrays_in(path: Path, inputs: Sequence[GraphInput]) -> Batch:
@@ -204,13 +203,13 @@ def arrays_in(path: Path, inputs: Sequence[GraphInput]) -> Batch:
     Raises:
         InputError, WeightsError: the file cannot be read.
     """
-    found = map_checkpoint(path).tensors if path.suffix == ".safetensors" else _npz(path)
-    if set(found) == {f"input[{index}]" for index in range(len(inputs))}:
-        found = {given.name: found[f"input[{index}]"] for index, given in enumerate(inputs)}
-    if set(found) != {given.name for given in inputs}:
-        what = f"{describe_path(path)} holds {describe(', '.join(sorted(found)) or 'nothing')}"
+    arrays = map_checkpoint(path).tensors if path.suffix == ".safetensors" else _npz(path)
+    if set(arrays) == {f"input[{index}]" for index in range(len(inputs))}:
+        arrays = {spec.name: arrays[f"input[{index}]"] for index, spec in enumerate(inputs)}
+    if set(arrays) != {spec.name for spec in inputs}:
+        what = f"{describe_path(path)} holds {describe(', '.join(sorted(arrays)) or 'nothing')}"
         raise InputError(what, hint=f"the graph takes {described(inputs)}")
-    return batch_of(inputs, found)
+    return batch_of(inputs, arrays)
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
@@ -239,24 +238,24 @@ def check_batch(batch: Batch, inputs: Sequence[GraphInput], title: str) -> None:
         InputError: the message says what the graph takes.
     """
     hint = f"the graph takes {described(inputs)}"
-    names = [given.name for given in inputs]
+    names = [spec.name for spec in inputs]
     values = by_name(batch, names)
     if len(batch.args) + len(batch.kwargs) != len(names) or set(values) != set(names):
         got = describe(", ".join(map(str, batch.kwargs)) or f"{len(batch.args)} in order")
         raise InputError(f"{title} has other inputs: {got}", hint=hint)
     sizes: dict[str, int] = {}
-    for given in inputs:
-        value, name = values[given.name], describe(given.name)
-        if given.dtype is None:
+    for spec in inputs:
+        value, name = values[spec.name], describe(spec.name)
+        if spec.dtype is None:
             continue
         if not isinstance(value, torch.Tensor):
             raise InputError(f"{title}: {name} is of type {type(value).__name__}", hint=hint)
-        if value.dtype != given.dtype:
+        if value.dtype != spec.dtype:
             raise InputError(f"{title}: {name} is {value.dtype}".replace("torch.", ""), hint=hint)
         shape = list(value.shape)
-        fits = given.sizes is None or len(shape) == len(given.sizes)
-        for wanted, size in zip(given.sizes or (), shape, strict=False):
-            known = sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted
-            fits = fits and known == size
+        fits = spec.sizes is None or len(shape) == len(spec.sizes)
+        for declared, size in zip(spec.sizes or (), shape, strict=False):
+            expected = sizes.setdefault(declared, size) if isinstance(declared, str) else declared
+            fits = fits and expected == size
         if not fits:
             raise InputError(f"{title}: {name} has the sizes {shape}", hint=hint)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["OnnxModel"]
 
 _DEEPEST = 50  # functions inside each other
-_MAX_INSIDE = 20_000  # nodes that run in bodies: a trace has all of them
+_MAX_BODY_NODES = 20_000  # nodes that run in bodies: a trace has all of them
 _MAX_KNOWN = 1 << 20  # elements of values that are computed at once
 _FOLDED = 64  # elements of a floating-point value that follows from shapes
 _NEVER_KNOWN = frozenset(
@@ -109,25 +109,25 @@ class OnnxModel(nn.Module):
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run the graph."""
         names = [str(value.name) for value in self._program.inputs]
-        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-        missing = [name for name in names if name not in given]
-        if missing or len(given) > len(names):
+        inputs: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        missing = [name for name in names if name not in inputs]
+        if missing or len(inputs) > len(names):
             what = f"the graph takes {describe(', '.join(names)) or 'no input'}"
             raise InputError(
-                f"{what}; given: {describe(', '.join(given)) or 'none'}", hint="pass these by name"
+                f"{what}; given: {describe(', '.join(inputs)) or 'none'}", hint="pass these by name"
             )
-        return _Run(self._program, self, self._program.seen).outputs(given)
+        return _Run(self._program, self, self._program.dtypes).outputs(inputs)
 
     def dtypes_of(self, batch: Batch) -> dict[ir.Value, torch.dtype]:
         """Run a batch, and return the dtype of each tensor that a node gives."""
-        found: dict[ir.Value, torch.dtype] = {}
-        self._program.seen = found
+        dtypes: dict[ir.Value, torch.dtype] = {}
+        self._program.dtypes = dtypes
         try:
             with torch.no_grad():
                 self(*batch.args, **batch.kwargs)
         finally:
-            self._program.seen = None
-        return found
+            self._program.dtypes = None
+        return dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class _Stored:
 class _Program:
     """The graph of a module, shared by its copies; with slots, it is no part of the module's state."""
 
-    __slots__ = ("file", "inputs", "names", "seen", "stored")
+    __slots__ = ("dtypes", "file", "inputs", "names", "stored")
 
     def __init__(self, file: OnnxFile) -> None:
         self.file = file
@@ -150,7 +150,7 @@ class _Program:
         self.inputs = [value for value in graph.inputs if value.name not in graph.initializers]
         self.names = NodeNames(file.model)
         self.stored: dict[str, _Stored] = {}
-        self.seen: dict[ir.Value, torch.dtype] | None = None
+        self.dtypes: dict[ir.Value, torch.dtype] | None = None
 
     def __deepcopy__(self, memo: Any) -> _Program:
         return self
@@ -170,19 +170,19 @@ class _Run:
     """One run of the graph."""
 
     def __init__(
-        self, program: _Program, module: nn.Module, seen: dict[ir.Value, torch.dtype] | None = None
+        self, program: _Program, module: nn.Module, dtypes: dict[ir.Value, torch.dtype] | None = None
     ) -> None:
-        self._seen = seen
+        self._dtypes = dtypes
         self._program = program
         self._module = module
-        self._inside = 0  # nodes that ran in bodies
+        self._body_nodes = 0  # nodes that ran in bodies
         stored = {p.dtype for p in module.parameters()} - {s.real.dtype for s in program.stored.values()}
         self._float32 = min(stored & set(FLOATS), key=str, default=torch.float32)  # as the policy stores it
 
-    def outputs(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def outputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the outputs."""
         graph = self._program.file.model.graph
-        scope: Scope = dict(given)
+        scope: Scope = dict(inputs)
         self._add_initializers(graph, scope)
         self._run_nodes(graph, scope, _Frame(self._program.file.model.opset_imports))
         return {str(value.name): operand_tensors(scope[str(value.name)]) for value in graph.outputs}
@@ -208,9 +208,9 @@ class _Run:
                 for output, result in zip(node.outputs, results, strict=False)
                 if output.name
             )
-            if self._seen is not None:
+            if self._dtypes is not None:
                 pairs = zip(node.outputs, results, strict=False)
-                self._seen |= {out: found.dtype for out, found in pairs if isinstance(found, torch.Tensor)}
+                self._dtypes |= {output: r.dtype for output, r in pairs if isinstance(r, torch.Tensor)}
             for name in last_use.get(node, ()):
                 scope.pop(name, None)
 
@@ -220,9 +220,9 @@ class _Run:
         inputs = [None if value is None or not value.name else scope[value.name] for value in node.inputs]
 
         def body(graph: ir.Graph, values: Sequence[Operand]) -> list[Operand]:
-            self._inside += 1 + len(graph)
-            if self._inside > _MAX_INSIDE:
-                raise RefusedNode(f"more than {_MAX_INSIDE:,} nodes run in bodies of loops up to here")
+            self._body_nodes += 1 + len(graph)
+            if self._body_nodes > _MAX_BODY_NODES:
+                raise RefusedNode(f"more than {_MAX_BODY_NODES:,} nodes run in bodies of loops up to here")
             inner = scope | {str(place.name): v for place, v in zip(graph.inputs, values, strict=True)}
             self._add_initializers(graph, inner)
             self._run_nodes(graph, inner, frame)
@@ -234,53 +234,53 @@ class _Run:
         if node.op_type == "Constant" and not domain:
             return [self._constant(call)]
         try:
-            found = self._computed(call, frame, origin)
-            check_size(*(value.shape for value in found if isinstance(value, torch.Tensor)))
-            return found
+            results = self._compute(call, frame, origin)
+            check_size(*(value.shape for value in results if isinstance(value, torch.Tensor)))
+            return results
         except (Unsupported, RefusedNode) as error:
-            raise self._located(node, error) from error
+            raise self._locate(node, error) from error
         except SourceError:  # of a node in a body
             raise
         except Exception as error:
             if not getattr(error, "__notes__", ()):  # those are of a node inside
                 if isinstance(error, MISFITS) and not any(isinstance(value, FakeTensor) for value in inputs):
-                    raise self._located(node, unfit(error, inputs)) from error
+                    raise self._locate(node, unfit(error, inputs)) from error
                 error.add_note(self._title(node))  # tracing may fail where the model does not
             raise
 
-    def _computed(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Operand]:
+    def _compute(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Operand]:
         """Compute a node by the first of: the model's functions, ours, the standard's, ONNX Runtime."""
         node = call.node
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
         if function is not None:
             caller = frame.caller if frame.origin is not None else layer_name(origin)
             inner = _Frame(function.opset_imports, {}, caller, frame.origin, frame.depth + 1)
-            return self._called(function, call, inner)
-        found, why = function_for(node), f"no operator {describe(node.op_type)}"
-        if found is not None:
+            return self._run_function(function, call, inner)
+        implementation, why = function_for(node), f"no operator {describe(node.op_type)}"
+        if implementation is not None:
             try:
-                known = self._known(call, found, origin)
-                return known if known is not None else as_list(found(call, *call.inputs))
+                constants = self._fold(call, implementation, origin)
+                return constants if constants is not None else as_list(implementation(call, *call.inputs))
             except Unsupported as error:
                 why = str(error.args[0])
         standard = standard_body(call)
         if standard is None:
             return opaque_results(call, why)
         versions = {**frame.versions, **standard.opset_imports}
-        return self._called(standard, call, _Frame(versions, {}, "", origin, frame.depth + 1))
+        return self._run_function(standard, call, _Frame(versions, {}, "", origin, frame.depth + 1))
 
-    def _called(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Operand]:
+    def _run_function(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Operand]:
         """Run a function's body in place of a node."""
         if frame.depth > _DEEPEST:
             raise call.fault("functions call each other in a circle, or too deeply")
-        given = {name: a for name, a in function.attributes.items() if a.value is not None}
+        attributes = {name: a for name, a in function.attributes.items() if a.value is not None}
         for name, attribute in call.node.attributes.items():
-            found = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute
-            if found is not None:
-                given[name] = found
+            resolved = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute
+            if resolved is not None:
+                attributes[name] = resolved
         values = [*call.inputs, *([None] * len(function.inputs))]
         scope: Scope = {str(p.name): v for p, v in zip(function.inputs, values, strict=False)}
-        self._run_nodes(function, scope, replace(frame, attributes=given))
+        self._run_nodes(function, scope, replace(frame, attributes=attributes))
         return [scope[str(value.name)] for value in function.outputs]
 
     def _constant(self, call: NodeCall) -> Known:
@@ -291,7 +291,7 @@ class _Run:
             real = self._program.file.constant(with_values(call))
         return Known(real, partial(copied, real), constant=True)
 
-    def _known(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Operand] | None:
+    def _fold(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Operand] | None:
         """Compute a node whose inputs are known; ``None`` if it must be traced."""
         inputs, node = call.inputs, call.node
         shapes_only = node.op_type in ("Shape", "Size") and not node.domain
@@ -300,31 +300,31 @@ class _Run:
             return None
         if shapes_only and not plain:
             with without_modes():
-                found = as_list(function(call, *inputs))
-            return [Known(found[0], partial(copied, found[0]))]
+                results = as_list(function(call, *inputs))
+            return [Known(results[0], partial(copied, results[0]))]
         real = NodeCall(node, call.version, inputs, call.run_body, real=True, attributes=call.attributes)
         with without_modes():  # and not no_grad, which a trace records
             if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > _MAX_KNOWN:
                 return None
-            found = as_list(function(real, *inputs))
-        if not all(isinstance(t, torch.Tensor) and t.numel() <= _MAX_KNOWN for t in found):
+            results = as_list(function(real, *inputs))
+        if not all(isinstance(t, torch.Tensor) and t.numel() <= _MAX_KNOWN for t in results):
             return None
-        if all(not t.is_floating_point() for t in found):
-            return [Known(t, partial(copied, t)) for t in found]
-        if any(t.numel() > _FOLDED for t in found):
+        if all(not t.is_floating_point() for t in results):
+            return [Known(t, partial(copied, t)) for t in results]
+        if any(t.numel() > _FOLDED for t in results):
             return None
-        made: list[torch.Tensor] = []
+        traced_results: list[torch.Tensor] = []
 
         def traced(index: int) -> torch.Tensor:
-            if not made:
+            if not traced_results:
                 with replaying(origin):
-                    made.extend(as_list(function(call, *inputs)))
-            return made[index]
+                    traced_results.extend(as_list(function(call, *inputs)))
+            return traced_results[index]
 
-        return [Known(t, partial(traced, i)) for i, t in enumerate(found)]
+        return [Known(t, partial(traced, i)) for i, t in enumerate(results)]
 
-    def _located(self, node: ir.Node, error: AuditError) -> SourceError:
-        where = f"{self._program.file.shown}: {self._title(node)}"
+    def _locate(self, node: ir.Node, error: AuditError) -> SourceError:
+        where = f"{self._program.file.displayed_path}: {self._title(node)}"
         return SourceError(describe(f"{where}: {error.args[0]}", MAX_MESSAGE), hint=error.hint)
 
     def _title(self, node: ir.Node) -> str:

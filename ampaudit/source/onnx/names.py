@@ -69,12 +69,12 @@ class NodeNames:
         """
         if (node, caller) not in self._origins:
             name = f"{caller}/{self.of(node)}" if caller else self.of(node)
-            found: dict[str, Any] = {"nn_module_stack": {name: (name, node.op_type, True)}}
+            metadata: dict[str, Any] = {"nn_module_stack": {name: (name, node.op_type, True)}}
             if scope := _module_scope(node):
-                found[MODULE_SCOPE] = scope
+                metadata[MODULE_SCOPE] = scope
             if stack := node.metadata_props.get(_STACK):
-                found["stack_trace"] = stack
-            self._origins[node, caller] = found
+                metadata["stack_trace"] = stack
+            self._origins[node, caller] = metadata
         return self._origins[node, caller]
 
     def last_uses(self, graph: Any) -> Mapping[Any, list[str]]:
@@ -87,11 +87,11 @@ class NodeNames:
                         last[value.name] = node
                 for name in _captured(node):
                     last[name] = node
-            kept = {value.name for value in graph.outputs}
-            own = {output.name for node in graph for output in node.outputs}
+            outputs = {value.name for value in graph.outputs}
+            computed = {output.name for node in graph for output in node.outputs}
             uses: defaultdict[Any, list[str]] = defaultdict(list)
             for name, node in last.items():
-                if name in own and name not in kept:
+                if name in computed and name not in outputs:
                     uses[node].append(name)
             self._last[id(graph)] = uses
         return self._last[id(graph)]
@@ -165,21 +165,21 @@ def plain_domain(name: str) -> str:
 
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
     """Return the graphs inside a node."""
-    found: list[ir.Graph] = []
+    bodies: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.ref_attr_name is None and attribute.type.name == "GRAPH":
-            found.append(attribute.value)
+            bodies.append(attribute.value)
         elif attribute.ref_attr_name is None and attribute.type.name == "GRAPHS":
-            found.extend(attribute.value)
-    return found
+            bodies.extend(attribute.value)
+    return bodies
 
 
 def _captured(node: ir.Node) -> set[str]:
     """Return the names that the bodies of a node read from around it."""
-    found: set[str] = set()
+    names: set[str] = set()
     for graph in bodies_of(node):
         for inner in graph:
-            found |= {str(value.name) for value in inner.inputs if value is not None}
-            found |= _captured(inner)
-        found |= {str(value.name) for value in graph.outputs}
-    return found
+            names |= {str(value.name) for value in inner.inputs if value is not None}
+            names |= _captured(inner)
+        names |= {str(value.name) for value in graph.outputs}
+    return names

@@ -52,8 +52,8 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
         raise call.fault(f"{why}, and ONNX Runtime does not run it: {describe(error, 150)}") from error
     domain = plain_domain(node.domain)
     results = _op(re.sub(r"\W", "_", f"{domain}_{node.op_type}" if domain else node.op_type))(tensors, model)
-    made = iter(t.to(low) if low is not None and t.dtype == torch.float32 else t for t in results)
-    return [next(made) if output.name else None for output in node.outputs]
+    iterator = iter(t.to(low) if low is not None and t.dtype == torch.float32 else t for t in results)
+    return [next(iterator) if output.name else None for output in node.outputs]
 
 
 def _model_of(call: NodeCall) -> bytes:
@@ -94,12 +94,12 @@ def _op(name: str) -> Any:
 
     def run(inputs: Sequence[torch.Tensor], model: str) -> list[torch.Tensor]:
         session = _session(model)
-        given = {}
+        arrays = {}
         for place, tensor in zip(session.get_inputs(), inputs, strict=True):
             if place.type == "tensor(float)" and tensor.dtype is not torch.float32:
                 raise RuntimeError(f"{name} runs in float32, not {tensor.dtype}")
-            given[place.name] = tensor.detach().cpu().contiguous().numpy()
-        return [torch.from_numpy(array.copy()) for array in session.run(None, given)]
+            arrays[place.name] = tensor.detach().cpu().contiguous().numpy()
+        return [torch.from_numpy(array.copy()) for array in session.run(None, arrays)]
 
     op = torch.library.custom_op(
         f"onnxruntime::{name}", run, mutates_args=(), schema="(Tensor[] inputs, str model) -> Tensor[]"
@@ -110,14 +110,14 @@ def _op(name: str) -> Any:
 
 def _fake_results(inputs: Sequence[torch.Tensor], model: str) -> list[torch.Tensor]:
     """Return tensors of the sizes that the operator's definition gives for those of the inputs."""
-    found = _inferred(model, tuple(tuple(map(int, tensor.shape)) for tensor in inputs))
-    if found is None:
+    inferred = _infer(model, tuple(tuple(map(int, tensor.shape)) for tensor in inputs))
+    if inferred is None:
         raise NotImplementedError(_BY_VALUES)
-    return [torch.empty(sizes, dtype=dtype) for sizes, dtype in found]
+    return [torch.empty(sizes, dtype=dtype) for sizes, dtype in inferred]
 
 
 @lru_cache(_SESSIONS)
-def _inferred(model: str, shapes: tuple[tuple[int, ...], ...]) -> list[tuple[list[int], torch.dtype]] | None:
+def _infer(model: str, shapes: tuple[tuple[int, ...], ...]) -> list[tuple[list[int], torch.dtype]] | None:
     import onnx
     import onnx_ir as ir
 
@@ -132,12 +132,12 @@ def _inferred(model: str, shapes: tuple[tuple[int, ...], ...]) -> list[tuple[lis
         inferred = onnx.shape_inference.infer_shapes(proto).graph.output
     except Exception:  # an operator that it does not know
         return None
-    found = []
+    tensors = []
     for output in inferred:
         kind = output.type.tensor_type
         dtype = torch_dtype_of(ir.DataType(kind.elem_type))
-        known = all(dim.HasField("dim_value") for dim in kind.shape.dim)
-        if dtype is None or not kind.HasField("shape") or not known:
+        static = all(dim.HasField("dim_value") for dim in kind.shape.dim)
+        if dtype is None or not kind.HasField("shape") or not static:
             return None
-        found.append(([dim.dim_value for dim in kind.shape.dim], dtype))
-    return found
+        tensors.append(([dim.dim_value for dim in kind.shape.dim], dtype))
+    return tensors

@@ -22,7 +22,7 @@ from ampaudit.source.onnx.inputs import (
     check_batch,
     described,
     inputs_of,
-    made_batches,
+    random_batches,
 )
 from ampaudit.source.onnx.model import OnnxModel
 
@@ -45,19 +45,19 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
         if getattr(options, name):
             raise UsageError(f"--{name}: {describe_path(path)} {why}", hint="leave the option out")
     model = OnnxModel(read_onnx(path))
-    taken, functions = inputs_of(model.inputs), functions_of()
+    graph_inputs, functions = inputs_of(model.inputs), functions_of()
     sized: Sized | None = None
     if options.inputs is None:
-        sized = partial(made_batches, taken, options.batches or 1, options.seed)
-        info = InputsInfo("random", f"random values of the graph's types: {described(taken)}")
+        sized = partial(random_batches, graph_inputs, options.batches or 1, options.seed)
+        info = InputsInfo("random", f"random values of the graph's types: {described(graph_inputs)}")
         batches = sized(options.input_sizes or {})
     elif options.inputs.suffix in ARRAY_FILES:
-        batches, info = (arrays_in(options.inputs, taken),), GIVEN
+        batches, info = (arrays_in(options.inputs, graph_inputs),), GIVEN
     else:
         sized, functions, info = inputs_from(options, model, same_model=False)
         batches = sized(options.input_sizes or {})
     for number, batch in enumerate(batches if options.inputs is not None else (), 1):
-        check_batch(batch, taken, batch.title(number))
+        check_batch(batch, graph_inputs, batch.title(number))
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     stored = {tensor.dtype for tensor in model.state_dict().values()}

@@ -70,19 +70,19 @@ class Known:
     real: torch.Tensor
     make: Callable[[], torch.Tensor]
     constant: bool = False
-    _made: torch.Tensor | None = None
+    _operand: torch.Tensor | None = None
 
     def items(self) -> list[Any]:
         """Return its values as Python numbers, in order, also while a trace is made."""
         with without_modes():
-            found: list[Any] = self.real.reshape(-1).tolist()
-            return found
+            values: list[Any] = self.real.reshape(-1).tolist()
+            return values
 
     def tensor(self) -> torch.Tensor:
         """Return it as an operand."""
-        if self._made is None:
-            self._made = self.make()
-        return self._made
+        if self._operand is None:
+            self._operand = self.make()
+        return self._operand
 
 
 Operand = torch.Tensor | Known | list[Any] | None
@@ -113,12 +113,12 @@ class NodeCall:
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return the value of an attribute, or its default."""
-        found = self.node.attributes.get(name)
-        if found is None:
+        attribute = self.node.attributes.get(name)
+        if attribute is None:
             return default
-        if found.ref_attr_name is not None:
-            found = self.attributes.get(found.ref_attr_name)
-        return default if found is None else found.value
+        if attribute.ref_attr_name is not None:
+            attribute = self.attributes.get(attribute.ref_attr_name)
+        return default if attribute is None else attribute.value
 
     def tensor(self, value: Operand) -> torch.Tensor:
         """Return an input as a tensor."""
@@ -154,35 +154,35 @@ class NodeCall:
 
     def torch_dtype(self, kind: ir.DataType) -> torch.dtype:
         """Return the dtype of torch for a type of the node; others do not have those of few bits either."""
-        found = torch_dtype_of(kind)
-        if found is torch.float32 and not self.real:
+        dtype = torch_dtype_of(kind)
+        if dtype is torch.float32 and not self.real:
             return self.float32
-        if found is None:
+        if dtype is None:
             raise RefusedNode(f"torch has no type {kind.name}", hint="use a type of eight bits or more")
-        return found
+        return dtype
 
     def refuse_few_bits(self, index: int) -> None:
         """Refuse an input of a type of fewer than eight bits where a result would have that type."""
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
-        made = None if value is None else value.producer()
+        producer = None if value is None else value.producer()
         stored = None if value is None else value.const_value
-        if made is not None and "value" in made.attributes:
-            stored = made.attributes["value"].value
+        if producer is not None and "value" in producer.attributes:
+            stored = producer.attributes["value"].value
         if stored is not None:
             self.torch_dtype(stored.dtype)
 
     def number(self, value: Operand) -> Any:
         """Return the one number of an input."""
         if isinstance(value, Known):
-            (found,) = value.items()
-            return found
+            (item,) = value.items()
+            return item
         return self.tensor(value).reshape(()).item()
 
-    def given(self, index: int) -> Operand:
+    def optional(self, index: int) -> Operand:
         """Return an input; ``None`` if it is left out."""
         return self.inputs[index] if index < len(self.inputs) else None
 
-    def wanted(self, index: int) -> bool:
+    def is_read(self, index: int) -> bool:
         """Return whether anything reads an output."""
         outputs = self.node.outputs
         return index < len(outputs) and bool(
@@ -220,8 +220,8 @@ def _alike(one: torch.dtype, other: torch.dtype) -> bool:
 
 def unfit(error: Exception, inputs: Sequence[Operand]) -> SourceError:
     """Return the error for a node whose function fails on its inputs."""
-    given = ", ".join(map(_in_words, inputs)) or "none"
-    what = f"{describe(first_line(error), 120)} (its inputs: {describe(given)})"
+    operands = ", ".join(map(_in_words, inputs)) or "none"
+    what = f"{describe(first_line(error), 120)} (its inputs: {describe(operands)})"
     return SourceError(what, hint="correct the model, or pass --inputs that fit it")
 
 
@@ -251,9 +251,9 @@ def with_values(call: NodeCall) -> ir.Node:
     node = call.node
     attributes = []
     for name, attribute in node.attributes.items():
-        found: Any = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute
-        if found is not None:
-            attributes.append(ir.Attr(name, found.type, found.value))
+        source: Any = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute
+        if source is not None:
+            attributes.append(ir.Attr(name, source.type, source.value))
     inputs = [None if v is None else ir.Value(name=f"i{i}") for i, v in enumerate(call.inputs)]
     outputs = [ir.Value(name=f"o{i}" if output.name else "") for i, output in enumerate(node.outputs)]
     return ir.Node(node.domain, node.op_type, inputs, attributes, outputs=outputs, name=node.name)
@@ -277,8 +277,8 @@ def standard_body(call: NodeCall) -> ir.Function | None:
         data = schema.get_function_with_opset_version(max(versions, default=schema.since_version))
     elif schema.has_context_dependent_function:
         node = ir.serde.serialize_node(with_values(call)).SerializeToString()
-        known = schema.context_dependent_function_opset_versions
-        version = max((v for v in known if v <= call.version), default=schema.since_version)
+        supported = schema.context_dependent_function_opset_versions
+        version = max((v for v in supported if v <= call.version), default=schema.since_version)
         types = [onnx_type_of(value).SerializeToString() for value in call.inputs]
         data = schema.get_context_dependent_function_with_opset_version(version, node, types)
     else:
@@ -286,8 +286,8 @@ def standard_body(call: NodeCall) -> ir.Function | None:
     if not data:
         return None
     proto.ParseFromString(data)
-    made = {name for node in proto.node for name in node.output} | set(proto.input)
-    for name in set(proto.output) - made:  # left out of this body, since nothing reads it
+    computed = {name for node in proto.node for name in node.output} | set(proto.input)
+    for name in set(proto.output) - computed:  # left out of this body, since nothing reads it
         proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
     function = ir.serde.deserialize_function(proto)
     for name in schema.attributes:

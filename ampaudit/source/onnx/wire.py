@@ -51,15 +51,15 @@ def without_large_values(data: mmap) -> bytes:
         BadGraph: it has too many nodes, or is too large without these values.
         ValueError: it ends too early, or is not a protocol buffer.
     """
-    made = bytearray()
+    stripped = bytearray()
     for field in _fields(data, 0, len(data)):
         if field.number == _GRAPH and field.kind == _BYTES:
-            made += _message(_GRAPH, _graph(data, field))
+            stripped += _message(_GRAPH, _graph(data, field))
         else:
-            made += _checked(data, field, made)
-    if len(made) > _PARSED_UNCOUNTED:
-        _count(made, 0, len(made), _MODEL, 0)
-    return bytes(made)
+            stripped += _within_limit(data, field, stripped)
+    if len(stripped) > _PARSED_UNCOUNTED:
+        _count(stripped, 0, len(stripped), _MODEL, 0)
+    return bytes(stripped)
 
 
 def write_with_values(stripped: bytes, stream: IO[bytes], values: Sequence[Callable[[], Buffer]]) -> None:
@@ -97,65 +97,65 @@ def _reference(data: bytes, field: _Field) -> _Reference | None:
     """Return what to write for an initializer that refers to its own file; ``None`` for another field."""
     if field.number != _INITIALIZER or field.kind != _BYTES:
         return None
-    kept, given = bytearray(), {}
+    rest, location = bytearray(), {}
     for part in _fields(data, field.start, field.end):
         if part.number == _EXTERNAL_DATA:
             key, value = (data[f.start : f.end].decode() for f in _fields(data, part.start, part.end))
-            given[key] = value
+            location[key] = value
         elif part.number != _DATA_LOCATION:
-            kept += data[part.begin : part.end]
-    if given.get("location") != OWN_FILE:
+            rest += data[part.begin : part.end]
+    if location.get("location") != OWN_FILE:
         return None
-    length = int(given["length"])
-    kept += _varint(_RAW_DATA << 3 | _BYTES) + _varint(length)
-    head = _varint(_INITIALIZER << 3 | _BYTES) + _varint(len(kept) + length) + bytes(kept)
-    return _Reference(int(given["offset"]), head, len(head) + length)
+    length = int(location["length"])
+    rest += _varint(_RAW_DATA << 3 | _BYTES) + _varint(length)
+    head = _varint(_INITIALIZER << 3 | _BYTES) + _varint(len(rest) + length) + bytes(rest)
+    return _Reference(int(location["offset"]), head, len(head) + length)
 
 
 def _graph(data: mmap, graph: _Field) -> bytes:
-    made = bytearray()
+    content = bytearray()
     nodes = listed = 0
     for field in _fields(data, graph.start, graph.end):
         nodes, listed = nodes + (field.number == _NODE), listed + 1
         if nodes > MAX_NODES or listed > _MAX_FIELDS:
             raise BadGraph(f"has more than {MAX_NODES:,} nodes", "export a part of the model")
         if field.number == _INITIALIZER and field.kind == _BYTES and field.end - field.start > LARGE:
-            made += _message(_INITIALIZER, _tensor(data, field))
+            content += _message(_INITIALIZER, _tensor(data, field))
         else:
-            made += _checked(data, field, made)
-    return bytes(made)
+            content += _within_limit(data, field, content)
+    return bytes(content)
 
 
-def _checked(data: mmap, field: _Field, made: bytearray) -> bytes:
+def _within_limit(data: mmap, field: _Field, output: bytearray) -> bytes:
     """Return the bytes of a field, if there is room for them beside others."""
-    if len(made) + field.end - field.begin > _MAX_PARSED:
+    if len(output) + field.end - field.begin > _MAX_PARSED:
         raise BadGraph(f"has more than {_MAX_PARSED:,} bytes beside its initializers", _STORE)
     return data[field.begin : field.end]
 
 
-def _count(data: bytearray, start: int, end: int, message: _Message, found: int) -> int:
+def _count(data: bytearray, start: int, end: int, message: _Message, count: int) -> int:
     """Count the fields of messages within each other; a few bytes of each become hundreds in memory."""
     for field in _fields(data, start, end):
-        found += 1
-        if found > _MAX_FIELDS:
+        count += 1
+        if count > _MAX_FIELDS:
             raise BadGraph(f"has more than {_MAX_FIELDS:,} nodes, attributes and names", _STORE)
         inner = message.get(field.number)
         if inner is not None and field.kind == _BYTES:
-            found = _count(data, field.start, field.end, inner, found)
-    return found
+            count = _count(data, field.start, field.end, inner, count)
+    return count
 
 
 def _tensor(data: mmap, tensor: _Field) -> bytes:
-    made = bytearray()
+    content = bytearray()
     for field in _fields(data, tensor.start, tensor.end):
         length = field.end - field.start
         if field.number != _RAW_DATA or field.kind != _BYTES or length <= LARGE:
-            made += data[field.begin : field.end]
+            content += data[field.begin : field.end]
             continue
         for key, value in (("location", OWN_FILE), ("offset", str(field.start)), ("length", str(length))):
-            made += _message(_EXTERNAL_DATA, _message(1, key.encode()) + _message(2, value.encode()))
-        made += _varint(_DATA_LOCATION << 3 | _VARINT) + _varint(1)
-    return bytes(made)
+            content += _message(_EXTERNAL_DATA, _message(1, key.encode()) + _message(2, value.encode()))
+        content += _varint(_DATA_LOCATION << 3 | _VARINT) + _varint(1)
+    return bytes(content)
 
 
 def _fields(data: mmap | bytearray | bytes, start: int, end: int) -> Iterator[_Field]:
@@ -193,12 +193,12 @@ def _read_varint(data: mmap | bytearray | bytes, place: int, end: int) -> tuple[
 
 
 def _varint(value: int) -> bytes:
-    made = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        made.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    made.append(value)
-    return bytes(made)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _message(number: int, content: bytes) -> bytes:

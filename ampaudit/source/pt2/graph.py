@@ -124,13 +124,13 @@ def build_graph(
     if len(graph["inputs"]) != len(inputs) or len(graph["outputs"]) != len(outputs):
         raise ValueError("its graph and its signature differ in the number of inputs or outputs")
     targets: dict[tuple[str, str], fx.Node] = {}
-    for given, spec in zip(graph["inputs"], inputs, strict=True):
+    for argument, spec in zip(graph["inputs"], inputs, strict=True):
         key = weight_of(spec)
-        node = builder.placeholder(given) if key is None else builder.weight(given, key[1])
+        node = builder.placeholder(argument) if key is None else builder.weight(argument, key[1])
         targets[key or ("user_input", node.name)] = node
     builder.add_nodes(graph["nodes"])
-    found = [builder.output(given) for given in graph["outputs"]]
-    builder.graph.output(_with_writes(builder, found, outputs, targets))
+    results = [builder.output(argument) for argument in graph["outputs"]]
+    builder.graph.output(_with_writes(builder, results, outputs, targets))
     return fx.GraphModule(builder.root, builder.graph)
 
 
@@ -151,17 +151,17 @@ def weight_of(spec: InputSpec) -> tuple[str, str] | None:
 
 def _with_writes(
     builder: _Builder,
-    found: Sequence[Any],
+    results: Sequence[Any],
     specs: Sequence[OutputSpec],
     targets: Mapping[tuple[str, str], fx.Node],
 ) -> tuple[Any, ...]:
     """Add the program's writes to buffers and inputs; return its own outputs."""
-    written: dict[fx.Node, fx.Node] = {}
-    own = []
-    for value, spec in zip(found, specs, strict=True):
+    copies: dict[fx.Node, fx.Node] = {}
+    returned = []
+    for value, spec in zip(results, specs, strict=True):
         kind, item = only(spec, "output")
         if kind == "user_output":
-            own.append(value)
+            returned.append(value)
             continue
         name = {
             "buffer_mutation": ("buffer", "buffer_name"),
@@ -174,8 +174,8 @@ def _with_writes(
         target = target or targets.get((name[0], str(item[name[1]])))
         if target is None:
             raise ValueError(f"it writes to {describe(item[name[1]])!r}, which does not exist")
-        written[value] = builder.graph.call_function(torch.ops.aten.copy_.default, (target, value))
-    return tuple(written.get(value, value) if isinstance(value, fx.Node) else value for value in own)
+        copies[value] = builder.graph.call_function(torch.ops.aten.copy_.default, (target, value))
+    return tuple(copies.get(value, value) if isinstance(value, fx.Node) else value for value in returned)
 
 
 class _Builder:
@@ -188,45 +188,45 @@ class _Builder:
         self.values: dict[str, fx.Node] = {}
         self._inner_graphs: dict[str, Graph] = {}
 
-    def placeholder(self, given: Argument) -> fx.Node:
+    def placeholder(self, argument: Argument) -> fx.Node:
         """Add an input."""
-        kind, value = only(given, "input")
+        kind, value = only(argument, "input")
         if kind in _CONSTANT_INPUTS:
             return self._create("placeholder", f"constant_{len(self.graph.nodes)}")
         name = value.get("as_name") if kind in SYMBOLS else value["name"] if kind == "as_tensor" else None
         if name is None:
             raise ValueError(f"it takes an input of the kind {kind}")
-        return self._named(self._create("placeholder", identifier(name)), name)
+        return self._register(self._create("placeholder", identifier(name)), name)
 
-    def weight(self, given: Argument, path: str) -> fx.Node:
+    def weight(self, argument: Argument, path: str) -> fx.Node:
         """Add a stored tensor."""
-        kind, value = only(given, "input")
+        kind, value = only(argument, "input")
         if kind != "as_tensor":
             raise ValueError(f"the weight {describe(path)!r} is not a tensor")
         node = self._create("get_attr", path, name=identifier(path.replace(".", "_")))
-        return self._named(node, value["name"])
+        return self._register(node, value["name"])
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
         """Add the calls."""
         for node in nodes:
             target = operator_named(node["target"])
             args, kwargs = self._arguments(target, node["inputs"])
-            made = self._create("call_function", target, args, kwargs, _name_of(node))
-            made.meta = layers_and_line(node["metadata"])
+            call = self._create("call_function", target, args, kwargs, _name_of(node))
+            call.meta = layers_and_line(node["metadata"])
             for value in (*args, *kwargs.values()):
                 if isinstance(value, fx.Node) and value.op == "get_attr" and not value.meta:
-                    value.meta = dict(made.meta)  # an inner graph has none of its own
-            self._results(node, made)
+                    value.meta = dict(call.meta)  # an inner graph has none of its own
+            self._results(node, call)
 
-    def output(self, given: Argument) -> Any:
+    def output(self, argument: Argument) -> Any:
         """Return the node or constant that is an output."""
-        kind, value = only(given, "output")
+        kind, value = only(argument, "output")
         if kind in (*SYMBOLS, "as_tensor", "as_none", "as_int", "as_float", "as_bool"):
             return self._value(kind, value)
         raise ValueError(f"it returns a value of the kind {kind}")
 
-    def _arguments(self, target: Any, given: Sequence[NodeInput]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = [(item["name"], item.get("kind"), self._argument(item["arg"])) for item in given]
+    def _arguments(self, target: Any, inputs: Sequence[NodeInput]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = [(item["name"], item.get("kind"), self._argument(item["arg"])) for item in inputs]
         if not isinstance(target, OpOverload):
             is_named = isinstance(target, HigherOrderOperator)
             args = tuple(v for name, kind, v in values if not is_named or kind == POSITIONAL or not name)
@@ -234,8 +234,8 @@ class _Builder:
             return args, {_keyword(name): value for name, value in kwargs.items()}
         return call_arguments(target, values)
 
-    def _argument(self, given: Argument) -> Any:
-        kind, value = only(given, "argument")
+    def _argument(self, argument: Argument) -> Any:
+        kind, value = only(argument, "argument")
         return self._value(kind, value)
 
     def _value(self, kind: str, value: Any) -> Any:
@@ -269,8 +269,8 @@ class _Builder:
         return setting(kind, value)
 
     def _symbol(self, value: Mapping[str, Any]) -> Any:
-        kind, found = only(value, "argument")
-        return self._node(found) if kind == "as_name" else number(found)
+        kind, content = only(value, "argument")
+        return self._node(content) if kind == "as_name" else number(content)
 
     def _node(self, name: str) -> fx.Node:
         try:
@@ -284,30 +284,30 @@ class _Builder:
         if plain not in self._inner_graphs and not hasattr(self.root, plain):
             self._inner_graphs[plain] = graph
             self.root.add_module(plain, _inner_module(graph, self._nodes))
-        known = self._inner_graphs.get(plain)
-        if known is None or any(known[part] != graph[part] for part in ("inputs", "nodes", "outputs")):
+        present = self._inner_graphs.get(plain)
+        if present is None or any(present[part] != graph[part] for part in ("inputs", "nodes", "outputs")):
             raise ValueError(f"two inner graphs have the name {describe(name)!r}")
         return self._create("get_attr", plain, name=plain)
 
-    def _results(self, node: Node, made: fx.Node) -> None:
+    def _results(self, node: Node, call: fx.Node) -> None:
         """Name what a call returns, and take apart what it returns together."""
         results = [result_names(*only(item, "output")) for item in node["outputs"]]
         in_tuple = node.get("is_hop_single_tensor_return") is False
         if len(results) != 1 or (in_tuple and results != [None]):
-            self._unpack(made, results)
+            self._unpack(call, results)
         elif isinstance(results[0], str):
-            self._named(made, results[0])
+            self._register(call, results[0])
         elif results[0] is not None:
-            self._unpack(made, results[0])
+            self._unpack(call, results[0])
 
-    def _unpack(self, made: fx.Node, results: Sequence[Any]) -> None:
+    def _unpack(self, call: fx.Node, results: Sequence[Any]) -> None:
         for index, result in enumerate(results):
             if result is None:
                 continue
-            part = self._create("call_function", operator.getitem, (made, index))
-            part.meta = dict(made.meta)
+            part = self._create("call_function", operator.getitem, (call, index))
+            part.meta = dict(call.meta)
             if isinstance(result, str):
-                self._named(part, result)
+                self._register(part, result)
             else:
                 self._unpack(part, result)
 
@@ -323,7 +323,7 @@ class _Builder:
             raise ValueError(f"it has more than {_MAX_NODES:,} nodes")
         return self.graph.create_node(kind, target, args, kwargs, name)
 
-    def _named(self, node: fx.Node, name: str) -> fx.Node:
+    def _register(self, node: fx.Node, name: str) -> fx.Node:
         if name in self.values:
             raise ValueError(f"it computes {describe(name)!r} twice")
         self.values[name] = node
@@ -332,13 +332,13 @@ class _Builder:
 
 def _inner_module(graph: Graph, nodes: Iterator[int]) -> fx.GraphModule:
     inner = _Builder(nn.Module(), nodes)
-    for given in graph["inputs"]:
-        inner.placeholder(given)
+    for argument in graph["inputs"]:
+        inner.placeholder(argument)
     inner.add_nodes(graph["nodes"])
-    found = tuple(inner.output(given) for given in graph["outputs"])
-    if graph.get("is_single_tensor_return") and len(found) != 1:
+    results = tuple(inner.output(argument) for argument in graph["outputs"])
+    if graph.get("is_single_tensor_return") and len(results) != 1:
         raise ValueError("an inner graph returns one tensor and several")
-    inner.graph.output(found[0] if graph.get("is_single_tensor_return") else found)
+    inner.graph.output(results[0] if graph.get("is_single_tensor_return") else results)
     return fx.GraphModule(inner.root, inner.graph)
 
 
@@ -367,63 +367,63 @@ def operator_named(name: str) -> Callable[..., Any]:
     Raises:
         UnknownOperator: this version of torch lacks it, or programs may not call it.
     """
-    if found := _OVERLOAD.fullmatch(name):
-        return _overload(name, *found.groups())
-    if found := _HIGHER_ORDER.fullmatch(name):
-        return _higher_order(name, found[1])
-    if found := _FUNCTION.fullmatch(name):
-        return _function(name, *found.groups())
+    if match := _OVERLOAD.fullmatch(name):
+        return _overload(name, *match.groups())
+    if match := _HIGHER_ORDER.fullmatch(name):
+        return _higher_order(name, match[1])
+    if match := _FUNCTION.fullmatch(name):
+        return _function(name, *match.groups())
     raise UnknownOperator(name, "is not one of PyTorch's own")
 
 
 @functools.cache
 def _overload(name: str, namespace: str, packet: str, overload: str) -> OpOverload:
-    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-    if not isinstance(found, OpOverload) or found.namespace != namespace:
+    op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    if not isinstance(op, OpOverload) or op.namespace != namespace:
         raise UnknownOperator(name, "is not in this version of PyTorch")
-    arguments = found._schema.arguments
+    arguments = op._schema.arguments
     raw = any(_RAW.search(str(a.type)) or a.name == "filename" for a in arguments)
     internal = _INTERNAL.fullmatch(packet) and (
         not _KNOWN_INTERNAL.fullmatch(packet) or any(a.is_out for a in arguments)
     )
     # without a kernel, it is a function of TorchScript on Python's values
-    if raw or internal or _FORBIDDEN.fullmatch(packet) or not torch._C._dispatch_has_kernel(found.name()):
+    if raw or internal or _FORBIDDEN.fullmatch(packet) or not torch._C._dispatch_has_kernel(op.name()):
         raise UnknownOperator(name, "may not be called from a file: it reaches beyond its tensors")
-    return found
+    return op
 
 
 def _higher_order(name: str, short: str) -> HigherOrderOperator:
-    found = getattr(torch.ops.higher_order, short, None) if short in _HIGHER_ORDER_NAMES else None
-    if not isinstance(found, HigherOrderOperator):
+    op = getattr(torch.ops.higher_order, short, None) if short in _HIGHER_ORDER_NAMES else None
+    if not isinstance(op, HigherOrderOperator):
         raise UnknownOperator(name, "is not one that ampaudit reads from a file")
-    return found
+    return op
 
 
 def _function(name: str, module: str, short: str) -> Callable[..., Any]:
-    place, known = {
+    place, allowed = {
         "_operator": (operator, _OPERATOR),
         "math": (math, _MATH),
         "torch": (torch, _TORCH),
         "torch._functorch.predispatch": (predispatch, _VMAP),
     }[module]
-    found = getattr(place, short, None) if short in known else None
-    if found is None:
+    function = getattr(place, short, None) if short in allowed else None
+    if function is None:
         raise UnknownOperator(name, "is not one that ampaudit reads from a file")
-    return _bounded(found) if short in _GROWING else found
+    return _with_bounded_result(function) if short in _GROWING else function
 
 
 @functools.cache
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_bounded_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an operator on sizes, so that a chain of them cannot fill the memory with one integer."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         if any(isinstance(argument, str | list | tuple) for argument in args):
             raise SourceError("the program computes with text or lists", hint="export the model again")
-        found = None if _surely_large(function, args) else function(*args)
-        if found is None or (type(found) is int and found.bit_length() > _BITS):
+        result = None if _surely_large(function, args) else function(*args)
+        if result is None or (type(result) is int and result.bit_length() > _BITS):
             raise SourceError("the program computes a size beyond 64 bits", hint="export the model again")
-        return found
+        return result
 
     return call
 
@@ -469,10 +469,10 @@ def result_names(kind: str, value: Any) -> Any:
 
 
 def call_arguments(
-    target: OpOverload, given: Sequence[tuple[str, int | None, Any]]
+    target: OpOverload, arguments: Sequence[tuple[str, int | None, Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arrange arguments in the order of the operator's schema."""
-    values = {name: (kind, value) for name, kind, value in given}
+    values = {name: (kind, value) for name, kind, value in arguments}
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     positional = True
@@ -539,15 +539,15 @@ def _is_attribute(part: str) -> bool:
     return is_name and part not in _MODULE_NAMES
 
 
-def layers_and_line(given: Mapping[str, str]) -> dict[str, Any]:
+def layers_and_line(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the layers and the source line of a node, as far as they are told."""
-    found: dict[str, Any] = {}
-    if trace := given.get("stack_trace"):
-        found["stack_trace"] = trace
-    if stack := given.get("nn_module_stack"):
+    meta: dict[str, Any] = {}
+    if trace := metadata.get("stack_trace"):
+        meta["stack_trace"] = trace
+    if stack := metadata.get("nn_module_stack"):
         layers = [_split(item) for item in stack.split(";")]
-        found["nn_module_stack"] = {key: (path, kind) for key, path, kind in layers}
-    return found
+        meta["nn_module_stack"] = {key: (path, kind) for key, path, kind in layers}
+    return meta
 
 
 def _split(item: str) -> tuple[str, str, str]:

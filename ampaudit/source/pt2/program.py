@@ -84,7 +84,7 @@ def _read(archive: Archive) -> StoredProgram:
     root = nn.Module()
     for spec in specs:
         if (stored := weight_of(spec)) is not None:
-            _hold(root, *stored, _tensor(stored[1], weights, constants))
+            _attach(root, *stored, _tensor(stored[1], weights, constants))
     call = module["module_call_graph"][0]["signature"] if module["module_call_graph"] else None
     if call is None:
         raise ValueError("it does not tell how it is called")
@@ -104,9 +104,9 @@ def _read(archive: Archive) -> StoredProgram:
 def _check_structure(inputs: pytree.TreeSpec, outputs: pytree.TreeSpec, signature: Signature) -> None:
     """Check that the nesting of the inputs and outputs fits the graph's."""
     shape = [child.type for child in inputs.children()] if inputs.type is tuple else []
-    taken = sum(weight_of(spec) is None for spec in signature["input_specs"])
-    given = sum("user_output" in spec for spec in signature["output_specs"])
-    if shape != [tuple, dict] or (inputs.num_leaves, outputs.num_leaves) != (taken, given):
+    input_count = sum(weight_of(spec) is None for spec in signature["input_specs"])
+    output_count = sum("user_output" in spec for spec in signature["output_specs"])
+    if shape != [tuple, dict] or (inputs.num_leaves, outputs.num_leaves) != (input_count, output_count):
         raise ValueError("the nesting of its inputs or outputs does not fit its graph")
 
 
@@ -129,11 +129,11 @@ def _model_in(archive: Archive) -> str:
 
 def _parse(archive: Archive, member: str) -> ProgramFile:
     text = archive.read(member, _MAX_JSON)
-    found = validate(PROGRAM_SCHEMA, parse_json(text), Path(archive.path, member), SourceError, _TRUST)
-    major = found["schema_version"]["major"]
+    program = validate(PROGRAM_SCHEMA, parse_json(text), Path(archive.path, member), SourceError, _TRUST)
+    major = program["schema_version"]["major"]
     if major != _MAJOR:
         raise ValueError(f"its schema has version {major}; this version of ampaudit reads {_MAJOR}")
-    return found
+    return program
 
 
 def _tensor(name: str, *tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _tensor(name: str, *tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
     raise ValueError(f"the values of {describe(name)!r} are missing")
 
 
-def _hold(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None:
+def _attach(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None:
     """Set a parameter, buffer or constant of a module under its dotted name."""
     owner = root
     *parents, leaf = path.split(".")
@@ -173,10 +173,10 @@ def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, An
     if member not in archive.members or not archive.members[member].size:
         return None
     inner = Archive(Path(archive.path, member), SourceError, archive.mapped(member))
-    found = read_plain_data(inner)
-    if found is None:
+    example = read_plain_data(inner)
+    if example is None:
         return None
-    args, kwargs = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    args, kwargs = example if isinstance(example, tuple) and len(example) == 2 else (None, None)
     if not (
         isinstance(args, tuple | list)
         and isinstance(kwargs, dict)

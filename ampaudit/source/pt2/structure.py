@@ -50,11 +50,11 @@ def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
     Raises:
         ValueError: not such a text, or a container that only code could build.
     """
-    found = parse_json(text)
-    if not isinstance(found, list) or len(found) != 2 or found[0] != _VERSION:
+    document = parse_json(text)
+    if not isinstance(document, list) or len(document) != 2 or document[0] != _VERSION:
         raise ValueError(f"the nesting of its {'outputs' if output else 'inputs'} is not readable")
     try:
-        return _spec(_SPEC.validate_python(found[1]), output)
+        return _spec(_SPEC.validate_python(document[1]), output)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"the nesting of its values: {describe(fault['msg'])}") from error
@@ -81,15 +81,15 @@ def flatten(value: Any, structure: pytree.TreeSpec) -> list[Any]:
     return [leaf for item, child in zip(items, children, strict=True) for leaf in flatten(item, child)]
 
 
-def _spec(given: _Spec, output: bool) -> pytree.TreeSpec:
-    kind, children = given["type"], [_spec(child, output) for child in given["children_spec"]]
+def _spec(spec: _Spec, output: bool) -> pytree.TreeSpec:
+    kind, children = spec["type"], [_spec(child, output) for child in spec["children_spec"]]
     if kind is None:
         if children:
             raise ValueError("a value without a type has parts")
         return pytree.treespec_leaf()
     if kind in _SEQUENCES:
         return pytree.TreeSpec(_SEQUENCES[kind], None, children)
-    keys = _keys(given["context"])
+    keys = _keys(spec["context"])
     if kind in _MAPPINGS or output:
         if keys is not None and len(keys) == len(children):
             return pytree.TreeSpec(_MAPPINGS.get(kind, dict), keys, children)

@@ -58,8 +58,8 @@ def selu(call: NodeCall, x: Operand) -> torch.Tensor:
     alpha, gamma = call.attribute("alpha", _SELU[0]), call.attribute("gamma", _SELU[1])
     if math.isclose(alpha, _SELU[0], rel_tol=1e-4) and math.isclose(gamma, _SELU[1], rel_tol=1e-4):
         return torch.selu(call.tensor(x))
-    made: torch.Tensor = torch.ops.aten.elu.default(call.tensor(x), alpha, gamma)
-    return made
+    result: torch.Tensor = torch.ops.aten.elu.default(call.tensor(x), alpha, gamma)
+    return result
 
 
 @operator("PRelu")
@@ -86,8 +86,8 @@ def shrink(call: NodeCall, x: Operand) -> torch.Tensor:
         return F.hardshrink(tensor, width)
     if bias == width and tensor.is_floating_point():
         return F.softshrink(tensor, width)
-    made = torch.where(tensor < -width, tensor + bias, torch.zeros_like(tensor))
-    return torch.where(tensor > width, tensor - bias, made).to(tensor.dtype)
+    negative = torch.where(tensor < -width, tensor + bias, torch.zeros_like(tensor))
+    return torch.where(tensor > width, tensor - bias, negative).to(tensor.dtype)
 
 
 @operator("Softplus")
@@ -132,8 +132,8 @@ def is_inf(call: NodeCall, x: Operand) -> torch.Tensor:
 @operator("BitShift")
 def bit_shift(call: NodeCall, x: Operand, amount: Operand) -> torch.Tensor:
     """Shift bits, as int64 where torch has no kernel for the type."""
-    left = attribute_text(call, "direction", "") == "LEFT"
-    function = torch.bitwise_left_shift if left else torch.bitwise_right_shift
+    to_left = attribute_text(call, "direction", "") == "LEFT"
+    function = torch.bitwise_left_shift if to_left else torch.bitwise_right_shift
     tensor = call.tensor(x)
     return function(tensor.long(), call.tensor(amount).long()).to(tensor.dtype)
 
@@ -149,18 +149,18 @@ def bit_cast(call: NodeCall, x: Operand) -> torch.Tensor:
 def random_normal(call: NodeCall, like: Operand = None) -> torch.Tensor:
     """Draw from a normal distribution."""
     mean, scale = call.attribute("mean", 0.0), call.attribute("scale", 1.0)
-    made = _drawn_like(call, like)
-    made = torch.randn(made.shape, dtype=made.dtype)
-    return made if (mean, scale) == (0, 1) else made * scale + mean
+    sample = _drawn_like(call, like)
+    sample = torch.randn(sample.shape, dtype=sample.dtype)
+    return sample if (mean, scale) == (0, 1) else sample * scale + mean
 
 
 @operator("RandomUniform", "RandomUniformLike")
 def random_uniform(call: NodeCall, like: Operand = None) -> torch.Tensor:
     """Draw from a range."""
     low, high = call.attribute("low", 0.0), call.attribute("high", 1.0)
-    made = _drawn_like(call, like)
-    made = torch.rand(made.shape, dtype=made.dtype)
-    return made if (low, high) == (0, 1) else made * (high - low) + low
+    sample = _drawn_like(call, like)
+    sample = torch.rand(sample.shape, dtype=sample.dtype)
+    return sample if (low, high) == (0, 1) else sample * (high - low) + low
 
 
 @operator("Bernoulli")
@@ -173,8 +173,8 @@ def bernoulli(call: NodeCall, x: Operand) -> torch.Tensor:
 @operator("Multinomial")
 def multinomial(call: NodeCall, x: Operand) -> torch.Tensor:
     """Draw classes from logarithms of probabilities."""
-    drawn = torch.multinomial(torch.softmax(call.tensor(x), -1), call.attribute("sample_size", 1), True)
-    return drawn.to(named_dtype(call, "dtype", torch.int32))
+    sample = torch.multinomial(torch.softmax(call.tensor(x), -1), call.attribute("sample_size", 1), True)
+    return sample.to(named_dtype(call, "dtype", torch.int32))
 
 
 def _drawn_like(call: NodeCall, like: Operand) -> torch.Tensor:
@@ -191,10 +191,10 @@ def named_dtype(call: NodeCall, name: str, default: torch.dtype) -> torch.dtype:
     """Return the dtype that an attribute names."""
     import onnx_ir as ir
 
-    given: Any = call.attribute(name)
-    if given is None:
+    number: Any = call.attribute(name)
+    if number is None:
         return default
-    return call.torch_dtype(ir.DataType(given))
+    return call.torch_dtype(ir.DataType(number))
 
 
 def attribute_text(call: NodeCall, name: str, default: str) -> str:

@@ -31,7 +31,7 @@ def attention(
 ) -> Any:
     """Attend; what torch's op has no argument for is left to the function of the standard."""
     others = set(call.node.attributes) - _UNDERSTOOD
-    if others or call.attribute("softcap", 0.0) or call.wanted(3) or lengths is not None:
+    if others or call.attribute("softcap", 0.0) or call.is_read(3) or lengths is not None:
         raise call.fault("torch's attention has no such argument")
     heads = [call.attribute(name) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
     flat = call.tensor(q).ndim == 3
@@ -41,8 +41,8 @@ def attention(
     bias = None if mask is None else call.tensor(mask)
     if bias is not None and bias.shape[-1] != key.shape[2]:
         raise call.fault("its mask is shorter than the keys")
-    made = _attend(call, (query, key, value), bias, bool(call.attribute("is_causal", 0)), before)
-    return (_flat(made) if flat else made), key, value
+    result = _attend(call, (query, key, value), bias, bool(call.attribute("is_causal", 0)), before)
+    return (_flat(result) if flat else result), key, value
 
 
 def _by_head(tensor: torch.Tensor, heads: int | None) -> torch.Tensor:
@@ -62,13 +62,13 @@ def _after(call: NodeCall, past: Operand, tensor: torch.Tensor) -> torch.Tensor:
 
 def _attend(
     call: NodeCall,
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     causal: bool,
     before: int = 0,
 ) -> torch.Tensor:
     """Attend; ``before`` is the number of keys before the first query."""
-    query, key, value = given
+    query, key, value = tensors
     grouped = query.shape[1] != key.shape[1]
     scale = call.attribute("scale") or None
     if causal and (mask is not None or before):
@@ -110,10 +110,10 @@ def multi_head_attention(
         ]
     query, key, value = (_by_head(t, heads) for t in tensors)
     key, value = _after(call, past_key, key), _after(call, past_value, value)
-    mask = _kept(call, padding, attention_bias, key.shape[2])
+    mask = _mask_of(call, padding, attention_bias, key.shape[2])
     causal = bool(call.attribute("unidirectional", 0))
-    made = _attend(call, (query, key, value), mask, causal, key.shape[2] - query.shape[2])
-    return _flat(made), key, value
+    result = _attend(call, (query, key, value), mask, causal, key.shape[2] - query.shape[2])
+    return _flat(result), key, value
 
 
 @operator("Attention", domain="com.microsoft")
@@ -135,20 +135,20 @@ def packed_attention(
     product = F.linear(tensor, call.tensor(weights).T, shift)
     sizes = call.attribute("qkv_hidden_sizes") or [product.shape[-1] // 3] * 3
     query, key, value = (_by_head(part, heads) for part in product.split(list(sizes), -1))
-    mask = _kept(call, padding, attention_bias, key.shape[2])
-    made = _attend(call, (query, key, value), mask, bool(call.attribute("unidirectional", 0)))
-    present = torch.stack([key, value]) if call.wanted(1) else None
-    return _flat(made), present
+    mask = _mask_of(call, padding, attention_bias, key.shape[2])
+    result = _attend(call, (query, key, value), mask, bool(call.attribute("unidirectional", 0)))
+    present = torch.stack([key, value]) if call.is_read(1) else None
+    return _flat(result), present
 
 
-def _kept(call: NodeCall, padding: Operand, bias: Operand, length: int) -> torch.Tensor | None:
+def _mask_of(call: NodeCall, padding: Operand, bias: Operand, length: int) -> torch.Tensor | None:
     """Return the mask of what is kept, or the bias with the others at -inf."""
     if padding is None:
         return None if bias is None else call.tensor(bias)
-    given = call.tensor(padding)
-    if given.ndim == 1 and given.shape[0] != length:
-        given = torch.arange(length) < given.unsqueeze(-1)
-    if given.ndim not in (2, 3) or given.shape[-1] != length:
+    mask = call.tensor(padding)
+    if mask.ndim == 1 and mask.shape[0] != length:
+        mask = torch.arange(length) < mask.unsqueeze(-1)
+    if mask.ndim not in (2, 3) or mask.shape[-1] != length:
         raise call.fault("its mask has a shape of its own")
-    kept = given.bool()[:, None, None] if given.ndim == 2 else given.bool()[:, None]
-    return kept if bias is None else call.tensor(bias).masked_fill(~kept, -math.inf)
+    visible = mask.bool()[:, None, None] if mask.ndim == 2 else mask.bool()[:, None]
+    return visible if bias is None else call.tensor(bias).masked_fill(~visible, -math.inf)

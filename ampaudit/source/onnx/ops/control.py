@@ -31,9 +31,9 @@ def loop(call: NodeCall, limit: Operand = None, condition: Operand = None, *carr
     going = True if condition is None else bool(call.number(condition))
     count = 0
     while going and (limits is None or count < limits):
-        told = _known(True)
-        ended, *made = call.run_body(body, [_known(count), told, *values])
-        values, row = made[: len(values)], made[len(values) :]
+        continues = _known(True)
+        ended, *results = call.run_body(body, [_known(count), continues, *values])
+        values, row = results[: len(values)], results[len(values) :]
         rows.append([call.tensor(value) for value in row])
         count += 1
         if limits is None or count < limits:
@@ -57,8 +57,8 @@ def scan(call: NodeCall, *inputs: Operand) -> Any:
     for step in range(length):
         places = [length - 1 - step if back else step for back in backwards]
         slices = [t.select(axis, place) for t, axis, place in zip(scanned, axes, places, strict=True)]
-        made = call.run_body(body, [*values, *slices])
-        values, row = made[: len(values)], made[len(values) :]
+        results = call.run_body(body, [*values, *slices])
+        values, row = results[: len(values)], results[len(values) :]
         rows.append([call.tensor(value) for value in row])
     width = len(call.node.outputs) - len(values)
     out_axes = list(call.attribute("scan_output_axes") or [0] * width)
@@ -106,17 +106,17 @@ def at(call: NodeCall, sequence: Operand, position: Operand) -> Any:
 @operator("SequenceInsert")
 def insert(call: NodeCall, sequence: Operand, value: Operand, position: Operand = None) -> list[Any]:
     """Return a sequence with one more element."""
-    made = list(_list(call, sequence))
-    made.insert(len(made) if position is None else int(call.number(position)), value)
-    return made
+    result = list(_list(call, sequence))
+    result.insert(len(result) if position is None else int(call.number(position)), value)
+    return result
 
 
 @operator("SequenceErase")
 def erase(call: NodeCall, sequence: Operand, position: Operand = None) -> list[Any]:
     """Return a sequence without an element."""
-    made = list(_list(call, sequence))
-    del made[-1 if position is None else int(call.number(position))]
-    return made
+    result = list(_list(call, sequence))
+    del result[-1 if position is None else int(call.number(position))]
+    return result
 
 
 @operator("SequenceLength")
@@ -148,8 +148,8 @@ def map_(call: NodeCall, sequence: Operand, *others: Operand) -> Any:
     """Run a graph on each element."""
     count, results = len(_list(call, sequence)), []
     for i in range(count):
-        given = [value[i] if isinstance(value, list) else value for value in (sequence, *others)]
-        results.append(call.run_body(call.attribute("body"), given))
+        elements = [value[i] if isinstance(value, list) else value for value in (sequence, *others)]
+        results.append(call.run_body(call.attribute("body"), elements))
     return tuple([result[k] for result in results] for k in range(len(call.node.outputs)))
 
 

@@ -44,25 +44,25 @@ def binary(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     function = _BINARY[call.node.op_type]
     if call.node.op_type in _ALWAYS_TENSORS:
         return function(call.tensor(a), call.tensor(b))
-    left, right = call.operand(a, b), call.operand(b, a)
-    if isinstance(left, torch.Tensor):
-        return function(left, right)
+    first, second = call.operand(a, b), call.operand(b, a)
+    if isinstance(first, torch.Tensor):
+        return function(first, second)
     if call.node.op_type == "Sub":
-        return torch.rsub(right, left)
+        return torch.rsub(second, first)
     swapped = {"Greater": "Less", "GreaterOrEqual": "LessOrEqual", "Less": "Greater"}
     swapped["LessOrEqual"] = "GreaterOrEqual"
-    return _BINARY[swapped.get(call.node.op_type, call.node.op_type)](right, left)
+    return _BINARY[swapped.get(call.node.op_type, call.node.op_type)](second, first)
 
 
 @operator("Div")
 def div(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     """Divide; integers are truncated."""
-    left, right = call.operand(a, b), call.operand(b, a)
-    if not isinstance(left, torch.Tensor):
-        left = call.tensor(a)
-    if left.dtype not in FLOATS:
-        return torch.div(left, right, rounding_mode="trunc")
-    return torch.div(left, right)
+    dividend, divisor = call.operand(a, b), call.operand(b, a)
+    if not isinstance(dividend, torch.Tensor):
+        dividend = call.tensor(a)
+    if dividend.dtype not in FLOATS:
+        return torch.div(dividend, divisor, rounding_mode="trunc")
+    return torch.div(dividend, divisor)
 
 
 @operator("Pow")
@@ -72,9 +72,9 @@ def power(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     exponent: Any = call.tensor(b)
     if isinstance(b, Known) and b.constant and b.real.numel() == 1 and b.real.ndim <= base.ndim:
         exponent = call.number(b)
-    made = torch.pow(base, exponent)
+    result = torch.pow(base, exponent)
     # of floats it is the type that a policy gives
-    return made if base.dtype in FLOATS else made.to(base.dtype)
+    return result if base.dtype in FLOATS else result.to(base.dtype)
 
 
 @operator("Mod")
@@ -88,36 +88,36 @@ def mod(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
 def extreme(call: NodeCall, *values: Operand) -> torch.Tensor:
     """Return the largest or smallest of several tensors."""
     function = torch.maximum if call.node.op_type == "Max" else torch.minimum
-    made = call.tensor(values[0])
+    result = call.tensor(values[0])
     for value in values[1:]:
-        made = function(made, call.tensor(value))
-    return made
+        result = function(result, call.tensor(value))
+    return result
 
 
 @operator("Sum", "Mean")
 def total(call: NodeCall, *values: Operand) -> torch.Tensor:
     """Add several tensors, or average them."""
-    made = call.tensor(values[0])
+    result = call.tensor(values[0])
     for value in values[1:]:
-        made = made + call.tensor(value)
-    return made / len(values) if call.node.op_type == "Mean" else made
+        result = result + call.tensor(value)
+    return result / len(values) if call.node.op_type == "Mean" else result
 
 
 @operator("Where")
 def where(call: NodeCall, condition: Operand, a: Operand, b: Operand) -> torch.Tensor:
     """Select from two tensors."""
-    chosen = call.tensor(condition)
-    for number, kept, mask in ((a, b, lambda: chosen), (b, a, lambda: ~chosen)):
-        if call.real or isinstance(kept, Known) or not isinstance(number, Known):
+    selector = call.tensor(condition)
+    for number, other, mask in ((a, b, lambda: selector), (b, a, lambda: ~selector)):
+        if call.real or isinstance(other, Known) or not isinstance(number, Known):
             continue
-        tensor = call.tensor(kept)
-        fill = call.operand(number, kept)
+        tensor = call.tensor(other)
+        fill = call.operand(number, other)
         if (
             not isinstance(fill, torch.Tensor)
-            and torch.broadcast_shapes(chosen.shape, tensor.shape) == tensor.shape
+            and torch.broadcast_shapes(selector.shape, tensor.shape) == tensor.shape
         ):
             return torch.masked_fill(tensor, mask(), fill)
-    return torch.where(chosen, call.tensor(a), call.tensor(b))
+    return torch.where(selector, call.tensor(a), call.tensor(b))
 
 
 @operator("Cast")

@@ -68,8 +68,8 @@ def scatter_nd(call: NodeCall, x: Operand, indices: Operand, updates: Operand) -
     rest = tensor.shape[width:]
     new = new.reshape(-1, *rest)
     places = flat.reshape(-1, *[1] * len(rest)).expand_as(new)
-    made = tensor.reshape(-1, *rest).scatter_reduce(0, places, new, _REDUCTIONS[how])
-    return made.reshape(tensor.shape)
+    result = tensor.reshape(-1, *rest).scatter_reduce(0, places, new, _REDUCTIONS[how])
+    return result.reshape(tensor.shape)
 
 
 @operator("TensorScatter")
@@ -98,7 +98,7 @@ def compress(call: NodeCall, x: Operand, condition: Operand) -> torch.Tensor:
     if axis is None:
         tensor, axis = tensor.reshape(-1), 0
     if isinstance(condition, Known) and not call.real:
-        places = torch.tensor([i for i, chosen in enumerate(condition.items()) if chosen], dtype=torch.int64)
+        places = torch.tensor([i for i, keep in enumerate(condition.items()) if keep], dtype=torch.int64)
     else:
         places = torch.nonzero(call.tensor(condition)).reshape(-1)
     return tensor.index_select(axis, places)
@@ -110,14 +110,14 @@ def unique(call: NodeCall, x: Operand) -> Any:
     tensor, axis = call.tensor(x), call.attribute("axis")
     if axis is None:
         tensor, axis = tensor.reshape(-1), 0
-    made, places, counts = torch.unique(tensor, return_inverse=True, return_counts=True, dim=axis)
+    values, places, counts = torch.unique(tensor, return_inverse=True, return_counts=True, dim=axis)
     places = places.reshape(-1)
     steps = torch.arange(places.shape[0])
     first = torch.full_like(counts, places.shape[0]).scatter_reduce(0, places, steps, "amin")
     if call.attribute("sorted", 1):
-        return made, first, places, counts
+        return values, first, places, counts
     order = torch.argsort(first)
-    return made.index_select(axis, order), first[order], torch.argsort(order)[places], counts[order]
+    return values.index_select(axis, order), first[order], torch.argsort(order)[places], counts[order]
 
 
 @operator("OneHot")
@@ -143,9 +143,9 @@ def eye_like(call: NodeCall, x: Operand) -> Any:
 def axes_of(call: NodeCall, index: int = 1, since: int = 13) -> list[int] | None:
     """Return the axes of a node, an attribute before the version ``since`` and an input from then on."""
     if call.version < since:
-        found = call.attribute("axes")
-        return None if found is None else list(found)
-    value = call.given(index)
+        axes = call.attribute("axes")
+        return None if axes is None else list(axes)
+    value = call.optional(index)
     return None if value is None else call.ints(value)
 
 
@@ -166,10 +166,10 @@ def size(call: NodeCall, x: Operand) -> torch.Tensor:
 def reshape(call: NodeCall, x: Operand, sizes: Operand = None) -> torch.Tensor:
     """Change the shape; 0 keeps a size."""
     tensor = call.tensor(x)
-    wanted = list(call.attribute("shape")) if sizes is None else call.ints(sizes)
+    target = list(call.attribute("shape")) if sizes is None else call.ints(sizes)
     if not call.attribute("allowzero", 0):
-        wanted = [tensor.shape[i] if s == 0 else s for i, s in enumerate(wanted)]
-    return tensor.reshape(wanted)
+        target = [tensor.shape[i] if s == 0 else s for i, s in enumerate(target)]
+    return tensor.reshape(target)
 
 
 @operator("Flatten")
@@ -191,16 +191,16 @@ def transpose(call: NodeCall, x: Operand) -> torch.Tensor:
 @operator("Squeeze")
 def squeeze(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     """Remove axes of size one."""
-    tensor, chosen = call.tensor(x), axes_of(call)
-    return tensor.squeeze() if chosen is None else tensor.squeeze(tuple(chosen)) if chosen else tensor
+    tensor, dims = call.tensor(x), axes_of(call)
+    return tensor.squeeze() if dims is None else tensor.squeeze(tuple(dims)) if dims else tensor
 
 
 @operator("Unsqueeze")
 def unsqueeze(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     """Add axes of size one."""
-    tensor, chosen = call.tensor(x), axes_of(call) or []
-    rank = tensor.ndim + len(chosen)
-    for axis in sorted(axis + rank if axis < 0 else axis for axis in chosen):
+    tensor, dims = call.tensor(x), axes_of(call) or []
+    rank = tensor.ndim + len(dims)
+    for axis in sorted(axis + rank if axis < 0 else axis for axis in dims):
         tensor = tensor.unsqueeze(axis)
     return tensor
 
@@ -209,9 +209,9 @@ def unsqueeze(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
 def expand(call: NodeCall, x: Operand, sizes: Operand) -> torch.Tensor:
     """Broadcast in both directions."""
     tensor = call.tensor(x)
-    wanted = torch.broadcast_shapes(tensor.shape, tuple(call.ints(sizes)))
-    check_size(wanted)
-    return tensor.expand(wanted)
+    target = torch.broadcast_shapes(tensor.shape, tuple(call.ints(sizes)))
+    check_size(target)
+    return tensor.expand(target)
 
 
 @operator("Tile")
@@ -232,12 +232,12 @@ def concat(call: NodeCall, *values: Operand) -> torch.Tensor:
 def split(call: NodeCall, x: Operand, sizes: Operand = None) -> Any:
     """Cut along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
-    given = call.ints(sizes) if sizes is not None else call.attribute("split")
-    if given is None:
+    lengths = call.ints(sizes) if sizes is not None else call.attribute("split")
+    if lengths is None:
         count, length = call.attribute("num_outputs") or len(call.node.outputs), tensor.shape[axis]
         part = -(-length // count)
-        given = [min(part, length - part * i) for i in range(count)]
-    return tuple(torch.split(tensor, list(given), dim=axis))
+        lengths = [min(part, length - part * i) for i in range(count)]
+    return tuple(torch.split(tensor, list(lengths), dim=axis))
 
 
 @operator("Slice")
@@ -253,12 +253,12 @@ def slice_(
     tensor = call.tensor(x)
     if call.version < 10:
         first, last = list(call.attribute("starts")), list(call.attribute("ends"))
-        chosen, strides = list(call.attribute("axes") or range(len(first))), [1] * len(first)
+        dims, strides = list(call.attribute("axes") or range(len(first))), [1] * len(first)
     else:
         first, last = call.ints(starts), call.ints(ends)
-        chosen = call.ints(axes) if axes is not None else list(range(len(first)))
+        dims = call.ints(axes) if axes is not None else list(range(len(first)))
         strides = call.ints(steps) if steps is not None else [1] * len(first)
-    for begin, end, axis, step in zip(first, last, chosen, strides, strict=True):
+    for begin, end, axis, step in zip(first, last, dims, strides, strict=True):
         tensor = _range_of(tensor, begin, end, axis, step)
     return tensor
 
@@ -292,19 +292,19 @@ def gather(call: NodeCall, x: Operand, indices: Operand) -> torch.Tensor:
         return torch.embedding(tensor, index)
     else:
         index = torch.where(index < 0, index + length, index)
-    made = tensor.index_select(axis, index.reshape(-1))
-    return made.reshape([*tensor.shape[:axis], *index.shape, *tensor.shape[axis + 1 :]])
+    rows = tensor.index_select(axis, index.reshape(-1))
+    return rows.reshape([*tensor.shape[:axis], *index.shape, *tensor.shape[axis + 1 :]])
 
 
 @operator("ConstantOfShape")
 def constant_of_shape(call: NodeCall, sizes: Operand) -> torch.Tensor:
     """Fill a new tensor."""
-    value, wanted = call.attribute("value"), call.ints(sizes)
-    check_size(wanted)
+    value, dims = call.attribute("value"), call.ints(sizes)
+    check_size(dims)
     if value is None:
-        return torch.full(wanted, 0.0)
+        return torch.full(dims, 0.0)
     number = value.numpy().reshape(-1)[0].item()  # without torch: a policy would cast a tensor
-    return torch.full(wanted, number, dtype=call.torch_dtype(value.dtype))
+    return torch.full(dims, number, dtype=call.torch_dtype(value.dtype))
 
 
 @operator("Range")
@@ -328,12 +328,12 @@ def pad(
 ) -> torch.Tensor:
     """Add values at the borders."""
     tensor, mode = call.tensor(x), str(call.attribute("mode", "constant"))
-    given = list(call.attribute("pads")) if call.version < 11 else call.ints(pads)
-    chosen = call.ints(axes) if axes is not None else list(range(tensor.ndim))
-    half, widths = len(given) // 2, [0] * (2 * tensor.ndim)
-    for i, axis in enumerate(chosen):
+    amounts = list(call.attribute("pads")) if call.version < 11 else call.ints(pads)
+    dims = call.ints(axes) if axes is not None else list(range(tensor.ndim))
+    half, widths = len(amounts) // 2, [0] * (2 * tensor.ndim)
+    for i, axis in enumerate(dims):
         last_first = tensor.ndim - 1 - (axis % tensor.ndim)
-        widths[2 * last_first], widths[2 * last_first + 1] = given[i], given[half + i]
+        widths[2 * last_first], widths[2 * last_first + 1] = amounts[i], amounts[half + i]
     check_size([s + sum(widths[2 * i : 2 * i + 2]) for i, s in enumerate(reversed(tensor.shape))])
     if mode != "constant":
         names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}

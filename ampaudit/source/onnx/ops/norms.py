@@ -24,8 +24,8 @@ def layer_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand = None)
     tensor = call.tensor(x)
     axis = call.attribute("axis", -1) % tensor.ndim
     shift = None if bias is None else call.tensor(bias)
-    made = _layer_normed(call, tensor, call.tensor(scale), shift, axis)
-    return (made, *_statistics(call, tensor, axis, (1, 2)))
+    result = _layer_norm(call, tensor, call.tensor(scale), shift, axis)
+    return (result, *_statistics(call, tensor, axis, (1, 2)))
 
 
 @operator("RMSNormalization")
@@ -35,8 +35,8 @@ def rms_norm(call: NodeCall, x: Operand, scale: Operand) -> Any:
     """Divide by the root of the mean square over the last axes."""
     tensor = call.tensor(x)
     axis = call.attribute("axis", -1) % tensor.ndim
-    made = _rms_normed(call, tensor, call.tensor(scale), axis)
-    return (made, _inverse_root(call, tensor)) if call.wanted(1) else made
+    result = _rms_norm(call, tensor, call.tensor(scale), axis)
+    return (result, _inverse_root(call, tensor)) if call.is_read(1) else result
 
 
 @operator("SkipLayerNormalization", domain="com.microsoft")
@@ -44,26 +44,26 @@ def skip_layer_norm(
     call: NodeCall, x: Operand, skip: Operand, scale: Operand, bias: Operand = None, before: Operand = None
 ) -> Any:
     """Add, then normalize over the last axis."""
-    total = _added(call, x, skip, before)
+    total = _skip_sum(call, x, skip, before)
     shift = None if bias is None else call.tensor(bias)
-    made = _layer_normed(call, total, call.tensor(scale), shift, total.ndim - 1)
-    return (made, *_statistics(call, total, total.ndim - 1, (1, 2)), total)
+    result = _layer_norm(call, total, call.tensor(scale), shift, total.ndim - 1)
+    return (result, *_statistics(call, total, total.ndim - 1, (1, 2)), total)
 
 
 @operator("SkipSimplifiedLayerNormalization", domain="com.microsoft")
 def skip_rms_norm(call: NodeCall, x: Operand, skip: Operand, scale: Operand, before: Operand = None) -> Any:
     """Add, then divide by the root of the mean square over the last axis."""
-    total = _added(call, x, skip, before)
-    made = _rms_normed(call, total, call.tensor(scale), total.ndim - 1)
-    return made, None, _inverse_root(call, total) if call.wanted(2) else None, total
+    total = _skip_sum(call, x, skip, before)
+    result = _rms_norm(call, total, call.tensor(scale), total.ndim - 1)
+    return result, None, _inverse_root(call, total) if call.is_read(2) else None, total
 
 
-def _added(call: NodeCall, x: Operand, skip: Operand, bias: Operand) -> torch.Tensor:
+def _skip_sum(call: NodeCall, x: Operand, skip: Operand, bias: Operand) -> torch.Tensor:
     total = call.tensor(x) + call.tensor(skip)
     return total if bias is None else total + call.tensor(bias)
 
 
-def _layer_normed(
+def _layer_norm(
     call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, axis: int
 ) -> torch.Tensor:
     shape = list(tensor.shape[axis:])
@@ -72,7 +72,7 @@ def _layer_normed(
     return F.layer_norm(tensor, shape, weight, shift, call.attribute("epsilon", _epsilon(call)))
 
 
-def _rms_normed(call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
+def _rms_norm(call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
     shape = list(tensor.shape[axis:])
     return F.rms_norm(tensor, shape, _spread(scale, shape), call.attribute("epsilon", _epsilon(call)))
 
@@ -85,7 +85,7 @@ def _statistics(
     call: NodeCall, tensor: torch.Tensor, axis: int, places: tuple[int, int]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the mean and the inverse deviation if anything reads them."""
-    if not any(call.wanted(place) for place in places):
+    if not any(call.is_read(place) for place in places):
         return None, None
     axes, wide = list(range(axis, tensor.ndim)), tensor.float()
     mean = wide.mean(axes, keepdim=True)
@@ -125,13 +125,13 @@ def batch_norm(
     weight, shift, center, spread = (call.tensor(value) for value in (scale, bias, mean, variance))
     if not call.attribute("training_mode", 0):
         return F.batch_norm(tensor, center, spread, weight, shift, training=False, eps=eps)
-    made = F.batch_norm(tensor, None, None, weight, shift, training=True, eps=eps)
-    axes, kept = [axis for axis in range(tensor.ndim) if axis != 1], call.attribute("momentum", 0.9)
-    found = torch.var_mean(tensor, axes, correction=0)
+    result = F.batch_norm(tensor, None, None, weight, shift, training=True, eps=eps)
+    axes, momentum = [axis for axis in range(tensor.ndim) if axis != 1], call.attribute("momentum", 0.9)
+    moments = torch.var_mean(tensor, axes, correction=0)
     return (
-        made,
-        center * kept + found[1] * (1 - kept),
-        spread * kept + found[0] * (1 - kept),
+        result,
+        center * momentum + moments[1] * (1 - momentum),
+        spread * momentum + moments[0] * (1 - momentum),
     )
 
 

@@ -111,13 +111,13 @@ def max_pool(call: NodeCall, x: Operand) -> Any:
         low = -math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
         padded, before = windows.padded(tensor, low), [0] * rank
     function: Any = _MAXIMA[rank - 1]
-    indices = call.wanted(1)
-    made = function(
+    indices = call.is_read(1)
+    result = function(
         padded, windows.kernel, windows.strides, before, windows.dilations, return_indices=indices
     )
     if not indices:
-        return made
-    return made[0], _whole_places(call, made[1], tensor, padded, windows)
+        return result
+    return result[0], _whole_places(call, result[1], tensor, padded, windows)
 
 
 def _whole_places(
@@ -131,11 +131,11 @@ def _whole_places(
         parts.insert(0, rest % size - first)
         rest = rest // size
     column_major = call.attribute("storage_order", 0)
-    made, stride = torch.zeros_like(places), 1
+    flat, stride = torch.zeros_like(places), 1
     for part, size in list(zip(parts, sizes, strict=True))[:: 1 if column_major else -1]:
-        made, stride = made + part * stride, stride * size
+        flat, stride = flat + part * stride, stride * size
     channels = torch.arange(tensor.shape[0] * tensor.shape[1]).reshape(*tensor.shape[:2], *[1] * len(sizes))
-    return made + channels * stride
+    return flat + channels * stride
 
 
 @operator("LpPool")
@@ -169,11 +169,11 @@ def max_unpool(call: NodeCall, x: Operand, indices: Operand, shape: Operand = No
         (size - 1) * stride + width - sum(pads[axis :: len(kernel)])
         for axis, (size, stride, width) in enumerate(zip(tensor.shape[2:], strides, kernel, strict=True))
     ]
-    made = torch.zeros([*tensor.shape[:2], *natural], dtype=tensor.dtype)
-    sizes = made.shape if shape is None else torch.Size(call.ints(shape))
+    base = torch.zeros([*tensor.shape[:2], *natural], dtype=tensor.dtype)
+    sizes = base.shape if shape is None else torch.Size(call.ints(shape))
     # the places are those in the tensor before the pooling, which has the natural size
-    spread = made.flatten().scatter(0, places.flatten(), tensor.flatten()).reshape(made.shape)
-    ends = [w for new, old in zip(sizes[::-1], made.shape[::-1], strict=True) for w in (0, new - old)]
+    spread = base.flatten().scatter(0, places.flatten(), tensor.flatten()).reshape(base.shape)
+    ends = [w for new, old in zip(sizes[::-1], base.shape[::-1], strict=True) for w in (0, new - old)]
     return torch.constant_pad_nd(spread, ends) if any(ends) else spread
 
 
@@ -195,15 +195,15 @@ def resize(call: NodeCall, x: Operand, *rest: Operand) -> torch.Tensor:
     if whole is not None:
         return whole
     by_axis = dict(zip(axes, scales, strict=True))
-    for axis, found in places.items():
+    for axis, positions in places.items():
         matrix = torch.tensor(
-            _weights(call, found, tensor.shape[axis], by_axis[axis], mode).tolist(), dtype=tensor.dtype
+            _weights(call, positions, tensor.shape[axis], by_axis[axis], mode).tolist(), dtype=tensor.dtype
         )
         tensor = torch.matmul(tensor.movedim(axis, -1), matrix.T).movedim(-1, axis)
     if crop:
         outside = torch.zeros(tensor.shape, dtype=torch.bool)
-        for axis, found in places.items():
-            out = torch.tensor(((found < 0) | (found > call.tensor(x).shape[axis] - 1)).tolist())
+        for axis, positions in places.items():
+            out = torch.tensor(((positions < 0) | (positions > call.tensor(x).shape[axis] - 1)).tolist())
             outside = outside | out.reshape([-1 if a == axis else 1 for a in range(tensor.ndim)])
         tensor = torch.where(outside, call.attribute("extrapolation_value", 0.0), tensor)
     return tensor
@@ -218,21 +218,21 @@ def _target(
     roi, scales, sizes = (*rest, None, None, None)[:3]
     if call.version < 11 or call.node.op_type == "Upsample":
         roi, scales, sizes = None, roi, None
-    given = list(call.attribute("scales") or []) or ([] if scales is None else call.floats(scales))
-    if given:
-        new = [math.floor(size * scale) for size, scale in zip(old, given, strict=True)]
+    factors = list(call.attribute("scales") or []) or ([] if scales is None else call.floats(scales))
+    if factors:
+        new = [math.floor(size * scale) for size, scale in zip(old, factors, strict=True)]
     else:
         new = call.ints(sizes)
-        given = [size / before for size, before in zip(new, old, strict=True)]
+        factors = [size / before for size, before in zip(new, old, strict=True)]
         policy = attribute_text(call, "keep_aspect_ratio_policy", "stretch")
         if policy != "stretch":
-            given = [min(given) if policy == "not_larger" else max(given)] * len(given)
-            new = [int(before * scale + 0.5) for before, scale in zip(old, given, strict=True)]
+            factors = [min(factors) if policy == "not_larger" else max(factors)] * len(factors)
+            new = [int(before * scale + 0.5) for before, scale in zip(old, factors, strict=True)]
     crop: dict[int, tuple[float, float]] = {}
     if attribute_text(call, "coordinate_transformation_mode", "") == "tf_crop_and_resize":
         ends = call.floats(roi)
         crop = {axis: (ends[i], ends[len(axes) + i]) for i, axis in enumerate(axes)}
-    return axes, new, given, crop
+    return axes, new, factors, crop
 
 
 def _coordinates(call: NodeCall, old: int, new: int, scale: float, crop: tuple[float, float] | None) -> Array:
@@ -265,19 +265,19 @@ def _nearest(call: NodeCall, tensor: torch.Tensor, places: dict[int, Array]) -> 
         "round_prefer_floor": lambda v: np.ceil(v - 0.5),
         "round_prefer_ceil": lambda v: np.floor(v + 0.5),
     }[how]
-    chosen = {
-        axis: np.clip(rounding(found), 0, tensor.shape[axis] - 1).astype(np.int64)
-        for axis, found in places.items()
+    indices = {
+        axis: np.clip(rounding(positions), 0, tensor.shape[axis] - 1).astype(np.int64)
+        for axis, positions in places.items()
     }
     usual = all(
-        np.array_equal(found, np.arange(len(found)) * tensor.shape[axis] // max(len(found), 1))
-        for axis, found in chosen.items()
+        np.array_equal(positions, np.arange(len(positions)) * tensor.shape[axis] // max(len(positions), 1))
+        for axis, positions in indices.items()
     )
-    if usual and tensor.ndim in _LINEAR and min(chosen, default=2) > 1 and tensor.is_floating_point():
-        sizes = _sizes(tensor, chosen)
+    if usual and tensor.ndim in _LINEAR and min(indices, default=2) > 1 and tensor.is_floating_point():
+        sizes = _sizes(tensor, indices)
         return F.interpolate(tensor, size=sizes, mode="nearest")
-    for axis, found in chosen.items():
-        tensor = tensor.index_select(axis, torch.tensor(found.tolist(), dtype=torch.int64))
+    for axis, positions in indices.items():
+        tensor = tensor.index_select(axis, torch.tensor(positions.tolist(), dtype=torch.int64))
     return tensor
 
 
@@ -298,11 +298,11 @@ def _as_one_op(
     sizes = _sizes(tensor, places)
     for aligned in (False, True):
         same = True
-        for axis, found in places.items():
-            old, new = tensor.shape[axis], len(found)
+        for axis, positions in places.items():
+            old, new = tensor.shape[axis], len(positions)
             y = np.arange(new)
             theirs = y * ((old - 1) / max(new - 1, 1)) if aligned else (y + 0.5) * (old / new) - 0.5
-            same = same and np.allclose(theirs, found, rtol=0, atol=1e-6)
+            same = same and np.allclose(theirs, positions, rtol=0, atol=1e-6)
         if same:
             return F.interpolate(tensor, size=sizes, mode=name, align_corners=aligned)
     return None
@@ -329,8 +329,8 @@ def _weights(call: NodeCall, places: Array, old: int, scale: float, mode: str) -
 
 
 def _triangle(distance: Array) -> Array:
-    made: Array = np.clip(1 - distance, 0, 1)
-    return made
+    kernel: Array = np.clip(1 - distance, 0, 1)
+    return kernel
 
 
 def _cubic(a: float) -> Any:
@@ -365,5 +365,5 @@ def col2im(call: NodeCall, x: Operand, image: Operand, block: Operand) -> torch.
     strides, dilations = (list(call.attribute(name) or [1, 1]) for name in ("strides", "dilations"))
     wide = [size + before + after for size, before, after in zip(sizes, pads[:2], pads[2:], strict=True)]
     fold: Any = F.fold  # whose annotations leave out lists
-    made: torch.Tensor = fold(call.tensor(x), wide, kernel, dilations, 0, strides)
-    return made.narrow(2, pads[0], sizes[0]).narrow(3, pads[1], sizes[1])
+    folded: torch.Tensor = fold(call.tensor(x), wide, kernel, dilations, 0, strides)
+    return folded.narrow(2, pads[0], sizes[0]).narrow(3, pads[1], sizes[1])

@@ -26,12 +26,12 @@ def gemm(call: NodeCall, a: Operand, b: Operand, c: Operand = None) -> torch.Ten
     if _is_linear(call, c):
         bias = None if c is None else call.tensor(c)
         return F.linear(call.tensor(a), call.tensor(b), bias)
-    left = call.tensor(a).T if call.attribute("transA", 0) else call.tensor(a)
-    right = call.tensor(b).T if call.attribute("transB", 0) else call.tensor(b)
+    first = call.tensor(a).T if call.attribute("transA", 0) else call.tensor(a)
+    second = call.tensor(b).T if call.attribute("transB", 0) else call.tensor(b)
     alpha, beta = call.attribute("alpha", 1.0), call.attribute("beta", 1.0)
     if c is not None:
-        return torch.addmm(call.tensor(c), left, right, beta=beta, alpha=alpha)
-    product = torch.mm(left, right)
+        return torch.addmm(call.tensor(c), first, second, beta=beta, alpha=alpha)
+    product = torch.mm(first, second)
     return product if alpha == 1 else product * alpha
 
 
@@ -72,8 +72,8 @@ def pads_of(
     """Return the widths before and after each axis."""
     how = str(call.attribute("auto_pad", "NOTSET"))
     if how in ("NOTSET", "VALID"):
-        given = call.attribute("pads") if how == "NOTSET" else None
-        return list(given) if given is not None else [0] * (2 * len(sizes))
+        pads = call.attribute("pads") if how == "NOTSET" else None
+        return list(pads) if pads is not None else [0] * (2 * len(sizes))
     before, after = [], []
     for size, width, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
         total = max(0, (-(-size // stride) - 1) * stride + (width - 1) * dilation + 1 - size)
@@ -92,7 +92,7 @@ def conv_transpose(call: NodeCall, x: Operand, w: Operand, b: Operand = None) ->
     strides = list(call.attribute("strides") or [1] * rank)
     dilations = list(call.attribute("dilations") or [1] * rank)
     extra = list(call.attribute("output_padding") or [0] * rank)
-    wanted, how = call.attribute("output_shape"), attribute_text(call, "auto_pad", "NOTSET")
+    output_shape, how = call.attribute("output_shape"), attribute_text(call, "auto_pad", "NOTSET")
     pads = list(call.attribute("pads") or [0] * (2 * rank))
     full = [
         (size - 1) * stride + (width - 1) * dilation + 1
@@ -100,10 +100,10 @@ def conv_transpose(call: NodeCall, x: Operand, w: Operand, b: Operand = None) ->
             tensor.shape[2:], strides, weight.shape[2:], dilations, strict=True
         )
     ]
-    if wanted is None and how.startswith("SAME"):
-        wanted = [size * stride for size, stride in zip(tensor.shape[2:], strides, strict=True)]
-    if wanted is not None:
-        totals = [f + e - size for f, e, size in zip(full, extra, list(wanted)[-rank:], strict=True)]
+    if output_shape is None and how.startswith("SAME"):
+        output_shape = [size * stride for size, stride in zip(tensor.shape[2:], strides, strict=True)]
+    if output_shape is not None:
+        totals = [f + e - size for f, e, size in zip(full, extra, list(output_shape)[-rank:], strict=True)]
         extra = [e + max(0, -total) for e, total in zip(extra, totals, strict=True)]
         totals = [max(0, total) for total in totals]
         less, more = [t // 2 for t in totals], [t - t // 2 for t in totals]
@@ -118,12 +118,12 @@ def conv_transpose(call: NodeCall, x: Operand, w: Operand, b: Operand = None) ->
         return functions[rank - 1](
             tensor, weight, bias, strides, before, extra, call.attribute("group", 1), dilations
         )
-    made = functions[rank - 1](
+    result = functions[rank - 1](
         tensor, weight, None, strides, [0] * rank, [0] * rank, call.attribute("group", 1), dilations
     )
     pairs = list(zip(before, ends, strict=True))[::-1]
-    made = torch.constant_pad_nd(made, [w for first, last in pairs for w in (-first, last)])
-    return made if bias is None else made + bias.reshape(-1, *[1] * rank)
+    result = torch.constant_pad_nd(result, [w for first, last in pairs for w in (-first, last)])
+    return result if bias is None else result + bias.reshape(-1, *[1] * rank)
 
 
 @operator("FusedMatMul", domain="com.microsoft")
@@ -131,8 +131,8 @@ def fused_matmul(call: NodeCall, a: Operand, b: Operand) -> Any:
     """Multiply matrices that may be transposed, and a number."""
     if call.attribute("transBatchA", 0) or call.attribute("transBatchB", 0):
         raise call.fault("its batches are transposed")
-    left = call.tensor(a).mT if call.attribute("transA", 0) else call.tensor(a)
-    right = call.tensor(b).mT if call.attribute("transB", 0) else call.tensor(b)
+    first = call.tensor(a).mT if call.attribute("transA", 0) else call.tensor(a)
+    second = call.tensor(b).mT if call.attribute("transB", 0) else call.tensor(b)
     alpha = call.attribute("alpha", 1.0)
-    product = torch.matmul(left, right)
+    product = torch.matmul(first, second)
     return product if alpha == 1 else product * alpha

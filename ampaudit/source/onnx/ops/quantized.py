@@ -32,14 +32,14 @@ def quantize(call: NodeCall, x: Operand, scale: Operand, zero: Operand = None) -
     call.refuse_few_bits(2)
     offset = None if zero is None else call.tensor(zero)
     dtype = offset.dtype if offset is not None else named_dtype(call, "output_dtype", torch.uint8)
-    made = tensor / _along(call, factor, tensor).to(tensor.dtype)
+    quotient = tensor / _along(call, factor, tensor).to(tensor.dtype)
     if dtype.is_floating_point:
-        return cast_tensor(call, made, dtype)
-    made = torch.round(made)
+        return cast_tensor(call, quotient, dtype)
+    quotient = torch.round(quotient)
     if offset is not None:
-        made = made + _along(call, offset, tensor).to(made.dtype)
+        quotient = quotient + _along(call, offset, tensor).to(quotient.dtype)
     limits = torch.iinfo(dtype)
-    return torch.clamp(made, limits.min, limits.max).to(dtype)
+    return torch.clamp(quotient, limits.min, limits.max).to(dtype)
 
 
 @operator("DequantizeLinear")
@@ -58,24 +58,24 @@ def matmul_integer(
     call: NodeCall, a: Operand, b: Operand, a_zero: Operand = None, b_zero: Operand = None
 ) -> Any:
     """Multiply matrices of integers."""
-    left, right = call.tensor(a).int(), call.tensor(b).int()
+    first, second = call.tensor(a).int(), call.tensor(b).int()
     if a_zero is not None:
         zero = call.tensor(a_zero).int()
-        left = left - (zero.unsqueeze(-1) if zero.ndim == 1 else zero)
+        first = first - (zero.unsqueeze(-1) if zero.ndim == 1 else zero)
     if b_zero is not None:
-        right = right - call.tensor(b_zero).int()
-    return torch.matmul(left, right)
+        second = second - call.tensor(b_zero).int()
+    return torch.matmul(first, second)
 
 
 @operator("QLinearMatMul")
 def quantized_matmul(call: NodeCall, *values: Operand) -> Any:
     """Multiply matrices of quantized numbers, and quantize the result."""
     a, a_scale, a_zero, b, b_scale, b_zero, scale, zero = (call.tensor(value) for value in values)
-    left, right = a.float() - _rows(a_zero), b.float() - b_zero.float()
-    product = torch.matmul(left * _rows(a_scale), right * b_scale.float())
-    made = torch.round(product / _rows(scale)) + _rows(zero)
+    first, second = a.float() - _rows(a_zero), b.float() - b_zero.float()
+    product = torch.matmul(first * _rows(a_scale), second * b_scale.float())
+    quotient = torch.round(product / _rows(scale)) + _rows(zero)
     limits = torch.iinfo(zero.dtype)
-    return torch.clamp(made, limits.min, limits.max).to(zero.dtype)
+    return torch.clamp(quotient, limits.min, limits.max).to(zero.dtype)
 
 
 def _rows(part: torch.Tensor) -> torch.Tensor:
@@ -97,17 +97,17 @@ def matmul_n_bits(
     bits = call.attribute("bits", 4)
     if groups is not None or bits not in (2, 4, 8):
         raise call.fault("its weights are ordered by groups")
-    blocks, left = -(-columns // size), call.tensor(a)
+    blocks, tensor = -(-columns // size), call.tensor(a)
     factor = call.tensor(scales).reshape(rows, blocks, 1)
-    packed = _unpacked(call.tensor(b).reshape(rows, blocks, -1), bits)[..., :size].to(left.dtype)
+    packed = _unpacked(call.tensor(b).reshape(rows, blocks, -1), bits)[..., :size].to(tensor.dtype)
     if zeros is None:
         offset: Any = float(1 << (bits - 1))
     else:
-        given = call.tensor(zeros)
-        offset = given if given.is_floating_point() else _unpacked(given.reshape(rows, -1), bits)
-        offset = offset.reshape(rows, -1)[:, :blocks].unsqueeze(-1).to(left.dtype)
+        points = call.tensor(zeros)
+        offset = points if points.is_floating_point() else _unpacked(points.reshape(rows, -1), bits)
+        offset = offset.reshape(rows, -1)[:, :blocks].unsqueeze(-1).to(tensor.dtype)
     weight = ((packed - offset) * factor).reshape(rows, -1)[:, :columns]
-    return torch.nn.functional.linear(left, weight, None if bias is None else call.tensor(bias))
+    return torch.nn.functional.linear(tensor, weight, None if bias is None else call.tensor(bias))
 
 
 def _unpacked(tensor: torch.Tensor, bits: int) -> torch.Tensor:

@@ -51,15 +51,15 @@ def recurrent(
     states = states if call.node.op_type == "LSTM" else states[:1]
     if isinstance(lengths, Known) and set(lengths.items()) == {steps}:
         lengths = None
-    found = None
+    results = None
     if lengths is None and peepholes is None:
-        found = _fused(call, tensor, weights, recurrence, bias, states)
-    if found is None:
-        found = _stepped(call, tensor, weights, recurrence, bias, states, lengths, peepholes)
-    made, *last = found
+        results = _fused(call, tensor, weights, recurrence, bias, states)
+    if results is None:
+        results = _stepped(call, tensor, weights, recurrence, bias, states, lengths, peepholes)
+    sequence, *last = results
     if by_batch:
-        made, last = made.permute(2, 0, 1, 3), [state.transpose(0, 1) for state in last]
-    return (made, *last)
+        sequence, last = sequence.permute(2, 0, 1, 3), [state.transpose(0, 1) for state in last]
+    return (sequence, *last)
 
 
 def _start(
@@ -81,9 +81,9 @@ def _fused(
 ) -> list[torch.Tensor] | None:
     """Return what torch's layer computes; ``None`` if it would be something else."""
     name, directions = call.node.op_type, weights.shape[0]
-    chosen = list(call.attribute("activations") or _USUAL[name] * directions)
-    relu = name == "RNN" and set(chosen) == {"Relu"}
-    usual = chosen == _USUAL[name] * directions or relu
+    names = list(call.attribute("activations") or _USUAL[name] * directions)
+    relu = name == "RNN" and set(names) == {"Relu"}
+    usual = names == _USUAL[name] * directions or relu
     after = name != "GRU" or call.attribute("linear_before_reset", 0)
     if not usual or not after or call.attribute("clip") is not None or call.attribute("input_forget", 0):
         return None
@@ -96,12 +96,12 @@ def _fused(
     tensor = tensor.flip(0) if back else tensor
     rest: Any = (parameters, bias is not None, 1, 0.0, False, directions == 2, False)
     if name == "LSTM":
-        made, *last = torch.lstm(tensor, tuple(states), *rest)
+        sequence, *last = torch.lstm(tensor, tuple(states), *rest)
     else:
         function: Any = torch.gru if name == "GRU" else torch.rnn_relu if relu else torch.rnn_tanh
-        made, *last = function(tensor, states[0], *rest)
-    made = made.reshape(*made.shape[:2], directions, -1).transpose(1, 2)
-    return [made.flip(0) if back else made, *last]
+        sequence, *last = function(tensor, states[0], *rest)
+    sequence = sequence.reshape(*sequence.shape[:2], directions, -1).transpose(1, 2)
+    return [sequence.flip(0) if back else sequence, *last]
 
 
 def _in_torch_order(name: str, stacked: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _stepped(
     sequences, lasts = [], []
     for d in range(directions):
         back = d == 1 or attribute_text(call, "direction", "forward") == "reverse"
-        given = _reversed(tensor, ends) if back else tensor
+        sequence = _reversed(tensor, ends) if back else tensor
         peeps = None if peepholes is None else call.tensor(peepholes)[d].chunk(3)
         cell = partial(
             _CELLS[name], call, _activations(call, d, directions), recurrence[d],
@@ -133,7 +133,7 @@ def _stepped(
         )  # fmt: skip
         state, rows = [s[d] for s in states], []
         for step in range(steps):
-            new = cell(F.linear(given[step], weights[d]), *state)
+            new = cell(F.linear(sequence[step], weights[d]), *state)
             row = new[0]
             if ends is not None:
                 running = (ends > step).unsqueeze(-1)
@@ -141,8 +141,8 @@ def _stepped(
                 row = torch.where(running, row, torch.zeros_like(row))
             state = list(new)
             rows.append(row)
-        made = torch.stack(rows)
-        sequences.append(_reversed(made, ends) if back else made)
+        stacked = torch.stack(rows)
+        sequences.append(_reversed(stacked, ends) if back else stacked)
         lasts.append(state)
     return [torch.stack(sequences, 1), *(torch.stack(list(parts)) for parts in zip(*lasts, strict=True))]
 
@@ -161,16 +161,16 @@ def _activations(call: NodeCall, direction: int, directions: int) -> list[Callab
     names = list(call.attribute("activations") or usual * directions)
     names = names[direction * len(usual) : (direction + 1) * len(usual)]
     alphas = list(call.attribute("activation_alpha") or [])
-    found: list[Callable[..., Any]] = []
+    functions: list[Callable[..., Any]] = []
     for name in names:
         if name in _WITH_ALPHA:
             function, alpha = _WITH_ALPHA[name]
-            found.append(partial(function, **{_SLOPES[name]: alphas.pop(0) if alphas else alpha}))
+            functions.append(partial(function, **{_SLOPES[name]: alphas.pop(0) if alphas else alpha}))
         elif name in _ACTIVATIONS:
-            found.append(_ACTIVATIONS[name])
+            functions.append(_ACTIVATIONS[name])
         else:
             raise call.fault(f"no activation {name}")
-    return found
+    return functions
 
 
 def _clipped(call: NodeCall, tensor: torch.Tensor) -> torch.Tensor:

@@ -27,34 +27,34 @@ def _axes(call: NodeCall, tensor: torch.Tensor, since: int) -> list[int] | None:
 def reduce(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     """Reduce over axes."""
     tensor, name, keep = call.tensor(x), call.node.op_type, bool(call.attribute("keepdims", 1))
-    chosen = _axes(call, tensor, 13 if name == "ReduceSum" else 18)
-    if chosen is None:
+    dims = _axes(call, tensor, 13 if name == "ReduceSum" else 18)
+    if dims is None:
         return tensor
     if name == "ReduceMean":
         return (
-            torch.mean(tensor, chosen, keep)
+            torch.mean(tensor, dims, keep)
             if tensor.is_floating_point()
-            else tensor.double().mean(chosen, keep).to(tensor.dtype)
+            else tensor.double().mean(dims, keep).to(tensor.dtype)
         )
     if name == "ReduceSum":
-        return torch.sum(tensor, chosen, keep, dtype=_kept(tensor))
+        return torch.sum(tensor, dims, keep, dtype=_sum_dtype(tensor))
     if name in ("ReduceMax", "ReduceMin"):
         if not tensor.numel():  # of nothing, it is the identity of the operation
-            return _empty_extreme(tensor, chosen, keep, name == "ReduceMax")
-        return (torch.amax if name == "ReduceMax" else torch.amin)(tensor, chosen, keep)
+            return _empty_extreme(tensor, dims, keep, name == "ReduceMax")
+        return (torch.amax if name == "ReduceMax" else torch.amin)(tensor, dims, keep)
     if name == "ReduceProd":
-        for axis in sorted(a % tensor.ndim for a in chosen)[::-1]:
-            tensor = torch.prod(tensor, axis, keep, dtype=_kept(tensor))
+        for axis in sorted(a % tensor.ndim for a in dims)[::-1]:
+            tensor = torch.prod(tensor, axis, keep, dtype=_sum_dtype(tensor))
         return tensor
     if name == "ReduceSumSquare":
-        return torch.sum(tensor * tensor, chosen, keep, dtype=_kept(tensor))
+        return torch.sum(tensor * tensor, dims, keep, dtype=_sum_dtype(tensor))
     if name == "ReduceL1":
-        return torch.sum(tensor.abs(), chosen, keep, dtype=_kept(tensor))
+        return torch.sum(tensor.abs(), dims, keep, dtype=_sum_dtype(tensor))
     if name == "ReduceL2":
-        return torch.sqrt(torch.sum(tensor * tensor, chosen, keep, dtype=_kept(tensor)))
+        return torch.sqrt(torch.sum(tensor * tensor, dims, keep, dtype=_sum_dtype(tensor)))
     if name == "ReduceLogSum":
-        return torch.log(torch.sum(tensor, chosen, keep))
-    return torch.logsumexp(tensor, chosen, keep)
+        return torch.log(torch.sum(tensor, dims, keep))
+    return torch.logsumexp(tensor, dims, keep)
 
 
 def _empty_extreme(tensor: torch.Tensor, axes: list[int], keep: bool, largest: bool) -> torch.Tensor:
@@ -65,10 +65,10 @@ def _empty_extreme(tensor: torch.Tensor, axes: list[int], keep: bool, largest: b
     end: Any = info(tensor.dtype).min if largest else info(tensor.dtype).max
     if tensor.is_floating_point():
         end = -math.inf if largest else math.inf
-    return torch.full(sizes, end, dtype=_kept(tensor))
+    return torch.full(sizes, end, dtype=_sum_dtype(tensor))
 
 
-def _kept(tensor: torch.Tensor) -> torch.dtype | None:
+def _sum_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """Return the type of a sum: that of integers; of floats it is the type that a policy gives."""
     return None if tensor.is_floating_point() else tensor.dtype
 
@@ -95,8 +95,8 @@ def arg(call: NodeCall, x: Operand) -> torch.Tensor:
     keep = bool(call.attribute("keepdims", 1))
     if not call.attribute("select_last_index", 0):
         return function(tensor, axis, keep)
-    found: torch.Tensor = tensor.shape[axis] - 1 - function(tensor.flip(axis), axis, keep)
-    return found
+    last_index: torch.Tensor = tensor.shape[axis] - 1 - function(tensor.flip(axis), axis, keep)
+    return last_index
 
 
 @operator("TopK")
@@ -118,11 +118,11 @@ def cumulated(call: NodeCall, x: Operand, axis: Operand) -> torch.Tensor:
     tensor, dim, adds = call.tensor(x), int(call.number(axis)), call.node.op_type == "CumSum"
     back = call.attribute("reverse", 0)
     tensor = tensor.flip(dim) if back else tensor
-    made = (torch.cumsum if adds else torch.cumprod)(tensor, dim, dtype=_kept(tensor))
+    result = (torch.cumsum if adds else torch.cumprod)(tensor, dim, dtype=_sum_dtype(tensor))
     if call.attribute("exclusive", 0):
-        first = (torch.zeros_like if adds else torch.ones_like)(made.narrow(dim, 0, 1))
-        made = torch.cat([first, made.narrow(dim, 0, made.shape[dim] - 1)], dim)
-    return made.flip(dim) if back else made
+        first = (torch.zeros_like if adds else torch.ones_like)(result.narrow(dim, 0, 1))
+        result = torch.cat([first, result.narrow(dim, 0, result.shape[dim] - 1)], dim)
+    return result.flip(dim) if back else result
 
 
 @operator("Det")
