@@ -1,4 +1,4 @@
-"""Reads the recorded calls of a module as batches, mapping their tensors without reading them."""
+"""Reads the recorded calls of a module as batches with memory-mapped tensors."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _TENSOR = TypeAdapter(_Tensor)
 
 
 class KnownClasses:
-    """The classes that a recording may name; nothing is imported for it.
+    """The classes that a recording may name; none is imported for it.
 
-    They are dataclasses, named tuples and enumerations in the modules that define the model's classes, and
-    the caches and outputs of Transformers, if the model is one of its models.
+    These are the dataclasses, named tuples and enumerations in the modules that define the model's classes,
+    and the caches and outputs of Transformers for its models.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +73,7 @@ class KnownClasses:
                     self._by_short_name.setdefault(kind.__qualname__, kind)
 
     def find(self, name: str) -> type | None:
-        """Return the class of a name, also where a script defined it that the model file imports."""
+        """Find a class by qualified name, or by its last part, since a script's module is ``__main__``."""
         return self._by_name.get(name) or self._by_short_name.get(name.rpartition(":")[2])
 
 
@@ -87,16 +87,16 @@ def _is_cache(kind: type) -> bool:
 
 
 class Rebuilder:
-    """Rebuilds the arguments of one call.
+    """Rebuilds the arguments of one recorded call.
 
     Args:
-        path: of the file, for errors.
-        tensors: those beside it, by name.
-        classes: that it may name.
-        widened: whether 16-bit dtypes stand for float32.
+        path: Path of the call's JSON file, for errors.
+        tensors: Tensors of the call by name.
+        classes: Classes that the call may name.
+        widened: Whether 16-bit dtypes become float32.
 
     Attributes:
-        needs: bytes of all tensors.
+        needs: Bytes of all tensors.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Rebuilder:
         self._views: dict[_ViewKey, torch.Tensor] = {}
 
     def rebuild(self, value: Any, place: str) -> Any:
-        """Return the value that JSON stands for.
+        """Rebuild a value from its JSON.
 
         Raises:
-            InputError: it stands for none, or for one of an unknown class.
+            InputError: The JSON is malformed, or names an unknown class.
         """
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -166,7 +166,7 @@ class Rebuilder:
         return kind
 
     def _instance(self, content: Any, place: str, allowed: Callable[[type], bool]) -> Any:
-        """Return an object with recorded attributes; only classes of outputs have a constructor called."""
+        """Rebuild an object from its attributes; constructors are only called for dicts (outputs)."""
         name, attributes = content
         kind = self._named_class(name, place)
         values = {key: self.rebuild(item, f"{place}.{key}") for key, item in attributes.items()}
@@ -243,7 +243,7 @@ _BUILDERS: dict[str, _Builder] = {
     "bytes": lambda _, content, __: bytes.fromhex(content),
     "float": lambda _, content, __: float(content),
     "complex": lambda _, content, __: complex(content),
-    # the audit runs where its options say; the tensors of a recording are on the CPU as well
+    # tensors of a recording are on the CPU; options of the audit choose the device
     "device": lambda _, content, __: torch.device("cpu"),
     "generator": lambda _, content, __: torch.Generator().manual_seed(content),
 } | {kind: partial(Rebuilder._torch_value, kind=kind) for kind in _KINDS}
@@ -257,7 +257,7 @@ def _instance_with(kind: type, values: dict[str, Any]) -> Any:
 
 
 def _register(kind: type) -> None:
-    """Let torch look into the objects of a class, so that the tensors in them are inputs of a trace."""
+    """Register a class as a pytree node, so that tensors in its objects are inputs of a trace."""
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         attributes = _attributes(value)
@@ -270,7 +270,7 @@ def _register(kind: type) -> None:
         attributes = _attributes(value)
         return [(pytree.GetAttrKey(name), item) for name, item in attributes.items()], tuple(attributes)
 
-    with suppress(ValueError):  # somebody registered it
+    with suppress(ValueError):  # registered already
         pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
@@ -281,7 +281,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")  # later versions may say more
+    model_config = ConfigDict(strict=True, extra="ignore")  # later versions may add keys
 
 
 class _Parameters(_Record):
@@ -316,7 +316,7 @@ _RECORDING, _CALL = TypeAdapter(_Recording), TypeAdapter(_Call)
 
 
 def structure_of(module: nn.Module) -> dict[str, Any]:
-    """Return a digest of the names and shapes of a module's parameters, their number, and their dtypes."""
+    """Return a digest of parameter names and shapes, the number of parameters, and their dtypes."""
     parameters = [
         (name.replace("_orig_mod.", ""), parameter)
         for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
@@ -329,16 +329,16 @@ def structure_of(module: nn.Module) -> dict[str, Any]:
 def recorded_calls(
     directory: Path, count: int | None, model: nn.Module, *, same_model: bool = True
 ) -> tuple[tuple[Batch, ...], InputsInfo]:
-    """Read up to ``count`` calls of a recording, or all, as batches with names.
+    """Read up to ``count`` calls of a recording as named batches.
 
     Args:
-        directory: of the recording.
-        count: the number of calls.
-        model: will be called with them.
-        same_model: whether it has the parameter names of the module that was recorded.
+        directory: Directory of the recording.
+        count: Maximum number of calls; ``None`` for all.
+        model: Model to call.
+        same_model: Whether the model must have the parameters of the recorded module.
 
     Raises:
-        InputError: there is no recording, it is of another model, or it does not describe itself correctly.
+        InputError: The recording is missing, inconsistent, or of another model.
     """
     recording = _read_recording(directory)
     if same_model:
@@ -419,7 +419,7 @@ def _read(path: Path, classes: KnownClasses, *, widen: bool) -> _StoredCall:
 def _needs_widening(recording: _Recording, model: nn.Module) -> bool:
     """Return whether the recorded module had 16-bit parameters and the model has none.
 
-    Such a program gives its module 16-bit inputs, which the same numbers in float32 stand for.
+    The 16-bit inputs of such a module are then widened to float32.
     """
     low = {str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION_DTYPES}
     dtypes = structure_of(model)["dtypes"]
@@ -431,7 +431,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_memory(directory: Path, calls: Iterable[_StoredCall], *, widen: bool) -> None:
-    """Reject a call that cannot be in memory; only widened calls are all there at once."""
+    """Reject calls that exceed free memory; only widened calls are all loaded at once."""
     available = psutil.virtual_memory().available
     largest = max(calls, key=lambda call: call.needs)
     needed = 2 * sum(call.needs for call in calls) if widen else largest.needs

@@ -28,7 +28,7 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
     """Open the program of a ``.pt2`` file, with inputs from --inputs or its own example inputs.
 
     Raises:
-        SourceError: The file is missing or corrupt, has no inputs, or holds content that only code could read.
+        SourceError: The file is missing, corrupt, without inputs, or holds content that only code could read.
     """
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")

@@ -1,4 +1,4 @@
-"""Adds pictures and sound to the texts of models that replace placeholder tokens by features of these."""
+"""Adds images and audio to text batches, for models that replace placeholder tokens by features."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["Fusion", "MetaRun", "ValuesNeeded", "fused", "fusions", "meta_copy"]
 
 _VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _aten = torch.ops.aten
-_USUAL = 224  # pixels; some models take pictures of any size up to a large one
-_MAX_TILES = 5  # of a picture: 2 x 2 and the whole
-_SIDE = 12  # patches, which can be merged by 2, 3 or 4
+_USUAL = 224  # pixels; some models take images of any size up to a large one
+_MAX_TILES = 5  # of an image: 2 x 2 and the whole
+_SIDE = 12  # patches; divisible by merge factors 2, 3 and 4
 _PATCHES = {"image_grid_thw", "image_grid_hw", "image_position_ids", "spatial_shapes"}
 
 
@@ -43,12 +43,12 @@ class Fusion:
 
     Attributes:
         name: of the main input.
-        sizes: of it; empty where the batches have one already.
-        others: what a model may take beside it.
-        token: the placeholder.
-        kind: of the placeholders, among ``mm_token_type_ids``.
-        longest: the largest number of tokens in a row.
-        count: of placeholders in each row.
+        sizes: Shape of the main input; empty if the batches contain it.
+        others: Further inputs.
+        token: Placeholder token id.
+        kind: Value of the placeholders in ``mm_token_type_ids``.
+        longest: Maximum number of tokens in a row.
+        count: Number of placeholders in each row.
     """
 
     name: str
@@ -65,14 +65,14 @@ _Layouts = Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]  # sizes of the m
 
 @dataclass(frozen=True, slots=True)
 class _Modality:
-    """What Transformers calls the parts of a modality.
+    """The names that Transformers uses for a modality.
 
     Attributes:
         name: of the main input.
-        tokens: settings that may hold the placeholder.
-        method: returns the features.
-        kind: see ``Fusion``.
-        layouts: of so many rows, the usual ones first, for a model that takes inputs of these names.
+        tokens: Settings that may hold the placeholder.
+        method: Name of the method that returns features.
+        kind: See ``Fusion``.
+        layouts: Candidate inputs for a model, its input names and a number of rows; usual ones first.
     """
 
     name: str
@@ -83,10 +83,10 @@ class _Modality:
 
 
 def fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
-    """Return what can be added to batches like this one.
+    """Return the modalities that can be added to batches like this one.
 
-    No configuration says how many placeholders stand for a picture. So a copy of the model without weights
-    computes its features, which are counted, and runs until they are among the embeddings of the text.
+    Configurations do not say how many placeholders an image takes. So a copy of the model without weights
+    computes the features, counts them, and runs until they are merged into the text embeddings.
     """
     parameters, additions = inspect.signature(model.forward).parameters.keys(), list[Fusion]()
     for modality in _MODALITIES:
@@ -101,7 +101,7 @@ def fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
 
 
 def fused(batch: Mapping[str, Tensor], fusion: Fusion) -> dict[str, Tensor]:
-    """Return a batch with inputs of a modality, and with placeholders before the text."""
+    """Add the inputs of a modality to a batch, and its placeholders before the text."""
     tensors = {**batch, **fusion.others}
     if fusion.sizes:
         tensors[fusion.name] = torch.randn(fusion.sizes)
@@ -116,26 +116,26 @@ def fused(batch: Mapping[str, Tensor], fusion: Fusion) -> dict[str, Tensor]:
 def _accepted_fusion(
     model: nn.Module, modality: _Modality, token: int, batch: Mapping[str, Tensor]
 ) -> Fusion | None:
-    """Return the first fusion that a model without weights takes."""
+    """Return the first layout that a model without weights accepts."""
     parameters, method = inspect.signature(model.forward).parameters.keys(), _method(model, modality)
     names = parameters if method is None else inspect.signature(method).parameters.keys()
     layouts: _Layouts = iter([((), {})])
     if modality.name not in batch:
         layouts = modality.layouts(model, names, len(batch["input_ids"]))
-    with contextlib.suppress(InputError):  # of sizes that a configuration has
+    with contextlib.suppress(InputError):  # absurd sizes in a configuration
         longest = longest_text(model.config)
         for sizes, others in layouts:
             accepted = {name: tensor for name, tensor in others.items() if name in names}
             if "mm_token_type_ids" in parameters and "mm_token_type_ids" not in batch:
                 accepted["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
             fusion = Fusion(modality.name, sizes, accepted, token, modality.kind, longest)
-            with contextlib.suppress(Exception):  # models refuse inputs in many ways
+            with contextlib.suppress(Exception):  # models reject inputs in many ways
                 return _with_token_count(model, method, names, batch, fusion)
     return None
 
 
 def _method(model: nn.Module, modality: _Modality) -> Callable[..., Any] | None:
-    """Return what computes features: a method of the model, or of a model inside that it calls."""
+    """Return the method of the model or a submodule that computes features."""
     methods = (getattr(module, modality.method, None) for module in model.modules())
     return next((m for m in methods if m and modality.name in inspect.signature(m).parameters), None)
 
@@ -147,7 +147,7 @@ def _with_token_count(
     batch: Mapping[str, Tensor],
     fusion: Fusion,
 ) -> Fusion:
-    """Return a fusion with its number of placeholders, or raise what a model raises that does not take it."""
+    """Set the number of placeholders of a fusion; raises whatever the model raises if it does not fit."""
     with MetaRun(), torch.no_grad():
         if method is not None:
             arguments = {name: tensor for name, tensor in fused(batch, fusion).items() if name in names}
@@ -160,12 +160,12 @@ def _with_token_count(
 
 
 class _EmbeddingsReached(Exception):
-    """The language model is called with embeddings of all tokens; that it takes those of a text is known."""
+    """Raised when the language model is called with the merged embeddings, which it is known to accept."""
 
 
 @contextlib.contextmanager
 def _stop_at_embeddings(model: nn.Module, sizes: torch.Size) -> Iterator[None]:
-    """Raise ``_EmbeddingsReached`` before a module inside is called with embeddings of so many tokens."""
+    """Raise ``_EmbeddingsReached`` before a submodule is called with embeddings of all tokens."""
 
     def stop(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         embeddings = kwargs.get("inputs_embeds")
@@ -181,7 +181,7 @@ def _stop_at_embeddings(model: nn.Module, sizes: torch.Size) -> Iterator[None]:
 
 
 def _feature_count(features: Any) -> int:
-    """Return the number of features in one tensor, or in a tensor of each picture."""
+    """Return the number of features in a tensor, or in a list with a tensor per image."""
     if not isinstance(features, Tensor | list | tuple):
         features = first_setting(features, ("pooler_output", "last_hidden_state"), ())
     tensors = [features] if isinstance(features, Tensor) else features
@@ -189,7 +189,7 @@ def _feature_count(features: Any) -> int:
 
 
 def _pictures(model: Any, names: Collection[str], rows: int) -> _Layouts:
-    """Yield pictures as patches with their places, as a whole, or in tiles."""
+    """Yield images as patches with positions, as a whole, or in tiles."""
     vision = part_with(model.config, ("vision_config",), "patch_size")
     *_, channels, height, width = input_sizes(model, "pixel_values", rows)
     if _PATCHES & set(names):
@@ -237,7 +237,7 @@ _MODALITIES = (
 
 
 class ValuesNeeded(Exception):
-    """Code depends on values that follow from weights."""
+    """Raised when code depends on values computed from weights."""
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -249,9 +249,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 class MetaRun(TorchDispatchMode):
-    """Computes on the CPU what follows from CPU tensors, and shapes where a tensor on ``meta`` takes part.
+    """Computes ops on CPU tensors, and only shapes where a ``meta`` tensor takes part.
 
-    So code that reads the number of an image's patches, the places of its tokens, or a mask, runs.
+    Code that reads the number of patches, token positions or a mask thus runs.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -278,13 +278,13 @@ class MetaRun(TorchDispatchMode):
 
 
 def _as_indices(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return a known mask as indices along each of its axes, and another index as it is."""
+    """Convert a mask with known values to indices per axis; return other indices unchanged."""
     if index is None or index.is_meta or index.dtype not in (torch.bool, torch.uint8):
         return (index,)
     return index.nonzero().unbind(1)
 
 
 def _check_rows(table: Tensor, rows: Tensor) -> None:
-    """Reject a row that a table lacks, as the kernel with weights does."""
+    """Reject an index outside an embedding table, as the real kernel does."""
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(table):
         raise IndexError(f"row {int(rows.max())} of an embedding with {len(table)}")

@@ -47,28 +47,28 @@ from ampaudit.source.user_code import calling_user_code
 __all__ = ["from_directory", "rehearse"]
 
 INPUTS_FILE = "inputs.safetensors"
-_MAX_INPUTS = 200_000_000  # bytes; less than a sandbox may write to a file
-# what the sandbox and this process both import
+_MAX_INPUTS = 200_000_000  # bytes; below the sandbox's limit for a file
+# modules that the sandbox and this process both import
 _IMPORTS = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.processing_auto",
 )
-_SLACK = 256_000_000  # bytes of a head without weights, or of tables that the model computes
+_SLACK = 256_000_000  # bytes for a head without weights, or for tables that the model computes
 _LIMITS = SandboxLimits(seconds=120, memory=500_000_000, processor_seconds=5)
-_Loaded = tuple[nn.Module, MadeInputs | None, tuple[str, ...]]  # with notes on the weights
+_Loaded = tuple[nn.Module, MadeInputs | None, tuple[str, ...]]  # model, inputs, notes on the weights
 _PROCESSING_LIMITS = SandboxLimits(seconds=120, memory=2_000_000_000, processor_seconds=30)
 
 
 class Rehearsed(TypedDict):
-    """What is known of a model before its weights are read.
+    """What a rehearsal learns about a model without its weights.
 
     Attributes:
-        name: of its class.
-        size: bytes in float32.
-        origin: of its inputs; empty if none were asked for, or they could not be made.
-        detail: describes them, or the problem.
-        hint: what to do about the problem.
+        name: Name of the model class.
+        size: Bytes of the model in float32.
+        origin: Origin of the inputs; empty if none were requested or generating them failed.
+        detail: Description of the inputs or of the problem.
+        hint: Hint for solving the problem.
     """
 
     name: str
@@ -82,11 +82,11 @@ _ANSWER = TypeAdapter(Rehearsed)
 
 
 def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
-    """Return the function that a sandbox calls in its folder, where inputs are left in a file.
+    """Return the function for the sandbox, which builds the model and writes inputs to its folder.
 
     Args:
-        request: ``table``, a configuration; ``directory``, with the files of a processor; and ``inputs``, an
-            ``InputRequest`` or nothing.
+        request: ``table``, a configuration; ``directory``, the processor's files; and ``inputs``, an
+            ``InputRequest`` or ``None``.
     """
     table, inputs = request["table"], request["inputs"]
     architecture = named_architecture(table)
@@ -121,10 +121,10 @@ def _saved_inputs(model: Any, request: InputRequest, directory: Path) -> MadeInp
 
 
 def named_architecture(table: dict[str, Any]) -> Any:
-    """Return the class that a configuration names, or ``AutoModel`` if it names none.
+    """Return the model class that a configuration names, or ``AutoModel``.
 
     Raises:
-        SourceError: Transformers has no such model.
+        SourceError: This version of Transformers lacks the model.
     """
     import transformers
 
@@ -138,7 +138,7 @@ def named_architecture(table: dict[str, Any]) -> Any:
 
 
 def named_class(table: dict[str, Any]) -> Any:
-    """Return the first model class of Transformers that a configuration names, or ``None``."""
+    """Return the first Transformers model class named by a configuration, or ``None``."""
     import transformers
 
     for name in table.get("architectures") or []:
@@ -150,12 +150,12 @@ def named_class(table: dict[str, Any]) -> Any:
 
 
 def configured(architecture: Any, table: dict[str, Any], folder: Path) -> Any:
-    """Return the configuration that Transformers makes of a table.
+    """Build the Transformers configuration of a table.
 
     Args:
-        architecture: the model's class.
-        table: see ``read_model_config``.
-        folder: an empty one, of which Transformers reads nothing else.
+        architecture: Class of the model.
+        table: Checked configuration from ``read_model_config``.
+        folder: Empty folder for the file that Transformers reads.
     """
     import transformers
 
@@ -165,7 +165,7 @@ def configured(architecture: Any, table: dict[str, Any], folder: Path) -> Any:
 
 
 def empty_model(architecture: Any, config: Any, *, trust: bool = False) -> nn.Module:
-    """Build a model without weights, on the device and under the context that are set."""
+    """Build a model with uninitialized weights, on the current default device."""
     if hasattr(architecture, "from_config"):
         model = architecture.from_config(config, dtype=torch.float32, trust_remote_code=trust)
     else:
@@ -175,12 +175,12 @@ def empty_model(architecture: Any, config: Any, *, trust: bool = False) -> nn.Mo
 
 
 def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSource:
-    """Load the model of a directory in FP32, with inputs from --inputs or made by its processor.
+    """Load the model of a directory in FP32, with inputs from --inputs or its processor.
 
     Raises:
-        SourceError: transformers is not installed, or the directory holds no loadable model.
-        InputError: the kind of input is unknown; pass --inputs.
-        WeightsError: see ``open_checkpoint``.
+        SourceError: Transformers is not installed, or the directory holds no loadable model.
+        InputError: The kind of input is unknown; pass --inputs.
+        WeightsError: See ``open_checkpoint``.
     """
     model, inputs, notes = _load_trusted(path, options) if options.trust else _load_untrusted(path, options)
     functions, info = functions_of(), GIVEN
@@ -198,7 +198,7 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
 
 
 def _request(options: SourceConfig) -> InputRequest | None:
-    """Return what inputs to make, if none are given."""
+    """Return the request for generated inputs, or ``None`` with --inputs."""
     if options.inputs is not None:
         return None
     files = {kind: getattr(options, kind) for kind in KINDS}
@@ -207,7 +207,7 @@ def _request(options: SourceConfig) -> InputRequest | None:
 
 
 def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
-    """Build the model from a checked configuration, once a sandbox could, and give it checked weights.
+    """Build the model from a checked configuration, after a rehearsal in a sandbox, and load its weights.
 
     Transformers never sees the directory itself.
     """
@@ -244,14 +244,14 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
 
 
 def _inputs_from(answer: Rehearsed, file: Path) -> MadeInputs:
-    """Return the inputs that the sandbox made."""
+    """Return the inputs that the sandbox has written."""
     if not answer["origin"]:
         raise InputError(describe(answer["detail"], MAX_MESSAGE), hint=describe(answer["hint"], MAX_MESSAGE))
     return MadeInputs(batches=read_inputs(file), origin=answer["origin"], detail=answer["detail"])
 
 
 def _check_size(path: Path, size: int, weights: Checkpoint) -> None:
-    """Reject a configuration of a model that is much larger than the weights beside it."""
+    """Reject a configuration whose model is much larger than the stored weights."""
     stored = sum(4 * entry.elements for entry in weights.entries.values() if entry.dtype in FLOAT_TYPES)
     if size > 2 * stored + _SLACK:
         raise SourceError(
@@ -262,7 +262,7 @@ def _check_size(path: Path, size: int, weights: Checkpoint) -> None:
 
 
 def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
-    """Load the model as Transformers does, with the code in the directory."""
+    """Load the model with Transformers, including code in the directory."""
     table = read_raw_config(path)
     _check_installed()
     transformers = _transformers()
@@ -282,7 +282,7 @@ def _load_trusted(path: Path, options: SourceConfig) -> _Loaded:
 
 
 def _auto_class(table: dict[str, Any], transformers: Any) -> Any:
-    """Return the class of Transformers, or the one that loads the directory's own class."""
+    """Return the Transformers class, or the auto class that loads the directory's own code."""
     known_class = named_class(table)
     if known_class is not None:
         return known_class
@@ -311,7 +311,7 @@ def _transformers() -> Any:
 
 @contextlib.contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """Report errors of Transformers as those of the directory."""
+    """Report exceptions of Transformers as errors in the directory."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -327,7 +327,7 @@ def _loading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Let nothing ask the Hub while active, as in the sandbox."""
+    """Keep Transformers from contacting the Hub while active."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE

@@ -289,7 +289,7 @@ def is_scheduler(value: Any) -> bool:
 class DiffusionSteps:
     """Computes the next sample by ``scheduler.step(output, timestep, sample)``.
 
-    The sample is the first floating-point input with two or more dimensions; the timestep is the input of that
+    The sample is the first floating-point input with two or more dimensions; the timestep the input of that
     name, or the first other input that is a number or a vector.
     """
 

@@ -29,10 +29,10 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     Args:
         location: ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with
             config.json, a ``.pt2`` or ``.onnx`` file, or a converted directory.
-        options: batches, seed, weights, inputs.
+        options: Number of batches, seed, weights and inputs.
 
     Raises:
-        SourceError, InputError, WeightsError: the model, its inputs or weights cannot be loaded.
+        SourceError, InputError, WeightsError: The model, its inputs or weights cannot be loaded.
     """
     options.check()
     head, colon, _ = location.rpartition(":")
@@ -58,7 +58,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
 
 
 def _check_samples(location: str, options: SourceConfig) -> None:
-    """Reject samples that do not exist, and those for a model without a processor."""
+    """Reject missing samples, and samples for models without a processor."""
     for kind in KINDS:
         path = getattr(options, kind)
         if path is None:
@@ -74,7 +74,7 @@ def _check_samples(location: str, options: SourceConfig) -> None:
 
 
 def _check_descriptions(model: Path, options: SourceConfig) -> None:
-    """Reject arguments and sizes for what is no Python, and inputs that are given twice."""
+    """Reject --args and --input for models that are not Python, and --input beside --inputs."""
     for flag, value in (("--args", options.args), ("--input", options.input)):
         if value and (model.is_dir() or model.suffix in (".pt2", ".onnx")):
             hint = "leave it out; --inputs FILE gives inputs of your own"
@@ -91,7 +91,7 @@ def _converted_dtype(manifest: Path) -> str | None:
 
 
 def _streamed(location: str, options: SourceConfig) -> ModelSource:
-    """Load a source with its weights left on disk."""
+    """Load a source whose weights stay on disk."""
     from ampaudit.source.float8_weights import notes_on, open_weights
     from ampaudit.source.streamed import with_mapped, without_weights
 

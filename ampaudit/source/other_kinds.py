@@ -1,4 +1,4 @@
-"""Recognizes locations that are something else than one model, and says what to scan."""
+"""Recognizes locations that are not a single model, and says what to scan instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PIPELINE", "not_a_model", "refuse_other_kinds"]
 PIPELINE = "model_index.json"
 _MODULES = "modules.json"
 _PARTS_SHOWN = 4
-_TAIL = 1 << 20  # bytes at the end of an archive, where the names of its members are
+_TAIL = 1 << 20  # bytes at the end of an archive that hold its member names
 _SCRIPTED = b"/code/__torch__"
 _ARCHIVES = (".pt", ".pth", ".ts", ".torchscript", ".jit", ".ptc", ".bin", "")
 _FORMATS = "give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 or .onnx file"
@@ -47,11 +47,11 @@ _HUB = re.compile(r"(?:https?://huggingface\.co/)?([\w.-]+/[\w.-]+|[A-Za-z][\w.-
 
 
 def refuse_other_kinds(path: Path) -> None:
-    """Reject what is not a model by itself.
+    """Reject locations that are not a model by themselves.
 
     Raises:
-        SourceError: a TorchScript program, a pipeline of several models, an adapter without its base, or a
-            layer that only holds settings.
+        SourceError: The location is a TorchScript program, a pipeline of several models, an adapter without
+            its base, or a layer of a Sentence Transformers model.
     """
     if path.is_file() and path.suffix in _ARCHIVES and _is_torchscript(path):
         raise SourceError(
@@ -77,7 +77,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _pipeline(path: Path) -> SourceError:
-    """Return the error about a pipeline of Diffusers, with the ways to scan its models."""
+    """Return the error for a Diffusers pipeline, which suggests how to scan its models."""
     table = read_table(path / PIPELINE, SourceError)
     ways = []
     for name, entry in table.items():
@@ -98,14 +98,14 @@ def _command(path: Path) -> str:
 
 
 def _file(path: Path, kind: list[Any]) -> str:
-    """Describe the Python file for a model of Diffusers, in code that is safe to paste."""
+    """Describe a Python file that loads a Diffusers model, as code that is safe to paste."""
     name = describe(*kind or ("",))
     call = f"{name if name.isidentifier() else 'Model'}.from_pretrained({describe_path(path)!r})"
     return f"a Python file whose get_model() returns {call}, with example_inputs()"
 
 
 def _adapter(path: Path) -> SourceError:
-    """Return the error about an adapter of PEFT, with the ways to scan it."""
+    """Return the error for a PEFT adapter, which suggests how to scan it."""
     base = read_table(path / ADAPTER, SourceError).get("base_model_name_or_path")
     what = describe(base or "a model that it does not name")
     return SourceError(
@@ -131,7 +131,7 @@ def _check_config(path: Path) -> None:
 
 
 def _needed_code(path: Path) -> str:
-    """Return what code a file of ``torch.save`` needs, such as a module's class; empty if none."""
+    """Return the code that a ``torch.save`` file needs, such as a class; empty if none."""
     try:
         open_checkpoint(path)
     except WeightsError as error:
@@ -140,7 +140,7 @@ def _needed_code(path: Path) -> str:
 
 
 def not_a_model(location: str) -> SourceError:
-    """Return the error that fits ``location``, which no reader knows."""
+    """Return the error for a location that no reader supports."""
     path = Path(location)
     name = describe(location)
     if not path.exists():

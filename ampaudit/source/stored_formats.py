@@ -110,7 +110,7 @@ def gptq(layer: Any, *, less_one: bool) -> Tensor:
     """Return the weight of a GPTQ layer: (code - zero) * scale, with zero and scale per group of inputs.
 
     Args:
-        layer: Layer with ``qweight``, ``qzeros``, ``scales``, ``bits``, and ``g_idx`` if inputs are reordered.
+        layer: Layer with ``qweight``, ``qzeros``, ``scales``, ``bits``; ``g_idx`` if inputs are reordered.
         less_one: Whether zeros are stored minus one; they wrap around, except for 3 bits.
     """
     bits, (groups, outputs) = layer.bits, layer.scales.shape

@@ -1,7 +1,7 @@
-"""Replaces layers whose weights are stored in fewer than 16 bits by plain layers with float32 weights.
+"""Replaces layers with quantized weights by plain layers with float32 weights.
 
-Both runs then compute with the values that the codes stand for, so that the 16-bit arithmetic around the
-quantized layers is what is audited. Layers are known by their class and package, which is never imported.
+Both runs then compute with the dequantized values, so that the audit covers the 16-bit arithmetic around
+the quantized layers. Layers are recognized by class and package, which is never imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ampaudit.trace.structure import structural_copy
 __all__ = ["dequantized_note", "with_plain_weights"]
 
 _TORCH_AO_LAYERS_PACKAGES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
-# layers that compute on floats with the same attributes
+# layers that have the same attributes as their float counterparts
 _SAME = {
     *("BatchNorm2d", "BatchNorm3d", "Dropout", "ELU", "GroupNorm", "Hardswish", "LayerNorm", "LeakyReLU"),
     *("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "Sigmoid", "Softmax"),
@@ -48,9 +48,9 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 _INTEGER_OPS = ("quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic")
-# subclasses of tensors that compute in their own dtype
+# tensor subclasses that compute in their own dtype
 _PLAIN_TENSORS = (FakeTensor, DTensor)
-# GPTQ and AWQ layers that keep the order of the file; the kernels of others have orders of their own
+# GPTQ and AWQ layers that keep the order of the file; the kernels of others reorder weights
 _FILE_ORDER = {"TorchLinear", "TorchQuantLinear", "TritonV2Linear", "TritonV2QuantLinear"}
 _FILE_ORDER_AWQ = {"AwqTorchLinear", "AwqGEMMLinear", "AwqGEMVLinear", "WQLinear_GEMM", "WQLinear_GEMV"}
 # attributes by which Transformers knows a quantized model, whose half() it refuses
@@ -60,12 +60,12 @@ _Plain = tuple[str, nn.Module | dict[int, Any]]
 
 
 def with_plain_weights(source: ModelSource) -> ModelSource:
-    """Return a source whose model has float32 weights where they are stored in fewer than 16 bits.
+    """Dequantize the weights of a source's model to float32.
 
-    The model itself is not changed: a copy shares its other weights.
+    The model itself is not changed: a copy shares the other weights.
 
     Raises:
-        SourceError: a layer holds its weights in an order that only its kernel knows.
+        SourceError: A layer cannot be dequantized, for example because only its kernel knows their order.
     """
     model, formats = source.model, Counter[str]()
     replaced: dict[int, Any] = {}
@@ -74,7 +74,7 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
         if plain_layer is not None:
             kind, replacement = plain_layer
             if isinstance(replacement, nn.Module):
-                formats[kind] += any(True for _ in replacement.parameters())  # none in place of a conversion
+                formats[kind] += any(True for _ in replacement.parameters())  # a conversion layer has none
                 replaced |= {
                     id(module): _with_hooks(replacement, module),
                     **{id(p): p for p in module.parameters()},
@@ -97,13 +97,13 @@ def with_plain_weights(source: ModelSource) -> ModelSource:
         for name in _MARKS:
             vars(module).pop(name, None)
         if type(module).__name__ == "FP8Experts":
-            vars(module)["config"]._experts_implementation = "eager"  # the others call kernels
+            vars(module)["config"]._experts_implementation = "eager"  # other implementations call kernels
     notes = tuple(dequantized_note(kind, count) for kind, count in formats.items() if count)
     return replace(source, model=copied, notes=(*source.notes, *notes))
 
 
 def _outermost(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over modules by name, without those that are parts of replaced ones."""
+    """Yield modules by name, without the submodules of replaced ones."""
     inside: str | None = None
     for path, module in model.named_modules():
         if inside is None or not path.startswith(inside):
@@ -112,14 +112,14 @@ def _outermost(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[tuple[
 
 
 def dequantized_note(kind: str, count: int) -> str:
-    """Say how many layers had weights in a format, and what is not audited of them."""
+    """Return a note about dequantized layers and what the audit does not cover."""
     what = f"{plural(count, 'layer')} with {describe(kind)} weights"
     return f"{what}: dequantized for both runs; what their quantized kernels compute is not audited"
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor | None:
-    """Return the values of a quantized tensor; ``None`` for any other, or one that cannot say."""
-    inner = getattr(tensor, "original_weight_tensor", tensor)  # of torchao, with an activation's quantization
+    """Dequantize a tensor; ``None`` if it is not quantized."""
+    inner = getattr(tensor, "original_weight_tensor", tensor)  # torchao, with quantized activations
     dequantizes = getattr(type(inner), "dequantize", Tensor.dequantize) is not Tensor.dequantize
     if isinstance(tensor, _PLAIN_TENSORS) or not (tensor.is_quantized or dequantizes):
         return None
@@ -129,10 +129,10 @@ def _plain_tensor(tensor: Tensor) -> Tensor | None:
 
 
 def _plain_layer(module: nn.Module, name: str) -> _Plain | None:
-    """Return the format of a layer's weights, and a plain layer or plain weights; ``None`` if it is plain.
+    """Return the format of a quantized layer and its plain layer or weights; ``None`` if it is plain.
 
     Raises:
-        SourceError: the weights cannot be read.
+        SourceError: The weights cannot be dequantized.
     """
     for base in type(module).__mro__:
         package = base.__module__.partition(".")[0]
@@ -163,7 +163,7 @@ def _layer_error(module: nn.Module, name: str, why: str) -> SourceError:
 
 
 def _with_hooks(replacement: nn.Module, module: nn.Module) -> nn.Module:
-    """Give a new layer the mode and the hooks of the one that it replaces."""
+    """Copy the mode and hooks of a layer to its replacement."""
     replacement.train(module.training)
     for name in _HOOKS:
         setattr(replacement, name, getattr(module, name))
@@ -179,14 +179,14 @@ def _linear(weight: Tensor, bias: Any) -> nn.Linear:
 
 
 def _bitsandbytes(module: Any, base: type) -> _Plain | None:
-    """Read Linear4bit, Linear8bitLt and their embeddings."""
+    """Dequantize Linear4bit, Linear8bitLt and the corresponding embeddings."""
     if base.__name__ in ("Linear4bit", "Embedding4bit"):
         state = getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is None:
-            return None  # not quantized before it is moved to a device
+            return None  # quantized only once it moves to a device
         kind, weight = f"bitsandbytes {state.quant_type}", bitsandbytes_4bit(module.weight.data, state)
     elif base.__name__ in ("Linear8bitLt", "Embedding8bit"):
-        holders = (module.weight, getattr(module, "state", None))  # moved from one to the other by a run
+        holders = (module.weight, getattr(module, "state", None))  # a run moves them from one to the other
         state = next((holder for holder in holders if getattr(holder, "CB", None) is not None), None)
         if state is None:
             return None
@@ -200,7 +200,7 @@ def _bitsandbytes(module: Any, base: type) -> _Plain | None:
 
 
 def _gptq(module: Any, base: type) -> _Plain | None:
-    """Read the layers of AutoGPTQ, GPTQModel and AutoAWQ, for kernels that leave the order as it is."""
+    """Dequantize layers of AutoGPTQ, GPTQModel and AutoAWQ whose kernels keep the order."""
     if not hasattr(module, "qweight") or "forward" not in vars(base):
         return None
     if base.__name__ in _FILE_ORDER_AWQ:
@@ -212,7 +212,7 @@ def _gptq(module: Any, base: type) -> _Plain | None:
 
 
 def _transformers(module: Any, base: type) -> _Plain | None:
-    """Read fine-grained fp8, whose layers compute plainly once their weights are wider, and FBGEMM's."""
+    """Dequantize FBGEMM layers, and the weights of fine-grained fp8 layers."""
     if base.__name__ == "FbgemmFp8Linear":
         return "fp8", _linear(scaled(module.weight, module.weight_scale), module.bias)
     if base.__name__ not in ("FP8Linear", "FP8GroupedLinear", "FP8Experts"):
@@ -234,7 +234,7 @@ def _block(module: Any) -> tuple[int, ...] | None:
 
 
 def _compressed(module: Any, base: type) -> _Plain | None:
-    """Read a linear layer to which compressed-tensors has added scales."""
+    """Dequantize a linear layer of compressed-tensors."""
     scheme, scale = getattr(module, "quantization_scheme", None), getattr(module, "weight_scale", None)
     if base is not nn.Linear or scheme is None or scale is None:
         return None
@@ -256,7 +256,7 @@ def _compressed(module: Any, base: type) -> _Plain | None:
 
 
 def _of_columns(module: Any, groups: Any) -> Any:
-    """Return the scales or zeros of each column, where the module orders its columns by activations."""
+    """Return the scales or zeros per column, if the module orders its columns by activations."""
     order = getattr(module, "weight_g_idx", None)
     if (
         groups is None
@@ -270,7 +270,7 @@ def _of_columns(module: Any, groups: Any) -> Any:
 
 
 def _torch(module: Any, base: type) -> _Plain | None:
-    """Read torch.ao's layers, and those to which compressed-tensors has added scales."""
+    """Dequantize layers of torch.ao and compressed-tensors."""
     if base is fx.GraphModule:
         names = {getattr(node.target, "__name__", "") for node in module.graph.nodes}
         if not names.isdisjoint(_INTEGER_OPS):
@@ -279,7 +279,7 @@ def _torch(module: Any, base: type) -> _Plain | None:
 
 
 def _own_method(module: Any, base: type) -> _Plain | None:
-    """Ask HQQ's and Quanto's layers themselves."""
+    """Dequantize layers of HQQ and Quanto with their own methods."""
     if base.__name__ == "HQQLinear":
         return "HQQ", _linear(module.dequantize().float(), module.bias)
     if base.__name__ == "QLinear" and _plain_tensor(module.weight) is not None:
@@ -300,7 +300,7 @@ _PACKAGES: Mapping[str, Callable[[Any, type], _Plain | None]] = {
 
 
 def rebased(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class whose forward does the same in floats, with the same attributes, if there is one."""
+    """Return the float class with the same attributes, if there is one."""
     kind = type(module)
     if not kind.__module__.startswith(_TORCH_AO_LAYERS_PACKAGES):
         return None
@@ -313,10 +313,10 @@ def rebased(module: nn.Module) -> type[nn.Module] | None:
 
 
 def plain_torch_ao(module: Any, base: type) -> tuple[str, nn.Module] | None:
-    """Return the format of a quantized layer, and a float one in its place; ``None`` for other layers.
+    """Return the format of a quantized torch.ao layer and its float layer; ``None`` for other layers.
 
     Raises:
-        ValueError: it is of a kind that has no float layer here.
+        ValueError: The kind of layer has no float counterpart here.
     """
     if (
         not base.__module__.startswith(_TORCH_AO_LAYERS_PACKAGES)
@@ -353,7 +353,7 @@ _ACTIVATIONS: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
 
 
 def _float_layer(module: Any, name: str) -> nn.Module:
-    """Return a float layer with the settings, weights and biases of a quantized one."""
+    """Build a float layer with the settings, weights and biases of a quantized one."""
     settings = {setting: getattr(module, setting) for setting in _SETTINGS[name]}
     weights = {} if not hasattr(module, "get_weight") else {**module.get_weight(), **module.get_bias()}
     if not weights:

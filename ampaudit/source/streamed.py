@@ -31,7 +31,7 @@ _WIDENED = frozenset({"F16", "BF16"})
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Create parameters on the meta device while active; buffers are created as usual."""
+    """Create parameters, but not buffers, on the meta device while active."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -47,15 +47,15 @@ def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> C
     """Give a model the weights of a checkpoint, which stay on disk.
 
     Args:
-        model: made under ``without_weights``.
-        checkpoint: safetensors, whole or in shards.
-        renamed: whether its names are those of a Hugging Face file, which may differ from the model's.
+        model: Model built under ``without_weights``.
+        checkpoint: Safetensors checkpoint, whole or sharded.
+        renamed: Whether to map names of a Hugging Face file to the model's.
 
     Returns:
         A function that frees the memory of a weight until its next use.
 
     Raises:
-        WeightsError: a weight is missing, unexpected, of another shape, or joined from several tensors.
+        WeightsError: A weight is missing, unexpected, of another shape, or joined from several tensors.
     """
     with _in_float32(checkpoint) as file:
         mapped = map_checkpoint(file)
@@ -75,10 +75,10 @@ def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> C
 
 @contextlib.contextmanager
 def _in_float32(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Write a float32 copy of a checkpoint with 16-bit or float8 weights to a temporary file, to be mapped.
+    """Yield a float32 checkpoint to map: a temporary copy if weights are 16-bit or float8.
 
-    The audit needs FP32 weights; as a file they need no memory. A mapped file needs no name, so it has
-    none that a killed process could leave behind; but Windows keeps the name, and removes it at the end.
+    The audit needs FP32 weights; in a file they take no memory. A mapped file needs no name, so it is removed
+    at once and a killed process leaves nothing behind; on Windows it is removed at exit.
     """
     narrow = any(entry.dtype in _WIDENED for entry in checkpoint.entries.values())
     if not narrow and not is_dequantized(checkpoint):
@@ -105,7 +105,7 @@ def _in_float32(checkpoint: Checkpoint) -> Iterator[Path]:
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Assign mapped tensors to parameters, tied ones together, and copy others into buffers."""
+    """Assign mapped tensors to parameters, keeping ties, and copy the others into buffers."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fresh = {
         id(parameters[name]): nn.Parameter(tensor, requires_grad=False)
@@ -123,10 +123,10 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a checkpoint into a model; every name and shape must match.
+    """Load a checkpoint whose names and shapes all match the model's.
 
     Raises:
-        WeightsError: see ``open_checkpoint``; or names or shapes differ.
+        WeightsError: See ``open_checkpoint``; or names or shapes differ.
     """
     state = map_checkpoint(path).tensors
     check_names(model, state, path)
@@ -136,16 +136,16 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def check_names(
     model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True
 ) -> None:
-    """Reject tensors that do not match the model's; tied ones may have just one of their names.
+    """Reject tensors that do not match the model's; one name suffices for tied tensors.
 
     Args:
-        model: the model.
-        state: tensors by the model's names.
-        path: the checkpoint, for the message.
-        strict: also reject tensors that the model lacks.
+        model: Model to load into.
+        state: Tensors by the model's names.
+        path: Path of the checkpoint, for the message.
+        strict: Whether to reject tensors that the model lacks.
 
     Raises:
-        WeightsError: names or shapes differ.
+        WeightsError: Names or shapes differ.
     """
     expected = model.state_dict()
     missing = [n for n in expected if n not in state]
@@ -164,7 +164,7 @@ def check_names(
 
 
 def _untied(model: nn.Module, missing: list[str]) -> list[str]:
-    """Return the missing names whose tensor is not loaded under another name either."""
+    """Return the missing names whose tensor is not loaded under another name."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     absent = set(missing)
     loaded = {id(t) for name, t in tensors.items() if name not in absent}
@@ -174,8 +174,8 @@ def _untied(model: nn.Module, missing: list[str]) -> list[str]:
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map the tensor names of a Hugging Face checkpoint to the model's, as Transformers does.
 
-    Prefixes differ (``bert.encoder`` in one file, ``encoder`` in another), names changed over the years, and
-    some parameters are joined from several tensors, which then all get its name. A tensor that the model
+    Prefixes differ (``bert.encoder`` in one file, ``encoder`` in another), names have changed, and
+    some parameters are joined from several tensors, which then all map to one name. A tensor that the model
     lacks keeps its own name.
     """
     state = model.state_dict()

@@ -25,14 +25,14 @@ __all__ = [
     "module_from_file",
 ]
 
-GIVEN_FILE: Final = "_ampaudit_user_"  # begins the names of modules that an option names, and no import
+GIVEN_FILE: Final = "_ampaudit_user_"  # prefix of modules that an option loads by path
 
 
 def module_from_file(path: Path) -> ModuleType:
     """Import a Python file, with its directory first on the import path while it loads.
 
     Raises:
-        SourceError: it does not exist, is not Python, or raises.
+        SourceError: The file does not exist, is not Python, or raises.
     """
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the model file")
@@ -57,7 +57,7 @@ def module_from_file(path: Path) -> ModuleType:
 
 
 def _in_package(path: Path) -> tuple[Path, str]:
-    """Return the directory above a file's package, and the dotted name of its module."""
+    """Return the directory above a file's package and the dotted name of its module."""
     names, root = [path.parent.name, path.stem], path.parent.parent
     while (root / "__init__.py").is_file():
         names, root = [root.name, *names], root.parent
@@ -68,7 +68,7 @@ def import_module_named(name: str) -> ModuleType:
     """Import a module by its dotted name, also from the current directory.
 
     Raises:
-        SourceError: it cannot be found or raises.
+        SourceError: The module cannot be found, or raises.
     """
     with _first_on_path(""), calling_user_code(f"import {name}"):
         if not _exists(name):
@@ -80,10 +80,10 @@ def import_module_named(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _first_on_path(directory: str) -> Iterator[None]:
-    """Search a directory first while active, as Python does for a script; last from then on.
+    """Put a directory first on the import path while active, and last from then on.
 
-    So the user's functions can still import their neighbors when they are called, but no file there takes
-    the place of a module that torch imports later.
+    The user's functions can thus import their neighbors later, while no file there shadows a module that
+    torch imports later.
     """
     sys.path.insert(0, directory)
     try:
@@ -106,7 +106,7 @@ def _exists(name: str) -> bool:
 
 @contextlib.contextmanager
 def calling_user_code(what: str) -> Iterator[None]:
-    """Redirect the user's prints to stderr, and replace tracebacks by the line that failed."""
+    """Redirect the user's prints to stderr, and report exceptions by the line that failed."""
     try:
         with contextlib.redirect_stdout(sys.stderr), locating_failures(what):
             yield
@@ -118,7 +118,7 @@ def calling_user_code(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locating_failures(what: str) -> Iterator[None]:
-    """Replace tracebacks by the line that failed."""
+    """Report exceptions as a SourceError that names the line that failed."""
     try:
         yield
     except AuditError:

@@ -1,4 +1,4 @@
-"""Checks what an ONNX file says of its graph before anything of it is used."""
+"""Validates the graph of an ONNX file before any of it is used."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_NODES", "BadGraph", "check_model", "first_in_cycle", "node_title"]
 
-MAX_NODES = 200_000  # with those of functions as often as they are called
-_MAX_NAME = 10_000  # characters; those of fused nodes are long
-_MAX_CALLS = 50  # of functions within each other
+MAX_NODES = 200_000  # including the nodes of functions for each call
+_MAX_NAME = 10_000  # characters; names of fused nodes are long
+_MAX_CALLS = 50  # nested calls of functions
 _UPGRADE = "pip install --upgrade onnx onnx-ir, or export it for an older operator set"
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _Function = tuple[str, str, str]
 
 
 class BadGraph(Exception):
-    """What is wrong with a graph, and what to do about it."""
+    """Raised for an invalid graph, with a hint for the user."""
 
     def __init__(self, what: str, hint: str = "export it again") -> None:
         super().__init__(what)
@@ -32,15 +32,15 @@ class BadGraph(Exception):
 
 
 def node_title(name: str, op_type: str) -> str:
-    """Return what messages call a node."""
+    """Return the description of a node for messages."""
     return f"the node {describe(name)} ({describe(op_type)})"
 
 
 def check_model(proto: onnx.ModelProto) -> None:
-    """Check versions, names, and that each node has what its operator takes.
+    """Check versions and names, and each node against its operator.
 
     Raises:
-        BadGraph: the message names the node.
+        BadGraph: The model is invalid; the message names the node.
     """
     import onnx
 
@@ -66,7 +66,7 @@ def check_model(proto: onnx.ModelProto) -> None:
 
 
 def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
-    """Refuse an input or output of a type that torch lacks."""
+    """Reject an input or output of a type that torch lacks."""
     import onnx
 
     kind = value.type
@@ -81,7 +81,7 @@ def _check_type(value: onnx.ValueInfoProto, title: str) -> None:
 
 
 def first_in_cycle(nodes: Sequence[Any]) -> Any:
-    """Return a node that needs its own result; ``None`` if there is none."""
+    """Return a node that depends on its own result; ``None`` if there is none."""
     place = {node: index for index, node in enumerate(nodes)}
     state: dict[Any, bool] = {}  # whether all of a node's predecessors were visited
     for start in nodes:
@@ -130,7 +130,7 @@ def _check_graph(graph: onnx.GraphProto, versions: Mapping[str, int], outer: fro
 
 
 def _check_location(tensor: onnx.TensorProto) -> None:
-    """Check the numbers that say where a tensor's values are."""
+    """Check the offset and length of external data."""
     for entry in tensor.external_data:
         if entry.key in ("offset", "length") and not _NUMBER.fullmatch(entry.value):
             what = f"{entry.key} {describe(entry.value)!r}"
@@ -180,7 +180,7 @@ def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _check_operator(node: onnx.NodeProto, versions: Mapping[str, int]) -> None:
-    """Check a node of the standard against its operator's definition."""
+    """Check a standard node against the definition of its operator."""
     if plain_domain(node.domain):
         return
     schema = _schema(node.op_type, versions.get("", 1))
@@ -213,7 +213,7 @@ def _schema(op_type: str, version: int) -> Any:
 
 
 def _check_calls(nodes: Any, functions: Mapping[_Function, onnx.FunctionProto]) -> None:
-    """Check that functions do not call each other forever, nor run too many nodes."""
+    """Check that functions do not recurse, and do not run too many nodes."""
     measured: dict[_Function, tuple[int, int]] = {}  # nodes, and calls within each other
 
     def measure(nodes: Any, path: tuple[_Function, ...]) -> tuple[int, int]:

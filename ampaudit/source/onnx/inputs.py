@@ -1,4 +1,4 @@
-"""Makes or reads the inputs of an ONNX graph, and checks that they are what the graph takes."""
+"""Generates or reads the inputs of an ONNX graph, and checks them against the graph."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = [
 ARRAY_FILES = (".safetensors", ".npz")
 _MAX_ELEMENTS = 1 << 25
 _MAX_BYTES = 1 << 33  # of the arrays in an .npz file, which may be compressed
-_BATCH, _LENGTH, _PIXELS = 1, 16, 224  # sizes of axes that the graph leaves open
+_BATCH, _LENGTH, _PIXELS = 1, 16, 224  # sizes for open axes of the graph
 _OWN = "pass --inputs FILE.py with example_inputs(), or arrays by name in FILE.safetensors or FILE.npz"
-# operators whose results are the indices that they were given
+# operators that pass indices through
 _PASS = frozenset("Cast Identity Reshape Unsqueeze Squeeze Flatten Transpose Slice Expand".split())
 _LENGTHS = ("seq", "len", "token", "time", "past", "position")
 
@@ -51,10 +51,10 @@ class GraphInput:
     """An input of a graph.
 
     Attributes:
-        name: in the file.
-        dtype: of its tensor; ``None`` if it is something else.
-        sizes: of its axes: numbers, or names of sizes that are open; ``None`` if even their number is.
-        rows: of the table that it indexes; 0 if there is none.
+        name: Name in the file.
+        dtype: Dtype of the tensor; ``None`` if the input is not a tensor.
+        sizes: Sizes of the axes, names for open ones; ``None`` if the rank is open.
+        rows: Rows of the smallest table that the input indexes; 0 if it indexes none.
     """
 
     name: str
@@ -69,7 +69,7 @@ class GraphInput:
 
 
 def inputs_of(values: Sequence[ir.Value]) -> list[GraphInput]:
-    """Return what a graph says of its inputs."""
+    """Return the declared inputs of a graph."""
     return [_input_of(value) for value in values]
 
 
@@ -88,7 +88,7 @@ def _input_of(value: ir.Value) -> GraphInput:
 
 
 def _rows(value: ir.Value) -> int:
-    """Return the number of rows of the smallest table that a value indexes; 0 if there is none."""
+    """Return the number of rows of the smallest table that a value indexes; 0 if it indexes none."""
     pending, visited, table_sizes = [value], {value}, []
     while pending:
         for node, index in pending.pop().uses():
@@ -111,17 +111,17 @@ def described(inputs: Sequence[GraphInput]) -> str:
 def random_batches(
     inputs: Sequence[GraphInput], count: int, seed: int, sizes: Mapping[str, int]
 ) -> tuple[Batch, ...]:
-    """Make inputs of the graph's types: normal numbers, indices within their tables, masks of ones.
+    """Generate inputs of the graph's types: normal floats, valid indices, and masks of ones.
 
     Args:
-        inputs: of the graph.
-        count: the number of batches.
-        seed: of the random numbers.
-        sizes: of axes that are open, by their names.
+        inputs: Inputs of the graph.
+        count: Number of batches.
+        seed: Random seed.
+        sizes: Sizes of open axes by name.
 
     Raises:
-        InputError: an input is no tensor, or too large.
-        UsageError: no axis has such a name.
+        InputError: An input is not a tensor, or too large.
+        UsageError: No axis has such a name.
     """
     axes = dict.fromkeys(size for spec in inputs for size in spec.sizes or () if isinstance(size, str))
     for axis in sizes:
@@ -137,13 +137,13 @@ def random_batches(
 
 def batch_of(inputs: Sequence[GraphInput], tensors: Mapping[str, torch.Tensor]) -> Batch:
     """Return a batch of tensors by the names of a graph's inputs."""
-    if "self" in tensors:  # which a module's call cannot take by name
+    if "self" in tensors:  # cannot be passed to a module's call by name
         return Batch(tuple(tensors[spec.name] for spec in inputs))
     return Batch((), dict(tensors))
 
 
 def by_name(batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return a batch's tensors by name; ``names`` are those of the graph's inputs in order."""
+    """Return the tensors of a batch by name, given the names of the graph's inputs in order."""
     return {**dict(zip(names, batch.args, strict=False)), **batch.kwargs}
 
 
@@ -161,7 +161,7 @@ def _open_sizes(spec: GraphInput) -> Iterator[tuple[str, int]]:
 
 
 def size_of(size: int | str, axis_sizes: Mapping[str, int]) -> int:
-    """Return the size of an axis; exporters write sums of others, such as ``past + 1``."""
+    """Resolve the size of an axis, which may be a sum of others, such as ``past + 1``."""
     if isinstance(size, int):
         return size
     if is_sum(size, axis_sizes):
@@ -171,7 +171,7 @@ def size_of(size: int | str, axis_sizes: Mapping[str, int]) -> int:
 
 
 def is_sum(size: str, axes: Collection[str]) -> bool:
-    """Return whether a size is a sum of numbers and of known sizes."""
+    """Return whether a size is a sum of numbers and the given axes."""
     parts = [part.strip() for part in size.split("+")]
     return len(parts) > 1 and all(part.isdecimal() or part in axes for part in parts)
 
@@ -198,10 +198,10 @@ def _random_tensor(spec: GraphInput, axis_sizes: Mapping[str, int]) -> torch.Ten
 
 
 def arrays_in(path: Path, inputs: Sequence[GraphInput]) -> Batch:
-    """Read a batch from a file of arrays by the names of the graph's inputs.
+    """Read a batch from a file of arrays named after the graph's inputs.
 
     Raises:
-        InputError, WeightsError: the file cannot be read.
+        InputError, WeightsError: The file cannot be read.
     """
     arrays = map_checkpoint(path).tensors if path.suffix == ".safetensors" else _npz(path)
     if set(arrays) == {f"input[{index}]" for index in range(len(inputs))}:
@@ -232,10 +232,10 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_batch(batch: Batch, inputs: Sequence[GraphInput], title: str) -> None:
-    """Check that a batch has the names, types and sizes that a graph takes.
+    """Check the names, types and sizes of a batch against the inputs of a graph.
 
     Raises:
-        InputError: the message says what the graph takes.
+        InputError: The batch does not match.
     """
     hint = f"the graph takes {described(inputs)}"
     names = [spec.name for spec in inputs]

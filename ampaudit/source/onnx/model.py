@@ -1,4 +1,4 @@
-"""Runs an ONNX graph as a module: node by node, each under its own name."""
+"""Runs an ONNX graph node by node as a module, each node under its own name."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxModel"]
 
-_DEEPEST = 50  # functions inside each other
-_MAX_BODY_NODES = 20_000  # nodes that run in bodies: a trace has all of them
-_MAX_KNOWN = 1 << 20  # elements of values that are computed at once
-_FOLDED = 64  # elements of a floating-point value that follows from shapes
+_DEEPEST = 50  # nested functions
+_MAX_BODY_NODES = 20_000  # nodes run in bodies of loops and branches; a trace contains all of them
+_MAX_KNOWN = 1 << 20  # elements of values computed outside the trace
+_FOLDED = 64  # elements of a floating-point value computed from shapes
 _NEVER_KNOWN = frozenset(
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Bernoulli If Loop Scan".split()
 )
@@ -55,14 +55,14 @@ Scope = dict[str, Operand]
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What holds for the nodes of the graph, or of a function that is called.
+    """The context of the nodes of the graph or of a called function.
 
     Attributes:
-        versions: of the operator sets, by domain.
-        attributes: those of the call, for references to them.
-        caller: the layer of the node that calls the function.
-        origin: metadata for all ops of a function that stands for one operator.
-        depth: number of functions around it.
+        versions: Operator set versions by domain.
+        attributes: Attributes of the call, for references to them.
+        caller: Layer of the node that calls the function.
+        origin: Metadata shared by all ops of a function that implements one operator.
+        depth: Number of enclosing functions.
     """
 
     versions: Mapping[str, int]
@@ -73,9 +73,9 @@ class _Frame:
 
 
 class OnnxModel(nn.Module):
-    """Computes the outputs of an ONNX graph, as a dict by name, from inputs by name or in order.
+    """Computes the outputs of an ONNX graph as a dict by name, from inputs by name or position.
 
-    Initializers are parameters, and buffers if they are integers or single numbers, under their own names.
+    Initializers keep their names; integers and single numbers are buffers, the others parameters.
     """
 
     def __init__(self, file: OnnxFile) -> None:
@@ -93,12 +93,12 @@ class OnnxModel(nn.Module):
 
     @property
     def file(self) -> OnnxFile:
-        """The file that it runs."""
+        """The file of the graph."""
         return self._program.file
 
     @property
     def names(self) -> NodeNames:
-        """The names of its nodes."""
+        """The names of the nodes and stored tensors."""
         return self._program.names
 
     @property
@@ -119,7 +119,7 @@ class OnnxModel(nn.Module):
         return _Run(self._program, self, self._program.dtypes).outputs(inputs)
 
     def dtypes_of(self, batch: Batch) -> dict[ir.Value, torch.dtype]:
-        """Run a batch, and return the dtype of each tensor that a node gives."""
+        """Run a batch and return the dtype of each tensor that a node returns."""
         dtypes: dict[ir.Value, torch.dtype] = {}
         self._program.dtypes = dtypes
         try:
@@ -132,7 +132,7 @@ class OnnxModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of the file, and the attribute of the module that holds it."""
+    """A tensor of the file and the module attribute that holds it."""
 
     real: torch.Tensor
     owner: str
@@ -140,7 +140,7 @@ class _Stored:
 
 
 class _Program:
-    """The graph of a module, shared by its copies; with slots, it is no part of the module's state."""
+    """The graph of a module, shared by its copies; slots keep it out of the module's state."""
 
     __slots__ = ("dtypes", "file", "inputs", "names", "stored")
 
@@ -156,7 +156,7 @@ class _Program:
         return self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the initializers and the values of Constant nodes, with the names to store them under."""
+        """Yield the initializers and the values of Constant nodes with their storage names."""
         for graph in self.file.graphs():
             for name, value in getattr(graph, "initializers", {}).items():
                 assert value.const_value is not None
@@ -175,9 +175,9 @@ class _Run:
         self._dtypes = dtypes
         self._program = program
         self._module = module
-        self._body_nodes = 0  # nodes that ran in bodies
+        self._body_nodes = 0  # nodes run in bodies so far
         stored = {p.dtype for p in module.parameters()} - {s.real.dtype for s in program.stored.values()}
-        self._float32 = min(stored & set(FLOATS), key=str, default=torch.float32)  # as the policy stores it
+        self._float32 = min(stored & set(FLOATS), key=str, default=torch.float32)  # the dtype in which the policy stores float32
 
     def outputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the outputs."""
@@ -239,17 +239,17 @@ class _Run:
             return results
         except (Unsupported, RefusedNode) as error:
             raise self._locate(node, error) from error
-        except SourceError:  # of a node in a body
+        except SourceError:  # located by a node in a body
             raise
         except Exception as error:
-            if not getattr(error, "__notes__", ()):  # those are of a node inside
+            if not getattr(error, "__notes__", ()):  # located by a node in a body
                 if isinstance(error, MISFITS) and not any(isinstance(value, FakeTensor) for value in inputs):
                     raise self._locate(node, unfit(error, inputs)) from error
-                error.add_note(self._title(node))  # tracing may fail where the model does not
+                error.add_note(self._title(node))  # tracing may fail where the model runs
             raise
 
     def _compute(self, call: NodeCall, frame: _Frame, origin: Mapping[str, Any]) -> Sequence[Operand]:
-        """Compute a node by the first of: the model's functions, ours, the standard's, ONNX Runtime."""
+        """Compute a node by the model's function, ours, the standard's, or ONNX Runtime, in this order."""
         node = call.node
         function = self._program.file.model.functions.get((node.domain, node.op_type, node.overload))
         if function is not None:
@@ -270,7 +270,7 @@ class _Run:
         return self._run_function(standard, call, _Frame(versions, {}, "", origin, frame.depth + 1))
 
     def _run_function(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Operand]:
-        """Run a function's body in place of a node."""
+        """Run the body of a function in place of a node."""
         if frame.depth > _DEEPEST:
             raise call.fault("functions call each other in a circle, or too deeply")
         attributes = {name: a for name, a in function.attributes.items() if a.value is not None}
@@ -292,7 +292,7 @@ class _Run:
         return Known(real, partial(copied, real), constant=True)
 
     def _fold(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Operand] | None:
-        """Compute a node whose inputs are known; ``None`` if it must be traced."""
+        """Compute a node with known inputs outside the trace; ``None`` if it must be traced."""
         inputs, node = call.inputs, call.node
         shapes_only = node.op_type in ("Shape", "Size") and not node.domain
         plain = all(value is None or isinstance(value, Known) for value in inputs)
@@ -303,7 +303,7 @@ class _Run:
                 results = as_list(function(call, *inputs))
             return [Known(results[0], partial(copied, results[0]))]
         real = NodeCall(node, call.version, inputs, call.run_body, real=True, attributes=call.attributes)
-        with without_modes():  # and not no_grad, which a trace records
+        with without_modes():  # rather than no_grad, which a trace records
             if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > _MAX_KNOWN:
                 return None
             results = as_list(function(real, *inputs))

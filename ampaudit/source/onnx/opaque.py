@@ -1,4 +1,4 @@
-"""Runs nodes without a function here as one op each, in float32 through ONNX Runtime."""
+"""Runs unsupported nodes through ONNX Runtime in float32, as one op each."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["opaque_results"]
 
 _SESSIONS = 64
 _NEWEST_IR = 10
-# what the tracer takes as: run it on the values of this trace
+# tells the tracer to run the op on the values of this trace
 _BY_VALUES = "no fake impl registered: the sizes of its outputs depend on values"
 
 
 def opaque_results(call: NodeCall, why: str) -> list[Operand]:
-    """Compute a node by ONNX Runtime, as an op of torch that is named after its operator.
+    """Compute a node with ONNX Runtime, through a torch op named after its operator.
 
     Args:
-        call: of the node.
-        why: there is no function for it.
+        call: Call of the node.
+        why: Reason why no function here computes it.
 
     Raises:
-        Unsupported: ONNX Runtime is not installed, or does not run it either.
+        Unsupported: ONNX Runtime is not installed, or does not run the node either.
     """
     node = call.node
     if any(isinstance(value, list) for value in call.inputs):
@@ -57,7 +57,7 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
 
 
 def _model_of(call: NodeCall) -> bytes:
-    """Return a model with one node."""
+    """Serialize a model with the node as its only one."""
     import onnx
     import onnx_ir as ir
 
@@ -90,7 +90,7 @@ def _session(model: str) -> Any:
 
 @cache
 def _op(name: str) -> Any:
-    """Return the op of torch that runs models with one node of an operator."""
+    """Return the torch op that runs one-node models of an operator."""
 
     def run(inputs: Sequence[torch.Tensor], model: str) -> list[torch.Tensor]:
         session = _session(model)
@@ -109,7 +109,7 @@ def _op(name: str) -> Any:
 
 
 def _fake_results(inputs: Sequence[torch.Tensor], model: str) -> list[torch.Tensor]:
-    """Return tensors of the sizes that the operator's definition gives for those of the inputs."""
+    """Return empty tensors with the shapes that ONNX infers from those of the inputs."""
     inferred = _infer(model, tuple(tuple(map(int, tensor.shape)) for tensor in inputs))
     if inferred is None:
         raise NotImplementedError(_BY_VALUES)

@@ -1,4 +1,4 @@
-"""Values of an ONNX graph while it runs, and the call of one node."""
+"""Values of a running ONNX graph, and the call of a node."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 
-MAX_ELEMENTS = 1 << 33  # of a result; 32 GiB in float32
+MAX_ELEMENTS = 1 << 33  # elements of a result; 32 GiB in float32
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# what functions of torch raise for inputs that do not fit
+# exceptions that torch raises for inputs that do not fit
 MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 class Unsupported(SourceError):
-    """A node that no function here computes."""
+    """Raised for a node that no function here computes."""
 
     default_hint = (
         "docs/onnx-operators.md lists what runs: export other operators, or scan a part of the model"
@@ -52,19 +52,19 @@ class Unsupported(SourceError):
 
 
 class RefusedNode(SourceError):
-    """A node that is not computed by any other means either."""
+    """Raised for a node that cannot be computed by any means."""
 
     default_hint = "correct the node, or cut it out of the model"
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A tensor whose values do not depend on the inputs: a constant, or what follows from shapes.
+    """A tensor whose values do not depend on the inputs: a constant, or computed from shapes.
 
     Attributes:
-        real: its values.
-        make: returns it as an operand of ops that may be traced.
-        constant: whether it is stored in the file, and not computed.
+        real: Values of the tensor.
+        make: Function that returns the tensor as an operand of traced ops.
+        constant: Whether the tensor is stored in the file rather than computed.
     """
 
     real: torch.Tensor
@@ -73,13 +73,13 @@ class Known:
     _operand: torch.Tensor | None = None
 
     def items(self) -> list[Any]:
-        """Return its values as Python numbers, in order, also while a trace is made."""
+        """Return the values as Python numbers, without tracing the access."""
         with without_modes():
             values: list[Any] = self.real.reshape(-1).tolist()
             return values
 
     def tensor(self) -> torch.Tensor:
-        """Return it as an operand."""
+        """Return the tensor as an operand of traced ops."""
         if self._operand is None:
             self._operand = self.make()
         return self._operand
@@ -91,16 +91,16 @@ RunBody = Callable[["ir.Graph", Sequence[Operand]], list[Operand]]
 
 @dataclass(slots=True)
 class NodeCall:
-    """One call of a node: its attributes, and ways to read its inputs.
+    """A call of a node, with access to its attributes and inputs.
 
     Attributes:
-        node: of the graph.
-        version: of the operator set that it belongs to.
-        inputs: its inputs; ``None`` for one that is left out.
-        run_body: runs a graph in an attribute on inputs.
-        real: whether all inputs are known, and it is computed on their real values.
-        attributes: those of the function that it is in, for references to them.
-        float32: what float32 is under the policy: 16 bits, if the model's weights are stored so.
+        node: Node to compute.
+        version: Version of the node's operator set.
+        inputs: Inputs of the node; ``None`` for an omitted one.
+        run_body: Function that runs a graph attribute on inputs.
+        real: Whether all inputs are known and the node is computed on their real values.
+        attributes: Attributes of the enclosing function, for references to them.
+        float32: Dtype that stands for float32: a 16-bit one if the model's weights are stored in it.
     """
 
     node: ir.Node
@@ -129,10 +129,10 @@ class NodeCall:
         return value
 
     def operand(self, value: Operand, beside: Operand) -> Any:
-        """Return an input of an elementwise op: a stored single number as a Python number.
+        """Return an input of an elementwise op, with a stored single number as a Python number.
 
-        Ops on numbers are what a model's own code would call; a number that has more axes than the tensor
-        beside it stays a tensor, since the result has them, too.
+        A model's own code would use such numbers. A number with more axes than the other operand stays a
+        tensor, because the result has these axes.
         """
         if self.real or not isinstance(value, Known) or not value.constant or isinstance(beside, Known):
             return self.tensor(value)
@@ -142,7 +142,7 @@ class NodeCall:
         return value.items()[0]
 
     def ints(self, value: Operand) -> list[int]:
-        """Return the integers of an input; of one that depends on inputs, those of the given inputs."""
+        """Return the integers of an input; for an input that is computed, those of this run."""
         if isinstance(value, Known):
             return [int(item) for item in value.items()]
         return [int(item) for item in self.tensor(value).reshape(-1).tolist()]
@@ -153,7 +153,11 @@ class NodeCall:
         return [float(item) for item in items]
 
     def torch_dtype(self, kind: ir.DataType) -> torch.dtype:
-        """Return the dtype of torch for a type of the node; others do not have those of few bits either."""
+        """Return the torch dtype for an ONNX type.
+
+        Raises:
+            RefusedNode: Torch lacks the type; ONNX Runtime's results would have no dtype either.
+        """
         dtype = torch_dtype_of(kind)
         if dtype is torch.float32 and not self.real:
             return self.float32
@@ -162,7 +166,7 @@ class NodeCall:
         return dtype
 
     def refuse_few_bits(self, index: int) -> None:
-        """Refuse an input of a type of fewer than eight bits where a result would have that type."""
+        """Reject a constant input of less than eight bits, whose type the result would have."""
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
         producer = None if value is None else value.producer()
         stored = None if value is None else value.const_value
@@ -172,49 +176,49 @@ class NodeCall:
             self.torch_dtype(stored.dtype)
 
     def number(self, value: Operand) -> Any:
-        """Return the one number of an input."""
+        """Return the single number of an input."""
         if isinstance(value, Known):
             (item,) = value.items()
             return item
         return self.tensor(value).reshape(()).item()
 
     def optional(self, index: int) -> Operand:
-        """Return an input; ``None`` if it is left out."""
+        """Return an input; ``None`` if it is omitted."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     def is_read(self, index: int) -> bool:
-        """Return whether anything reads an output."""
+        """Return whether an output is used."""
         outputs = self.node.outputs
         return index < len(outputs) and bool(
             outputs[index].name and (outputs[index].uses() or outputs[index].is_graph_output())
         )
 
     def fault(self, what: str) -> Unsupported:
-        """Return the error for a node that cannot be computed here."""
+        """Return the error for a node that no function here computes."""
         return Unsupported(what)
 
 
 def check_size(*shapes: Sequence[int]) -> None:
-    """Refuse tensors that no memory holds."""
+    """Reject absurdly large tensors."""
     elements = max((math.prod(max(size, 0) for size in shape) for shape in shapes), default=0)
     if elements > MAX_ELEMENTS:
         raise RefusedNode(f"its result has {elements:,} elements; {MAX_ELEMENTS:,} may be")
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the results of a function, which may be one."""
+    """Return the results of a function as a list."""
     return list(value) if isinstance(value, tuple) else [value]
 
 
 def operand_tensors(value: Any) -> Any:
-    """Return a value of a graph with tensors in place of known ones."""
+    """Replace known values by tensors, also in sequences."""
     if isinstance(value, list):
         return [operand_tensors(item) for item in value]
     return value.tensor() if isinstance(value, Known) else value
 
 
 def _alike(one: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether two types are one in the file; under a policy, floats differ."""
+    """Return whether two dtypes may be the same type in the file; a policy changes those of floats."""
     return one == other or (one in FLOATS and other in FLOATS)
 
 
@@ -233,19 +237,19 @@ def _in_words(value: Operand) -> str:
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
-    """Return a known tensor as a constant of the trace."""
+    """Recreate a known tensor as a constant of the trace."""
     with without_modes():
         items = value.tolist()
     return torch.tensor(items, dtype=value.dtype).reshape(value.shape)
 
 
 def refers(node: ir.Node) -> bool:
-    """Return whether a constant's value is an attribute of the function that it is in."""
+    """Return whether an attribute of a node refers to one of the enclosing function."""
     return any(attribute.is_ref() for attribute in node.attributes.values())
 
 
 def with_values(call: NodeCall) -> ir.Node:
-    """Return a copy of a node whose attributes have the values that the calling function gives them."""
+    """Copy a node with references to the function's attributes resolved."""
     import onnx_ir as ir
 
     node = call.node
@@ -260,7 +264,7 @@ def with_values(call: NodeCall) -> ir.Node:
 
 
 def standard_body(call: NodeCall) -> ir.Function | None:
-    """Return the body that the standard gives for a node with its attributes and types of inputs.
+    """Return the standard's function body for a node with its attributes and input types.
 
     ``None`` if the standard has none.
     """
@@ -287,7 +291,7 @@ def standard_body(call: NodeCall) -> ir.Function | None:
         return None
     proto.ParseFromString(data)
     computed = {name for node in proto.node for name in node.output} | set(proto.input)
-    for name in set(proto.output) - computed:  # left out of this body, since nothing reads it
+    for name in set(proto.output) - computed:  # the body omits an output that nothing reads
         proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
     function = ir.serde.deserialize_function(proto)
     for name in schema.attributes:

@@ -1,7 +1,7 @@
-"""Leaves the values of large tensors out when an ONNX model is parsed or serialized.
+"""Keeps the values of large tensors out of parsing and serializing ONNX models.
 
-A protocol buffer is handled as a whole, which takes its size in memory twice. Here the bytes of large
-initializers are replaced by references to their place in the file, in the form that ONNX has for
+A protocol buffer is processed as a whole, which takes twice its size in memory. So the bytes of large
+initializers are replaced by references to their position in the file, in the form that ONNX has for
 external data. Field numbers are those of onnx.proto3.
 """
 
@@ -17,8 +17,8 @@ from ampaudit.source.onnx.checks import MAX_NODES, BadGraph
 
 __all__ = ["LARGE", "OWN_FILE", "without_large_values", "write_with_values"]
 
-OWN_FILE = "\x00"  # no path: the location of a tensor in the model's own file
-LARGE = 4096  # bytes: a tensor of more stays in the file
+OWN_FILE = "\x00"  # not a path: the location of a tensor in the model's own file
+LARGE = 4096  # bytes; larger tensors stay in the file
 _MAX_PARSED = 1 << 30  # bytes without large values
 _PARSED_UNCOUNTED = 1 << 23  # bytes that cannot become too many objects
 _MAX_FIELDS = 3_000_000
@@ -27,7 +27,7 @@ _NODE = 1
 _GRAPH, _INITIALIZER, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 7, 5, 9, 13, 14
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-_Message = dict[int, Any]  # what the fields of a message hold, by number
+_Message = dict[int, Any]  # message types of the fields of a message, by number
 _NODES: _Message = {}
 _BODY: _Message = {1: _NODES, 5: {}, 11: {}, 12: {}, 13: {}}
 _NODES[5] = {5: {}, 6: _BODY, 10: {}, 11: _BODY}
@@ -35,7 +35,7 @@ _MODEL: _Message = {7: _BODY, 25: {7: _NODES, 9: {}}}
 
 
 class _Field(NamedTuple):
-    """A field of a message: where it begins, and where its value is."""
+    """A field of a message, with the offsets of its tag and its value."""
 
     number: int
     kind: int
@@ -45,11 +45,11 @@ class _Field(NamedTuple):
 
 
 def without_large_values(data: mmap) -> bytes:
-    """Return the bytes of a ModelProto in which the values of large initializers are external.
+    """Return the bytes of a ModelProto with large initializers turned into external data.
 
     Raises:
-        BadGraph: it has too many nodes, or is too large without these values.
-        ValueError: it ends too early, or is not a protocol buffer.
+        BadGraph: The model has too many nodes, or is too large without these values.
+        ValueError: The data ends too early, or is not a protocol buffer.
     """
     stripped = bytearray()
     for field in _fields(data, 0, len(data)):
@@ -63,12 +63,12 @@ def without_large_values(data: mmap) -> bytes:
 
 
 def write_with_values(stripped: bytes, stream: IO[bytes], values: Sequence[Callable[[], Buffer]]) -> None:
-    """Write a ModelProto, and put values in the places of references to its own file.
+    """Write a ModelProto, replacing references to its own file by values.
 
     Args:
-        stripped: its bytes; a reference has the number of its value as offset, and its bytes as length.
-        stream: takes the bytes.
-        values: make the bytes of each when its place is reached.
+        stripped: Serialized model; a reference holds the index of its value as offset, and its size as length.
+        stream: Binary stream to write to.
+        values: Functions that return the bytes of each value, called in order of the file.
     """
     for field in _fields(stripped, 0, len(stripped)):
         if field.number != _GRAPH or field.kind != _BYTES:
@@ -86,7 +86,7 @@ def write_with_values(stripped: bytes, stream: IO[bytes], values: Sequence[Calla
 
 
 class _Reference(NamedTuple):
-    """A tensor whose value is elsewhere: what to write before it, and the bytes of both."""
+    """A tensor without its value: the index of the value, the bytes before it, and the size of both."""
 
     number: int
     head: bytes
@@ -94,7 +94,7 @@ class _Reference(NamedTuple):
 
 
 def _reference(data: bytes, field: _Field) -> _Reference | None:
-    """Return what to write for an initializer that refers to its own file; ``None`` for another field."""
+    """Return the reference of an initializer to the model's own file; ``None`` for other fields."""
     if field.number != _INITIALIZER or field.kind != _BYTES:
         return None
     rest, location = bytearray(), {}
@@ -127,14 +127,14 @@ def _graph(data: mmap, graph: _Field) -> bytes:
 
 
 def _within_limit(data: mmap, field: _Field, output: bytearray) -> bytes:
-    """Return the bytes of a field, if there is room for them beside others."""
+    """Return the bytes of a field, unless the output would exceed its limit."""
     if len(output) + field.end - field.begin > _MAX_PARSED:
         raise BadGraph(f"has more than {_MAX_PARSED:,} bytes beside its initializers", _STORE)
     return data[field.begin : field.end]
 
 
 def _count(data: bytearray, start: int, end: int, message: _Message, count: int) -> int:
-    """Count the fields of messages within each other; a few bytes of each become hundreds in memory."""
+    """Count the fields of nested messages; a few bytes of each take hundreds in memory."""
     for field in _fields(data, start, end):
         count += 1
         if count > _MAX_FIELDS:
