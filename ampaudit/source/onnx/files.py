@@ -33,18 +33,18 @@ _DTYPES = {
 }  # fmt: skip
 _POINTER = b"version https://git-lfs"
 _HALF_BYTES = ("INT4", "UINT4")
-_MAX_RANK = 64  # of a tensor in torch
+_MAX_RANK = 64  # torch's limit
 _SAVE_AGAIN = "export or download it again"
 _NO_TYPE = "torch has no such type: store it as float32, or leave the part of the model out that needs it"
 
 
 @dataclass(slots=True)
 class OnnxFile:
-    """An ONNX model with its tensors, which stay in their files until they are read.
+    """An ONNX model whose tensors stay in their files until they are read.
 
     Attributes:
-        path: of the file.
-        model: its graph; tensors in it must be read through ``tensor``.
+        path: Path of the file.
+        model: The model; its tensors must be read through ``tensor``.
     """
 
     path: Path
@@ -53,18 +53,18 @@ class OnnxFile:
     _read: dict[tuple[Path, int, int, int], torch.Tensor] = field(default_factory=dict)
 
     def reopened(self) -> OnnxFile:
-        """Return the model as it is in the file, with the same tensors in memory."""
+        """Read the model again, sharing the tensors in memory."""
         again = read_onnx(self.path)
         again._mappings, again._read = self._mappings, self._read
         return again
 
     def tensor(self, value: ir.TensorProtocol, place: str = "") -> torch.Tensor:
-        """Return the values of a tensor, mapped where their place in the file is aligned.
+        """Return the values of a tensor, memory-mapped if they are aligned in the file.
 
-        Numbers of four bits become int8. A tensor without a name is called by its ``place``.
+        Four-bit numbers become int8. Errors name a tensor without a name by its ``place``.
 
         Raises:
-            SourceError: its data is elsewhere, shorter than it says, or of a type that torch lacks.
+            SourceError: The data is missing, of the wrong size, or of a type that torch lacks.
         """
         import onnx_ir as ir
 
@@ -113,7 +113,7 @@ class OnnxFile:
         if key not in self._read:
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
             if start % alignment:
-                flat = flat.clone()  # kernels may want aligned values
+                flat = flat.clone()  # kernels may require alignment
                 _forget(mapping, start, size)
             self._read[key] = flat
         return self._read[key]
@@ -122,7 +122,7 @@ class OnnxFile:
         """Return the value of a Constant node.
 
         Raises:
-            SourceError: it is text, or not there.
+            SourceError: The value is text, or missing.
         """
         for name, attribute in node.attributes.items():
             if name == "value":
@@ -135,11 +135,11 @@ class OnnxFile:
 
     @property
     def displayed_path(self) -> str:
-        """The path for messages."""
+        """The path of the file for messages."""
         return describe_path(self.path)
 
     def graphs(self) -> Iterator[ir.Graph | ir.Function]:
-        """Return the graph, the bodies inside it, and the model's functions."""
+        """Yield the graph, the bodies inside it, and the model's functions."""
         yield self.model.graph
         yield from self.model.graph.subgraphs()
         for function in self.model.functions.values():
@@ -147,12 +147,12 @@ class OnnxFile:
             yield from function.subgraphs()
 
     def nodes(self) -> Iterator[ir.Node]:
-        """Return the nodes of all graphs."""
+        """Yield the nodes of all graphs."""
         for graph in self.graphs():
             yield from graph
 
     def version(self, node: ir.Node) -> int:
-        """Return the version of the operator set that a node belongs to."""
+        """Return the version of a node's operator set."""
         domain = plain_domain(node.domain)
         if node.version is not None:
             return node.version
@@ -169,7 +169,7 @@ class OnnxFile:
         return self.path if location == OWN_FILE else self._inside(location, str(value.name))
 
     def _inside(self, location: str, name: str) -> Path:
-        """Return the file of external data, which must be in the model's directory."""
+        """Return the path of external data, which must lie in the model's directory."""
         folder = self.path.parent.resolve()
         what = f"the data of {describe(name)!r}"
         try:
@@ -191,15 +191,15 @@ class OnnxFile:
 
 
 def torch_dtype_of(dtype: ir.DataType) -> torch.dtype | None:
-    """Return the dtype of torch; ``None`` for strings and numbers of less than eight bits."""
+    """Return the torch dtype; ``None`` for strings and numbers of less than eight bits."""
     return _DTYPES.get(dtype.name)
 
 
 def read_onnx(path: Path) -> OnnxFile:
-    """Read a model; its tensors stay where they are.
+    """Read a model, leaving its tensors in their files.
 
     Raises:
-        SourceError: missing, truncated, or not an ONNX model.
+        SourceError: The file is missing, truncated, or not an ONNX model.
     """
     onnx, ir = _packages(path)
     if not path.exists():
@@ -235,7 +235,7 @@ def _packages(path: Path) -> tuple[Any, Any]:
 
 
 def _sort(graph: ir.Graph | ir.Function) -> None:
-    """Bring nodes into an order in which each comes after those whose results it reads."""
+    """Sort nodes topologically."""
     try:
         graph.sort()
     except ValueError:
@@ -245,7 +245,7 @@ def _sort(graph: ir.Graph | ir.Function) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the first of the errors that led to an error."""
+    """Return the root cause of an exception."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -256,13 +256,13 @@ def _at_least_one(size: int) -> int:
 
 
 def _unpacked(flat: torch.Tensor, elements: int, *, signed: bool) -> torch.Tensor:
-    """Return numbers of four bits, the lower ones of each byte first, as int8."""
+    """Unpack four-bit numbers to int8, the lower half of each byte first."""
     pairs = torch.stack([flat & 15, flat >> 4], -1).view(-1)[:elements].to(torch.int8)
     return (pairs ^ 8) - 8 if signed else pairs
 
 
 def _forget(mapping: mmap.mmap, start: int, size: int) -> None:
-    """Release the pages of values that were copied."""
+    """Release the pages of copied values."""
     if hasattr(mmap, "MADV_DONTNEED"):
         begin, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + size
         mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)

@@ -1,4 +1,4 @@
-"""Names of the nodes and tensors of an ONNX model: of layers, parameters and source lines."""
+"""Names the nodes and tensors of an ONNX model, and finds their layers and source lines."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"
 _NUMBERED = re.compile(r"@-?[0-9]+$")
 _MAX_NAME = 200  # characters
-_MAX_DEPTH = 20  # modules within each other
+_MAX_DEPTH = 20  # nested modules
 
 
 class NodeNames:
-    """Names every node of a model, its constants, and the values that are not read after it."""
+    """Unique names for the nodes and stored tensors of a model, and the last uses of values."""
 
     def __init__(self, model: ir.Model) -> None:
         self._last: dict[int, dict[Any, list[str]]] = {}
         self._origins: dict[Any, Mapping[str, Any]] = {}
-        self._graphs: dict[int, int] = {}  # their numbers; that of the model's graph is 0
+        self._graphs: dict[int, int] = {}  # graph numbers by id; the model's graph is 0
         self._names: dict[ir.Node, str] = {}
         times: Counter[str] = Counter()
         outers: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
@@ -48,24 +48,24 @@ class NodeNames:
                     self._names[node] = name if times[name] == 1 else f"{name}~{times[name]}"
 
     def of(self, node: ir.Node) -> str:
-        """Return a node's name, or that of its first output if it has none; no two nodes share one."""
+        """Return the unique name of a node, by default that of its first output."""
         return self._names.get(node) or _plain_name(node)
 
     def stored(self, graph: Any, name: str) -> str:
-        """Return the name under which an initializer is stored; those of inner graphs get a number."""
+        """Return the storage name of an initializer, with a number for those of inner graphs."""
         number = self._graphs.get(id(graph), -1)
         return f"{name}@{number}" if number or _NUMBERED.search(name) else name
 
     def stored_constant(self, node: ir.Node) -> str:
-        """Return the name under which the value of a Constant node is stored."""
+        """Return the storage name of the value of a Constant node."""
         graph = node.graph
         assert graph is not None
         return self.stored(graph, f"{node.outputs[0].name}")
 
     def origin(self, node: ir.Node, caller: str = "") -> Mapping[str, Any]:
-        """Return the metadata of the ops of a node: its name as layer, and the line that it comes from.
+        """Return the metadata of a node's ops: its name as layer, and its source line.
 
-        A node of a function is named after the node that calls the function, too.
+        The name of a node in a function begins with that of the calling node.
         """
         if (node, caller) not in self._origins:
             name = f"{caller}/{self.of(node)}" if caller else self.of(node)
@@ -78,7 +78,7 @@ class NodeNames:
         return self._origins[node, caller]
 
     def last_uses(self, graph: Any) -> Mapping[Any, list[str]]:
-        """Return for each node of a graph the values that only it and nodes before it read."""
+        """Return the values that each node of a graph is the last to read."""
         if id(graph) not in self._last:
             last: dict[str, Any] = {}
             for node in graph:
@@ -98,7 +98,7 @@ class NodeNames:
 
 
 def layer_name(origin: Mapping[str, Any]) -> str:
-    """Return the layer in the metadata of a node's ops."""
+    """Return the layer from the metadata of a node's ops."""
     return str(next(iter(origin["nn_module_stack"])))
 
 
@@ -108,7 +108,7 @@ def _plain_name(node: ir.Node) -> str:
 
 
 def _module_scope(node: ir.Node) -> str:
-    """Return the path of the module that a node was exported from; empty if the exporter did not say."""
+    """Return the path of the exported module that a node comes from; empty if unknown."""
     try:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -118,9 +118,9 @@ def _module_scope(node: ir.Node) -> str:
 
 
 def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Return the module for a tensor of that name, its path, and the attribute; dots make modules.
+    """Return the module, its path, and the attribute to store a tensor under; dots separate modules.
 
-    No attribute of a module is hidden by a tensor, and no tensor by another.
+    No tensor hides an attribute of a module or another tensor.
     """
     parts = name.split(".")
     if len(parts) > _MAX_DEPTH or not all(parts) or len(name) > _MAX_NAME:
@@ -128,7 +128,7 @@ def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     module = root
     for index, part in enumerate(parts[:-1]):
         if part not in module._modules:
-            if _is_taken(module, part):  # by a tensor, such as a beside a.b, or by the module itself
+            if _is_taken(module, part):  # by a tensor, as in a and a.b, or an attribute of nn.Module
                 parts = [*parts[:index], "_".join(parts[index:])]
                 break
             module.add_module(part, nn.Module())
@@ -142,29 +142,29 @@ def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 
 
 def _is_taken(module: nn.Module, name: str) -> bool:
-    """Return whether a module has that attribute, or others may give it one."""
+    """Return whether a name is used or reserved in a module."""
     return not name or name.startswith("_") or hasattr(module, name)
 
 
 def shortened(name: str) -> str:
-    """Return a name that can be printed, cut in its middle if it is long; different ones stay different."""
+    """Return a printable name; long ones are shortened in the middle and stay distinct."""
     if len(name) <= _MAX_NAME:
         return escape_control(name)
     return f"{describe(name, _MAX_NAME)}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def axis_of(node: ir.Node, default: int) -> int:
-    """Return the axis of a node, or what its operator takes without one."""
+    """Return the axis attribute of a node, or the default of its operator."""
     return node.attributes["axis"].as_int() if "axis" in node.attributes else default
 
 
 def plain_domain(name: str) -> str:
-    """Return the domain of an operator set; the standard one has two names."""
+    """Return the domain of an operator set, with the empty name for the standard one."""
     return "" if name in STANDARD else name
 
 
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
-    """Return the graphs inside a node."""
+    """Return the graph attributes of a node."""
     bodies: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.ref_attr_name is None and attribute.type.name == "GRAPH":
@@ -175,7 +175,7 @@ def bodies_of(node: ir.Node) -> list[ir.Graph]:
 
 
 def _captured(node: ir.Node) -> set[str]:
-    """Return the names that the bodies of a node read from around it."""
+    """Return the names that the bodies of a node read, including those of the enclosing graph."""
     names: set[str] = set()
     for graph in bodies_of(node):
         for inner in graph:

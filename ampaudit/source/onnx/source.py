@@ -35,11 +35,11 @@ _REFUSED = {
 
 
 def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
-    """Open a model, with inputs from --inputs or made from the types of the graph.
+    """Open a model, with inputs from --inputs or random ones of the graph's types.
 
     Raises:
-        SourceError: see ``read_onnx``.
-        InputError: the inputs are not what the graph takes.
+        SourceError: See ``read_onnx``.
+        InputError: The inputs do not match the graph.
     """
     for name, why in _REFUSED.items():
         if getattr(options, name):

@@ -156,7 +156,7 @@ class NodeCall:
         """Return the torch dtype for an ONNX type.
 
         Raises:
-            RefusedNode: Torch lacks the type; ONNX Runtime's results would have no dtype either.
+            RefusedNode: Torch has no such type.
         """
         dtype = torch_dtype_of(kind)
         if dtype is torch.float32 and not self.real:

@@ -66,7 +66,7 @@ def write_with_values(stripped: bytes, stream: IO[bytes], values: Sequence[Calla
     """Write a ModelProto, replacing references to its own file by values.
 
     Args:
-        stripped: Serialized model; a reference holds the index of its value as offset, and its size as length.
+        stripped: Serialized model; a reference has the index of its value as offset, and its size as length.
         stream: Binary stream to write to.
         values: Functions that return the bytes of each value, called in order of the file.
     """

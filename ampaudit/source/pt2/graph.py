@@ -26,12 +26,12 @@ __all__ = ["UnknownOperator", "build_graph", "operator_named", "weight_of"]
 _OVERLOAD = re.compile(r"torch\.ops\.(aten|prims)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
 _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]+)", re.ASCII)
 _FUNCTION = re.compile(r"(_operator|math|torch|torch\._functorch\.predispatch)\.(\w+)", re.ASCII)
-# those that write files, print, change the process, or trust sizes, indices and pointers that they are given
+# operators that write files, print, change the process, or trust their sizes, indices and pointers
 _FORBIDDEN = re.compile(
     r"from_file|_foreach_copy|save|print|manual_seed|backward|set_data|make_dual|pin_memory|\w*_unsafe|to_padded_tensor"
     r"|(sparse|to_sparse|fbgemm|quantized|cudnn|miopen|mps)(_\w+)?|\w+_mps|sspaddmm|hspmm|\w*_?jvp"
 )
-# of the operators that are private, or half of a backward pass, those that honest programs hold
+# private and backward operators, and those of them that exported programs contain
 _INTERNAL = re.compile(r"_(?!_\w+__$)\w+|\w+_backward\w*")
 _KNOWN_INTERNAL = re.compile(
     r"(?!.*backward)(_adaptive_avg_pool[23]d|_add_relu|_addmm_activation|_aminmax|_assert_\w+|_autocast_\w+|_cast_\w+"
@@ -48,8 +48,10 @@ _KNOWN_INTERNAL = re.compile(
     r"|native_dropout|select|sigmoid|silu|slice|softplus|tanh|threshold|native_layer_norm)_backward"
     r"|_(log_)?softmax_backward_data"
 )
-_RAW = re.compile(r"Storage|Stream|__torch__|Any|Dict|Future")  # types of arguments
-# without while_loop, which need not end
+_RAW = re.compile(
+    r"Storage|Stream|__torch__|Any|Dict|Future"
+)  # types of arguments that operators must not have
+# without while_loop, which may not end
 _HIGHER_ORDER_NAMES = frozenset(
     {
         "associative_scan",
@@ -109,16 +111,16 @@ _CONSTANT_INPUTS = ("as_none", "as_int", "as_float", "as_bool", "as_string")
 def build_graph(
     root: nn.Module, graph: Graph, inputs: Sequence[InputSpec], outputs: Sequence[OutputSpec]
 ) -> fx.GraphModule:
-    """Build a module that takes the program's own inputs; it reads weights from its attributes.
+    """Build a module that takes the user's inputs and reads the weights from its attributes.
 
     Args:
-        root: holds the weights under their names.
-        graph: the nodes, with weights as inputs.
-        inputs: what each input of the graph is.
-        outputs: what each output of the graph is: the program's, or what it writes to a buffer or an input.
+        root: Module that holds the weights under their names.
+        graph: Graph with the weights as inputs.
+        inputs: Kind of each input of the graph.
+        outputs: Kind of each output of the graph: the program's, or a write to a buffer or input.
 
     Raises:
-        ValueError: a value that does not exist, an operator that may not be called, or another fault.
+        ValueError: The graph uses a missing value or a forbidden operator, or is otherwise invalid.
     """
     builder = _Builder(root, count())
     if len(graph["inputs"]) != len(inputs) or len(graph["outputs"]) != len(outputs):
@@ -135,10 +137,10 @@ def build_graph(
 
 
 def weight_of(spec: InputSpec) -> tuple[str, str] | None:
-    """Return the kind and the name of a stored tensor that is an input of the graph; ``None`` for a user's.
+    """Return the kind and name of the stored tensor that is an input of the graph; ``None`` for a user's.
 
     Raises:
-        ValueError: an input that only code could make.
+        ValueError: Only code could create the input.
     """
     kind, value = only(spec, "input")
     if kind in ("user_input", "constant_input"):
@@ -155,7 +157,7 @@ def _with_writes(
     specs: Sequence[OutputSpec],
     targets: Mapping[tuple[str, str], fx.Node],
 ) -> tuple[Any, ...]:
-    """Add the program's writes to buffers and inputs; return its own outputs."""
+    """Add the program's writes to buffers and inputs, and return its own outputs."""
     copies: dict[fx.Node, fx.Node] = {}
     returned = []
     for value, spec in zip(results, specs, strict=True):
@@ -179,11 +181,11 @@ def _with_writes(
 
 
 class _Builder:
-    """A graph in the making, with the values that it has computed by their names in the file."""
+    """Builds a graph, and keeps its values by their names in the file."""
 
     def __init__(self, root: nn.Module, nodes: Iterator[int]) -> None:
         self.root = root
-        self._nodes = nodes  # numbers the nodes of all graphs
+        self._nodes = nodes  # counts the nodes of all graphs
         self.graph = fx.Graph()
         self.values: dict[str, fx.Node] = {}
         self._inner_graphs: dict[str, Graph] = {}
@@ -215,7 +217,7 @@ class _Builder:
             call.meta = layers_and_line(node["metadata"])
             for value in (*args, *kwargs.values()):
                 if isinstance(value, fx.Node) and value.op == "get_attr" and not value.meta:
-                    value.meta = dict(call.meta)  # an inner graph has none of its own
+                    value.meta = dict(call.meta)  # inner graphs have no metadata of their own
             self._results(node, call)
 
     def output(self, argument: Argument) -> Any:
@@ -239,7 +241,7 @@ class _Builder:
         return self._value(kind, value)
 
     def _value(self, kind: str, value: Any) -> Any:
-        """Return an argument as what a call takes: nodes, numbers, dtypes."""
+        """Convert an argument to nodes, numbers, dtypes and containers of these."""
         if kind == "as_none":
             return None
         if kind in _PLAIN:
@@ -279,7 +281,7 @@ class _Builder:
             raise ValueError(f"it uses {describe(name)!r} before it is computed") from None
 
     def _inner(self, name: str, graph: Graph) -> fx.Node:
-        """Add a graph that an operator takes, such as a branch of ``torch.cond``."""
+        """Add a graph argument of an operator, such as a branch of ``torch.cond``."""
         plain = identifier(name)
         if plain not in self._inner_graphs and not hasattr(self.root, plain):
             self._inner_graphs[plain] = graph
@@ -290,7 +292,7 @@ class _Builder:
         return self._create("get_attr", plain, name=plain)
 
     def _results(self, node: Node, call: fx.Node) -> None:
-        """Name what a call returns, and take apart what it returns together."""
+        """Register the results of a call, unpacking tuples and lists."""
         results = [result_names(*only(item, "output")) for item in node["outputs"]]
         in_tuple = node.get("is_hop_single_tensor_return") is False
         if len(results) != 1 or (in_tuple and results != [None]):
@@ -362,10 +364,10 @@ class UnknownOperator(ValueError):
 
 
 def operator_named(name: str) -> Callable[..., Any]:
-    """Return the operator that a program calls by its name, such as ``torch.ops.aten.add.Tensor``.
+    """Return the operator of a name such as ``torch.ops.aten.add.Tensor``.
 
     Raises:
-        UnknownOperator: this version of torch lacks it, or programs may not call it.
+        UnknownOperator: This version of torch lacks it, or programs may not call it.
     """
     if match := _OVERLOAD.fullmatch(name):
         return _overload(name, *match.groups())
@@ -386,7 +388,7 @@ def _overload(name: str, namespace: str, packet: str, overload: str) -> OpOverlo
     internal = _INTERNAL.fullmatch(packet) and (
         not _KNOWN_INTERNAL.fullmatch(packet) or any(a.is_out for a in arguments)
     )
-    # without a kernel, it is a function of TorchScript on Python's values
+    # an operator without a kernel is a TorchScript function on Python values
     if raw or internal or _FORBIDDEN.fullmatch(packet) or not torch._C._dispatch_has_kernel(op.name()):
         raise UnknownOperator(name, "may not be called from a file: it reaches beyond its tensors")
     return op
@@ -414,7 +416,7 @@ def _function(name: str, module: str, short: str) -> Callable[..., Any]:
 
 @functools.cache
 def _with_bounded_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operator on sizes, so that a chain of them cannot fill the memory with one integer."""
+    """Wrap an operator on sizes so that its result cannot exceed 64 bits."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -429,7 +431,7 @@ def _with_bounded_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _surely_large(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return whether computing an integer would itself take long."""
+    """Return whether merely computing the integer would take long."""
     if len(args) != 2 or not all(type(a) is int for a in args):
         return False
     base, exponent = args
@@ -439,10 +441,10 @@ def _surely_large(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def only(union: Any, what: str) -> tuple[str, Any]:
-    """Return the one member of a union.
+    """Return the kind and value of the single member of a union.
 
     Raises:
-        ValueError: it has none or several.
+        ValueError: The union has no member, or several.
     """
     if len(union) != 1:
         raise ValueError(f"an {what} has {len(union)} values instead of one")
@@ -451,12 +453,12 @@ def only(union: Any, what: str) -> tuple[str, Any]:
 
 
 def list_item(item: Any, kind: str) -> tuple[str, Any]:
-    """Return the kind and the value of an item of a list, whose items are of one kind or unions."""
+    """Return the kind and value of a list item, which is a union if the list has no kind."""
     return (kind, item) if kind else only(item, "argument")
 
 
 def result_names(kind: str, value: Any) -> Any:
-    """Return the name of a result, nested names for lists, and ``None`` for what nobody can use."""
+    """Return the name of a result, nested names for a list, or ``None`` for a constant."""
     if kind == "as_tensor":
         return str(value["name"])
     if kind in SYMBOLS:
@@ -480,7 +482,7 @@ def call_arguments(
         if argument.name not in values:
             if not argument.has_default_value():
                 raise ValueError(f"a call of {target} lacks its argument {argument.name}")
-            positional = False  # what follows has no place of its own
+            positional = False  # later arguments are no longer positional
             continue
         kind, value = values.pop(argument.name)
         by_default = _KEYWORD if argument.has_default_value() or argument.kwarg_only else POSITIONAL
@@ -496,7 +498,7 @@ def call_arguments(
 
 
 def setting(kind: str, value: Any) -> Any:
-    """Return a dtype, layout, device or memory format."""
+    """Convert a dtype, layout, device or memory format."""
     if kind == "as_scalar_type" and value in SERIALIZED_DTYPES:
         return SERIALIZED_DTYPES[value]
     if kind == "as_memory_format" and value in _MEMORY_FORMATS:
@@ -510,23 +512,23 @@ def setting(kind: str, value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """Return a number, or nested lists of them, in which JSON writes those that are not finite as text."""
+    """Convert a number, or nested lists of them; JSON writes non-finite ones as text."""
     if isinstance(value, list):
         return [number(item) for item in value]
     return {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}.get(value, value)
 
 
 def identifier(name: str) -> str:
-    """Return a name that is safe in the Python code that torch makes of a graph."""
+    """Return a name that is safe in the Python code that torch generates for a graph."""
     plain = re.sub(r"\W", "_", name[:200], flags=re.ASCII)
     return f"_{plain}" if not plain.isidentifier() or keyword.iskeyword(plain) else plain
 
 
 def attribute_path(path: str) -> str:
-    """Return a dotted name of an attribute if each part is one that modules leave free.
+    """Return a dotted attribute name, after checking that no part of it is reserved.
 
     Raises:
-        ValueError: it is not.
+        ValueError: A part is reserved, or not an identifier.
     """
     parts = path.split(".")
     if not all(map(_is_attribute, parts)) or parts[0] in _GRAPH_NAMES:
@@ -540,7 +542,7 @@ def _is_attribute(part: str) -> bool:
 
 
 def layers_and_line(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the layers and the source line of a node, as far as they are told."""
+    """Return the layers and source line of a node, as far as its metadata has them."""
     meta: dict[str, Any] = {}
     if trace := metadata.get("stack_trace"):
         meta["stack_trace"] = trace
@@ -551,7 +553,7 @@ def layers_and_line(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _split(item: str) -> tuple[str, str, str]:
-    """Split ``key,path,type``, of which the last two may hold commas in brackets."""
+    """Split ``key,path,type``; brackets in the last two may hold commas."""
     parts = list(_at_commas(item))
     if len(parts) != 3:
         raise ValueError("a node's layers cannot be read")

@@ -22,7 +22,7 @@ from ampaudit.source.pt2.tensors import read_tensors
 
 __all__ = ["StoredProgram", "read_program"]
 
-_MAX_JSON = 96_000_000  # bytes; a program has some 2,000 per op
+_MAX_JSON = 96_000_000  # bytes; some 2,000 per op
 _MAJOR = 8
 _READ = (
     "archive_format",
@@ -33,7 +33,7 @@ _READ = (
     "version",
 )
 _FOLDERS = ("models", "data/weights", "data/constants", "data/sample_inputs")
-_EXTRA = "extra/"  # texts that the user added; they are not read
+_EXTRA = "extra/"  # texts added by the user, which are not read
 _TRUST = "export it again with this version of PyTorch, or pass --trust to run what it contains"
 
 
@@ -42,11 +42,11 @@ class StoredProgram:
     """An exported program.
 
     Attributes:
-        graph: takes the inputs as a flat list, with the weights as its attributes.
-        inputs: how the arguments and keyword arguments are nested.
-        outputs: how the outputs are nested.
-        example: arguments and keyword arguments; ``None`` if the file has none.
-        weights: parameters and buffers by the model's names.
+        graph: Module that takes a flat list of inputs and holds the weights as attributes.
+        inputs: Nesting of the arguments and keyword arguments.
+        outputs: Nesting of the outputs.
+        example: Example arguments and keyword arguments; ``None`` if the file has none.
+        weights: Parameters and buffers by the model's names.
     """
 
     graph: fx.GraphModule
@@ -57,10 +57,10 @@ class StoredProgram:
 
 
 def read_program(path: Path) -> StoredProgram:
-    """Read a program without running anything that its file contains.
+    """Read a program without running code from its file.
 
     Raises:
-        SourceError: missing, corrupt, or with content that only code could read: pickled objects,
+        SourceError: The file is missing, corrupt, or has content that only code could read: pickled objects,
             libraries, operators of another package.
     """
     try:
@@ -102,7 +102,7 @@ def _read(archive: Archive) -> StoredProgram:
 
 
 def _check_structure(inputs: pytree.TreeSpec, outputs: pytree.TreeSpec, signature: Signature) -> None:
-    """Check that the nesting of the inputs and outputs fits the graph's."""
+    """Check that the nesting of inputs and outputs fits the graph."""
     shape = [child.type for child in inputs.children()] if inputs.type is tuple else []
     input_count = sum(weight_of(spec) is None for spec in signature["input_specs"])
     output_count = sum("user_output" in spec for spec in signature["output_specs"])
@@ -111,7 +111,7 @@ def _check_structure(inputs: pytree.TreeSpec, outputs: pytree.TreeSpec, signatur
 
 
 def _model_in(archive: Archive) -> str:
-    """Return the name of the program, after checking that the archive holds nothing but programs."""
+    """Return the name of the program, after checking that the archive holds nothing else."""
     for member in archive.members:
         folder = str(PurePosixPath(member).parent)
         if member not in _READ and folder not in _FOLDERS and not member.startswith(_EXTRA):
@@ -160,7 +160,7 @@ def _attach(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None
 
 
 def _leave_out_of_state_dict(module: nn.Module, path: str) -> None:
-    """Make a buffer not persistent, as constants are; building a graph module makes all of them so."""
+    """Make a buffer non-persistent, as constants are; building a graph module has made it persistent."""
     owner, _, leaf = path.rpartition(".")
     place = module.get_submodule(owner)
     tensor = place.get_buffer(leaf)

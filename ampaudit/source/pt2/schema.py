@@ -1,4 +1,4 @@
-"""The JSON in an exported program, as far as it is read (torch/_export/serde/schema.py, version 8).
+"""The JSON schema of an exported program (torch/_export/serde/schema.py, version 8).
 
 Expressions, guards and ranges are only checked: a replayed graph computes its sizes from its inputs, so
 nothing needs to evaluate them.
@@ -42,7 +42,7 @@ _FUNCTION = re.compile(
 _METHODS = frozenset({"dim", "ndim", "numel", "shape", "size", "storage_offset", "stride"})
 _NAME = re.compile(r"(?!.*__)[A-Za-z_]\w*", re.ASCII)
 STRICT = ConfigDict(strict=True)
-# a union is written as an object with the name of its only member
+# a union is an object with exactly one member
 UNION = ConfigDict(strict=True, extra="forbid")
 
 Name = Annotated[str, Field(max_length=4_000)]
@@ -54,10 +54,10 @@ Nothing = bool | list[Any]  # ``true``; older versions of torch wrote an empty l
 
 @lru_cache(4096)
 def check_expression(text: str) -> str:
-    """Return an expression or guard if it consists of numbers, sizes, and functions of them.
+    """Check that an expression or guard consists of numbers, sizes, and functions of them.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: The expression holds anything else.
     """
     try:
         if len(text) > _MAX_LENGTH:
@@ -253,7 +253,7 @@ class InputMutation(TypedDict):
 
 
 class InputSpec(TypedDict, total=False):
-    """What an input of the graph is: the user's, or a stored tensor."""
+    """The kind of an input of the graph: the user's, or a stored tensor."""
 
     __pydantic_config__ = UNION  # type: ignore[misc]
     user_input: Any
@@ -266,7 +266,7 @@ class InputSpec(TypedDict, total=False):
 
 
 class OutputSpec(TypedDict, total=False):
-    """What an output of the graph is: the program's, or what it writes to a stored tensor or an input."""
+    """The kind of an output of the graph: the program's, or a write to a stored tensor or input."""
 
     __pydantic_config__ = UNION  # type: ignore[misc]
     user_output: Any
@@ -280,7 +280,7 @@ class OutputSpec(TypedDict, total=False):
 
 
 class Signature(TypedDict):
-    """What each input and output of the graph is."""
+    """The kinds of the graph's inputs and outputs."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     input_specs: list[InputSpec]

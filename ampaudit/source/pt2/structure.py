@@ -1,4 +1,4 @@
-"""Reads how a program's inputs and outputs are nested; no class is imported for it."""
+"""Reads how a program's inputs and outputs are nested, without importing classes."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _KEYS = TypeAdapter(list[str | int], config=ConfigDict(strict=True))
 
 
 def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
-    """Parse a structure as ``torch.utils._pytree.treespec_dumps`` writes it.
+    """Parse the output of ``torch.utils._pytree.treespec_dumps``.
 
     Args:
-        text: the version and the nested containers, in JSON.
-        output: whether it is that of the outputs, in which a class of a library is read as a dict of its
+        text: Version and nested containers, in JSON.
+        output: Whether it describes outputs, in which an object is read as a dict of its
             fields or as a tuple; inputs must consist of Python's own containers.
 
     Raises:
-        ValueError: not such a text, or a container that only code could build.
+        ValueError: The text is malformed, or holds a container that only code could build.
     """
     document = parse_json(text)
     if not isinstance(document, list) or len(document) != 2 or document[0] != _VERSION:
@@ -61,10 +61,10 @@ def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
 
 
 def flatten(value: Any, structure: pytree.TreeSpec) -> list[Any]:
-    """Return the leaves of a value in the order of a structure; any sequence may stand for another.
+    """Return the leaves of a value in the order of a structure; sequence types are interchangeable.
 
     Raises:
-        ValueError: it is nested in another way.
+        ValueError: The value is nested in another way.
     """
     if structure.is_leaf():
         return [value]
@@ -100,13 +100,13 @@ def _spec(spec: _Spec, output: bool) -> pytree.TreeSpec:
 
 
 def _keys(context: Any) -> list[str | int] | None:
-    """Return the keys of a dict, or the names of an object's fields, if they are there."""
+    """Return the keys of a dict or the field names of an object, if the context has them."""
     if isinstance(context, str):
         try:
             context = parse_json(context)
         except ValueError:
             return None
-    if isinstance(context, dict):  # of a defaultdict
+    if isinstance(context, dict):  # a defaultdict
         context = context.get("dict_context")
     try:
         keys = _KEYS.validate_python(context)

@@ -69,7 +69,7 @@ class TensorMeta(TypedDict):
 
 
 class Payload(TypedDict):
-    """Where a tensor's bytes are."""
+    """The location of a tensor's bytes."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     path_name: Name
@@ -88,7 +88,7 @@ _PAYLOADS = TypeAdapter(PayloadTable)
 
 @dataclass(slots=True)
 class StoredTensors:
-    """The tensors of one folder of an archive by name; equal entries of the table are one object."""
+    """The tensors in a folder of an archive by name; equal entries share one object."""
 
     archive: Archive
     folder: str
@@ -96,10 +96,10 @@ class StoredTensors:
     _same: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, payload: Payload) -> None:
-        """Map a tensor into memory.
+        """Add a tensor, mapped into memory.
 
         Raises:
-            ValueError: its bytes are missing, or its table does not fit them.
+            ValueError: Its bytes are missing, or do not fit its table entry.
         """
         path, meta = payload["path_name"], payload["tensor_meta"]
         if payload["use_pickle"] or meta is None or not path.startswith(("weight_", "tensor_")):
@@ -143,8 +143,8 @@ def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.T
     """Map the tensors that a table lists.
 
     Raises:
-        SourceError: the table or a tensor cannot be read.
-        ValueError: the table does not fit the bytes.
+        SourceError: The table or a tensor cannot be read.
+        ValueError: The table does not fit the bytes.
     """
     text = archive.read(f"{folder}{table}", MAX_TABLE)
     payloads = validate(

@@ -29,7 +29,7 @@ def attention(
     past_value: Operand = None,
     lengths: Operand = None,
 ) -> Any:
-    """Attend; what torch's op has no argument for is left to the function of the standard."""
+    """Attend; the standard's function covers what torch's op has no argument for."""
     others = set(call.node.attributes) - _UNDERSTOOD
     if others or call.attribute("softcap", 0.0) or call.is_read(3) or lengths is not None:
         raise call.fault("torch's attention has no such argument")
@@ -97,7 +97,7 @@ def multi_head_attention(
     past_value: Operand = None,
     *others: Operand,
 ) -> Any:
-    """Attend with tensors that are not yet split into heads."""
+    """Attend with tensors not yet split into heads."""
     if k is None or v is None or call.tensor(q).ndim != 3 or any(other is not None for other in others):
         raise call.fault("its tensors are packed")
     heads, tensors = call.attribute("num_heads"), [call.tensor(t) for t in (q, k, v)]
@@ -127,7 +127,7 @@ def packed_attention(
     attention_bias: Operand = None,
     *others: Operand,
 ) -> Any:
-    """Compute queries, keys and values by one product, and attend."""
+    """Compute queries, keys and values in one product, and attend."""
     if past is not None or call.attribute("do_rotary", 0) or any(other is not None for other in others):
         raise call.fault("it has a cache")
     heads, tensor = call.attribute("num_heads"), call.tensor(x)
@@ -142,7 +142,7 @@ def packed_attention(
 
 
 def _mask_of(call: NodeCall, padding: Operand, bias: Operand, length: int) -> torch.Tensor | None:
-    """Return the mask of what is kept, or the bias with the others at -inf."""
+    """Return the attention mask, or the bias with masked positions at -inf."""
     if padding is None:
         return None if bias is None else call.tensor(bias)
     mask = call.tensor(padding)

@@ -1,4 +1,4 @@
-"""Control flow, along the path that the inputs take."""
+"""Control flow, executed along the path that the inputs take, and sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def if_(call: NodeCall, condition: Operand) -> Any:
 
 @operator("Loop")
 def loop(call: NodeCall, limit: Operand = None, condition: Operand = None, *carried: Operand) -> Any:
-    """Run a graph again and again; a condition that is known costs no read."""
+    """Run a graph repeatedly; a known condition is not read."""
     body, values, rows = call.attribute("body"), list(carried), []
     limits = None if limit is None else int(call.number(limit))
     going = True if condition is None else bool(call.number(condition))
@@ -71,7 +71,7 @@ def scan(call: NodeCall, *inputs: Operand) -> Any:
 
 
 def _no_rows(output: Any) -> torch.Tensor:
-    """Return what a loop without iterations stacks."""
+    """Return the scan output of a loop without iterations."""
     from ampaudit.source.onnx.files import torch_dtype_of
 
     sizes = [size if isinstance(size, int) else 0 for size in (output.shape or ())]

@@ -73,7 +73,7 @@ def power(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
     if isinstance(b, Known) and b.constant and b.real.numel() == 1 and b.real.ndim <= base.ndim:
         exponent = call.number(b)
     result = torch.pow(base, exponent)
-    # of floats it is the type that a policy gives
+    # a policy decides the dtype of floats
     return result if base.dtype in FLOATS else result.to(base.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Operators that read and write elements at computed places."""
+"""Indexing and reshaping operators."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def scatter_nd(call: NodeCall, x: Operand, indices: Operand, updates: Operand) -
 
 @operator("TensorScatter")
 def tensor_scatter(call: NodeCall, x: Operand, update: Operand, starts: Operand = None) -> torch.Tensor:
-    """Write a part along an axis, from a place for each element of the batch."""
+    """Write a part along an axis, from a start for each element of the batch."""
     tensor, new = call.tensor(x), call.tensor(update)
     axis = call.attribute("axis", -2) % tensor.ndim
     steps = torch.arange(new.shape[axis]).reshape([-1 if a == axis else 1 for a in range(tensor.ndim)])
@@ -106,7 +106,7 @@ def compress(call: NodeCall, x: Operand, condition: Operand) -> torch.Tensor:
 
 @operator("Unique")
 def unique(call: NodeCall, x: Operand) -> Any:
-    """Find the different elements or slices, where each is first, and how often it is there."""
+    """Return the distinct elements or slices, their first positions, inverse indices and counts."""
     tensor, axis = call.tensor(x), call.attribute("axis")
     if axis is None:
         tensor, axis = tensor.reshape(-1), 0

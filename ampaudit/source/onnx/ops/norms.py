@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def _spread(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Return a tensor in a shape; one that has it stays as it is, so that the norm is the only op."""
+    """Expand a tensor to a shape; one of that shape adds no op beside the norm."""
     return tensor if list(tensor.shape) == shape else tensor.expand(shape)
 
 
@@ -84,7 +84,7 @@ def _epsilon(call: NodeCall) -> float:
 def _statistics(
     call: NodeCall, tensor: torch.Tensor, axis: int, places: tuple[int, int]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the mean and the inverse deviation if anything reads them."""
+    """Return the mean and the inverse standard deviation if they are used."""
     if not any(call.is_read(place) for place in places):
         return None, None
     axes, wide = list(range(axis, tensor.ndim)), tensor.float()
@@ -137,7 +137,7 @@ def batch_norm(
 
 @operator("LpNormalization")
 def lp_norm(call: NodeCall, x: Operand) -> torch.Tensor:
-    """Divide by a norm along an axis; what has the norm 0 stays 0."""
+    """Divide by a norm along an axis; a norm of 0 gives 0."""
     tensor = call.tensor(x)
     norm = torch.linalg.vector_norm(tensor, call.attribute("p", 2), call.attribute("axis", -1), keepdim=True)
     return torch.where(norm == 0, torch.zeros_like(tensor), tensor / norm)

@@ -23,12 +23,12 @@ _MAXIMA = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Where the windows of a pooling node lie.
+    """The windows of a pooling node.
 
     Attributes:
-        before: padding before each axis.
-        after: padding after each axis that the windows need; negative where they leave out the end.
-        given_after: padding after each axis that the node states.
+        before: Padding before each axis.
+        after: Padding after each axis that the windows need; negative where they omit the end.
+        given_after: Padding after each axis that the node specifies.
     """
 
     kernel: list[int]
@@ -123,7 +123,7 @@ def max_pool(call: NodeCall, x: Operand) -> Any:
 def _whole_places(
     call: NodeCall, places: torch.Tensor, tensor: torch.Tensor, padded: torch.Tensor, windows: _Windows
 ) -> torch.Tensor:
-    """Return places in a channel of the padded tensor as places in the whole tensor."""
+    """Convert indices within a channel of the padded tensor to indices in the whole tensor."""
     before = [0] * len(windows.kernel) if padded is tensor else windows.before
     parts: list[torch.Tensor] = []
     sizes, rest = list(tensor.shape[2:]), places
@@ -160,7 +160,7 @@ def global_pool(call: NodeCall, x: Operand) -> Any:
 
 @operator("MaxUnpool")
 def max_unpool(call: NodeCall, x: Operand, indices: Operand, shape: Operand = None) -> torch.Tensor:
-    """Put elements back to the places that they were taken from."""
+    """Put elements back to the positions that they were pooled from."""
     tensor, places = call.tensor(x), call.tensor(indices)
     kernel = list(call.attribute("kernel_shape"))
     strides = list(call.attribute("strides") or [1] * len(kernel))
@@ -236,7 +236,7 @@ def _target(
 
 
 def _coordinates(call: NodeCall, old: int, new: int, scale: float, crop: tuple[float, float] | None) -> Array:
-    """Return the place in the input for each element of an axis of the output."""
+    """Return the input coordinate of each element along an axis of the output."""
     usual = "half_pixel" if call.node.op_type == "Resize" and call.version > 10 else "asymmetric"
     mode = attribute_text(call, "coordinate_transformation_mode", usual)
     y, width = np.arange(new, dtype=np.float64), scale * old
@@ -289,7 +289,7 @@ def _sizes(tensor: torch.Tensor, places: dict[int, Array]) -> list[int]:
 def _as_one_op(
     call: NodeCall, tensor: torch.Tensor, places: dict[int, Array], mode: str
 ) -> torch.Tensor | None:
-    """Return what torch interpolates at the same places; ``None`` if its places are others."""
+    """Interpolate with torch's op; ``None`` if its coordinates differ."""
     name = _LINEAR.get(tensor.ndim) if mode == "linear" else "bicubic" if tensor.ndim == 4 else None
     plain = not call.attribute("antialias", 0) and not call.attribute("exclude_outside", 0)
     plain = plain and call.attribute("cubic_coeff_a", -0.75) == -0.75
@@ -309,7 +309,7 @@ def _as_one_op(
 
 
 def _weights(call: NodeCall, places: Array, old: int, scale: float, mode: str) -> Array:
-    """Return the matrix that makes an axis of the output from one of the input."""
+    """Return the matrix that maps an axis of the input to one of the output."""
     whole = np.floor(places).astype(np.int64)
     exact = places == whole
     ratio, base = np.where(exact, 1.0, places - whole), np.where(exact, whole - 1, whole)

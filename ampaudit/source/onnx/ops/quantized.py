@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 def _along(call: NodeCall, part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a scale or zero point in the shape of a tensor: one, one per slice, or one per block."""
+    """Reshape scales or zero points to broadcast to a tensor: one, one per slice, or one per block."""
     axis, size = call.attribute("axis", 1), call.attribute("block_size", 0)
     if size:
         repeated = part.repeat_interleave(size, axis)
@@ -111,6 +111,6 @@ def matmul_n_bits(
 
 
 def _unpacked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers in bytes, those of the low bits first."""
+    """Unpack the numbers in bytes, low bits first."""
     parts = [tensor >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, -1).flatten(-2)

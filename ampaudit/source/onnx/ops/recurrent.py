@@ -1,4 +1,4 @@
-"""Recurrent networks: torch's where they compute the same, else step by step."""
+"""Recurrent layers: torch's where they compute the same, else step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ampaudit.source.onnx.values import Known, NodeCall, Operand
 __all__: list[str] = []
 
 _USUAL = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
-_GATES = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}  # of torch, by their place in ONNX
+_GATES = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}  # torch's order, as positions in ONNX
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Softsign": F.softsign,
     "Softplus": F.softplus,
@@ -79,7 +79,7 @@ def _fused(
     bias: torch.Tensor | None,
     states: list[torch.Tensor],
 ) -> list[torch.Tensor] | None:
-    """Return what torch's layer computes; ``None`` if it would be something else."""
+    """Run torch's layer; ``None`` if it does not compute the same."""
     name, directions = call.node.op_type, weights.shape[0]
     names = list(call.attribute("activations") or _USUAL[name] * directions)
     relu = name == "RNN" and set(names) == {"Relu"}

@@ -39,7 +39,7 @@ def reduce(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     if name == "ReduceSum":
         return torch.sum(tensor, dims, keep, dtype=_sum_dtype(tensor))
     if name in ("ReduceMax", "ReduceMin"):
-        if not tensor.numel():  # of nothing, it is the identity of the operation
+        if not tensor.numel():  # the identity of the operation
             return _empty_extreme(tensor, dims, keep, name == "ReduceMax")
         return (torch.amax if name == "ReduceMax" else torch.amin)(tensor, dims, keep)
     if name == "ReduceProd":
@@ -69,7 +69,7 @@ def _empty_extreme(tensor: torch.Tensor, axes: list[int], keep: bool, largest: b
 
 
 def _sum_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the type of a sum: that of integers; of floats it is the type that a policy gives."""
+    """Return the dtype of a sum: that of integers; ``None`` for floats, for which the policy decides."""
     return None if tensor.is_floating_point() else tensor.dtype
 
 
@@ -89,7 +89,7 @@ def softmax(call: NodeCall, x: Operand) -> torch.Tensor:
 
 @operator("ArgMax", "ArgMin")
 def arg(call: NodeCall, x: Operand) -> torch.Tensor:
-    """Find the place of an extreme along an axis."""
+    """Return the index of the extreme along an axis."""
     tensor, axis = call.tensor(x), call.attribute("axis", 0)
     function = torch.argmax if call.node.op_type == "ArgMax" else torch.argmin
     keep = bool(call.attribute("keepdims", 1))
