@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import psutil
 import torch
@@ -119,11 +119,11 @@ class Rebuilder:
         if "tensor" in value:
             return self._tensor(value, place)
         if len(value) != 1:
-            self._refuse(place, "is not one value")
+            raise self._error(place, "is not one value")
         ((kind, content),) = value.items()
         build = _BUILDERS.get(kind)
         if build is None:
-            self._refuse(place, f"is of the unknown kind {describe(kind)!r}")
+            raise self._error(place, f"is of the unknown kind {describe(kind)!r}")
         try:
             return build(self, content, place)
         except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
@@ -131,7 +131,7 @@ class Rebuilder:
 
     def _items(self, values: Any, place: str) -> list[Any]:
         if not isinstance(values, list):
-            self._refuse(place, "is not a list")
+            raise self._error(place, "is not a list")
         return [self.rebuild(item, f"{place}[{index}]") for index, item in enumerate(values)]
 
     def _tensor(self, value: dict[str, Any], place: str) -> torch.Tensor:
@@ -141,16 +141,16 @@ class Rebuilder:
             return self._views[key]
         stored, dtype = self._tensors.get(view.tensor), getattr(torch, view.dtype, None)
         if stored is None:
-            self._refuse(
+            raise self._error(
                 place, f"is the tensor {describe(view.tensor)!r}, which is not in the file beside it"
             )
         if not isinstance(dtype, torch.dtype) or len(view.stride) != len(view.shape):
-            self._refuse(place, f"is no tensor of {describe(view.dtype)}")
+            raise self._error(place, f"is no tensor of {describe(view.dtype)}")
         raw = stored.reshape(-1).view(torch.uint8)
         flat = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         why = misfit(view.shape, view.stride, view.offset, flat.numel(), _MAX_ELEMENTS)
         if why:
-            self._refuse(place, why)
+            raise self._error(place, why)
         tensor = flat.as_strided(view.shape, view.stride, view.offset)
         self.needs += tensor.numel() * dtype.itemsize
         return self._views.setdefault(key, tensor)
@@ -172,7 +172,7 @@ class Rebuilder:
         values = {key: self.rebuild(item, f"{place}.{key}") for key, item in attributes.items()}
         strange = any(key.startswith("__") or callable(getattr(kind, key, None)) for key in values)
         if strange or not allowed(kind):
-            self._refuse(place, f"is not a valid {kind.__name__}")
+            raise self._error(place, f"is not a valid {kind.__name__}")
         if issubclass(kind, dict):  # the outputs of Transformers and diffusers
             return kind(**{key: item for key, item in values.items() if item is not None})
         _register(kind)
@@ -190,14 +190,14 @@ class Rebuilder:
         name, items = content
         kind = self._named_class(name, place)
         if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(items):
-            self._refuse(place, f"is not a valid {kind.__name__}")
+            raise self._error(place, f"is not a valid {kind.__name__}")
         return tuple.__new__(kind, self._items(items, place))
 
     def _enum(self, content: Any, place: str) -> Any:
         name, member = content
         kind = self._named_class(name, place)
         if not issubclass(kind, enum.Enum) or member not in kind.__members__:
-            self._refuse(place, f"is not a valid {kind.__name__}")
+            raise self._error(place, f"is not a valid {kind.__name__}")
         return kind.__members__[member]
 
     def _dict(self, content: Any, place: str) -> dict[Any, Any]:
@@ -207,11 +207,8 @@ class Rebuilder:
     def _torch_value(self, content: Any, place: str, kind: str) -> Any:
         member = getattr(torch, content, None)
         if not isinstance(member, _KINDS[kind]):
-            self._refuse(place, f"is not a valid {kind}")
+            raise self._error(place, f"is not a valid {kind}")
         return torch.float32 if self._widened and member in LOW_PRECISION_DTYPES else member
-
-    def _refuse(self, place: str, what: str) -> NoReturn:
-        raise self._error(place, what)
 
     def _error(self, place: str, what: str) -> InputError:
         return InputError(f"{describe_path(self._path)}: {describe(place)} {what}", hint=_HINT)

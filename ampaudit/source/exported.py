@@ -78,18 +78,15 @@ class ExportedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program."""
         replayer = Replayer(getattr(self, REPLAYED))
-        outputs = replayer.run(*self._flat(args, kwargs), enable_io_processing=False)
-        return pytree.tree_unflatten(list(outputs), self._outputs)
-
-    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Flatten the inputs in the order of the export."""
         try:
-            return flatten((args, kwargs), self._inputs)
+            inputs = flatten((args, kwargs), self._inputs)
         except ValueError as error:
             raise InputError(
                 f"the inputs are not nested as the program's: {error}",
                 hint="pass inputs like those that it was exported with",
             ) from error
+        outputs = replayer.run(*inputs, enable_io_processing=False)
+        return pytree.tree_unflatten(list(outputs), self._outputs)
 
     def train(self, mode: bool = True) -> ExportedModel:
         """Set the mode of this module only; that of an exported graph is fixed."""

@@ -270,7 +270,11 @@ class MetaRun(TorchDispatchMode):
         if dynamic or any(isinstance(value, Tensor) and not value.is_meta for value in mutated):
             raise ValuesNeeded(str(func))
         if func is _aten.embedding.default and not args[1].is_meta:
-            _check_rows(*args[:2])
+            table, rows = args[:2]
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(
+                table
+            ):  # as the real kernel
+                raise IndexError(f"row {int(rows.max())} of an embedding with {len(table)}")
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
@@ -282,9 +286,3 @@ def _as_indices(index: Tensor | None) -> tuple[Tensor | None, ...]:
     if index is None or index.is_meta or index.dtype not in (torch.bool, torch.uint8):
         return (index,)
     return index.nonzero().unbind(1)
-
-
-def _check_rows(table: Tensor, rows: Tensor) -> None:
-    """Reject an index outside an embedding table, as the real kernel does."""
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(table):
-        raise IndexError(f"row {int(rows.max())} of an embedding with {len(table)}")

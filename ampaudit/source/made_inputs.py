@@ -297,7 +297,11 @@ def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInp
     if total:
         batches = min(-(-total // rows), request["batches"] or _MAX_BATCHES)
         rows = min(rows, total)
-    columns = {kind: _first_samples(sample_set, rows * batches) for kind, sample_set in samples.items()}
+    number = rows * batches  # samples start over when they run out
+    columns = {
+        kind: list(islice(cycle(islice(sample_set.items, number)), number))
+        for kind, sample_set in samples.items()
+    }
     chat = any(isinstance(item, list) for item in columns.get("text", ()))
     if chat and not processor.has_chat_template():
         raise InputError("--text: the tokenizer has no chat template", hint="write texts, not messages")
@@ -313,7 +317,7 @@ def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInp
     completed, further = _fuse(model, [_complete(model, tensors) for tensors in encoded])
     added = [name for name in needed_inputs(model) if name not in encoded[0]]
     added += [fusion.name for fusion in further if fusion.name not in (*encoded[0], *added)]
-    words = [_describe_samples(kind, sample_set, rows * batches) for kind, sample_set in samples.items()]
+    words = [_describe_samples(kind, sample_set, number) for kind, sample_set in samples.items()]
     words[0] += how
     if cut := sum(processor.cut[: samples.get("text", _NOTHING).total or 0]):  # of the user's texts
         words[0] += f", {cut} cut to {processor.length} tokens"
@@ -333,12 +337,6 @@ def _samples(processor: Processor, kind: str, request: InputRequest) -> SampleSe
     if kind == "text":
         return texts(path)
     return images(path) if kind == "images" else sounds(path, processor.sampling_rate())
-
-
-def _first_samples(samples: SampleSet, number: int) -> list[Any]:
-    """Return ``number`` samples, starting over when they run out."""
-    items: Iterable[Any] = samples.items
-    return list(islice(cycle(islice(items, number)), number))
 
 
 def _describe_samples(kind: str, samples: SampleSet, number: int) -> str:

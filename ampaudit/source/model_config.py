@@ -165,7 +165,8 @@ def _without_references(directory: Path, value: Any, place: str) -> Any:
         if key.startswith("__") and key != "__float__":
             problem = "is not the name of a setting"
         if problem is not None:
-            hint = _HINTS.get(key, "edit the file, or read its code and pass --trust")
+            hint = "edit the file, or read its code and pass --trust"
+            hint = UNREAD_HINT if key == "quantization_config" else hint
             raise _config_error(directory, f"{describe(name)} {problem}", hint)
         if key not in _DROPPED:
             cleaned[key] = _without_references(directory, item, f"{name}.")
@@ -185,10 +186,6 @@ def _dtype(value: Any) -> str | None:
     return None if is_float else f"is not a floating-point type: {describe(value)!r}"
 
 
-def _other_weights(value: Any) -> str | None:
-    return None if value in _WEIGHTS else f"names other weights: {describe(value)!r}"
-
-
 def _quantization(value: Any) -> str | None:
     method = value.get("quant_method") if isinstance(value, dict) else value
     if not value or (isinstance(value, dict) and method in _FLOAT8_METHODS):
@@ -197,25 +194,21 @@ def _quantization(value: Any) -> str | None:
     return f"asks for a quantization, {describe(method)!r}; only float8 weights of {methods} are dequantized"
 
 
-def _other_files(value: Any) -> str | None:
-    return "names other files to read instead" if value else None
-
-
 _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "_attn_implementation": _implementation,
     "_attn_implementation_internal": _implementation,
     "_experts_implementation": _implementation,
     "_experts_implementation_internal": _implementation,
     "attn_implementation": _implementation,
-    "configuration_files": _other_files,
+    "configuration_files": lambda value: "names other files to read instead" if value else None,
     "dtype": _dtype,
     "experts_implementation": _implementation,
     "quantization_config": _quantization,
     "torch_dtype": _dtype,
-    "transformers_weights": _other_weights,
+    "transformers_weights": lambda value: (
+        None if value in _WEIGHTS else f"names other weights: {describe(value)!r}"
+    ),
 }
-
-_HINTS = {"quantization_config": UNREAD_HINT}
 
 
 def _config_error(directory: Path, what: str, hint: str) -> SourceError:

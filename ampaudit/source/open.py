@@ -83,13 +83,6 @@ def _check_descriptions(model: Path, options: SourceConfig) -> None:
         raise UsageError("--input and --inputs both give inputs", hint="leave one out")
 
 
-def _converted_dtype(manifest: Path) -> str | None:
-    """Read the 16-bit format in a manifest, which ``ampaudit verify`` checks for integrity."""
-    table = read_table(manifest, SourceError)
-    dtype = table.get("dtype")
-    return next((name for name in LOW_PRECISION_NAMES if name == dtype), None)
-
-
 def _streamed(location: str, options: SourceConfig) -> ModelSource:
     """Load a source whose weights stay on disk."""
     from ampaudit.source.float8_weights import notes_on, open_weights
@@ -112,29 +105,19 @@ def _streamed(location: str, options: SourceConfig) -> ModelSource:
 
 def _open(location: str, options: SourceConfig) -> ModelSource:
     path = Path(location)
-    if path.is_dir() and (path / MANIFEST).is_file() and (path / PROGRAM).is_file():
-        from ampaudit.source.exported import from_exported
-
-        source = from_exported(path / PROGRAM, options, location)
-        return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
-    if path.is_dir() and (path / MANIFEST).is_file() and (path / ONNX).is_file():
-        from ampaudit.source.onnx.source import from_onnx
-
-        source = from_onnx(path / ONNX, options, location)
-        return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
+    converted = [path / name for name in (PROGRAM, ONNX) if (path / name).is_file()]
+    if converted and (path / MANIFEST).is_file():
+        source = _open_graph(converted[0], options, location)
+        dtype = read_table(path / MANIFEST, SourceError).get("dtype")  # ``ampaudit verify`` checks integrity
+        low_precision = next((name for name in LOW_PRECISION_NAMES if name == dtype), None)
+        return replace(source, kind="converted", dtype=low_precision)
     refuse_other_kinds(path)
     if path.is_dir():
         from ampaudit.source.huggingface import from_directory
 
         return from_directory(path, options, location)
-    if path.suffix == ".pt2":
-        from ampaudit.source.exported import from_exported
-
-        return from_exported(path, options, location)
-    if path.suffix == ".onnx":
-        from ampaudit.source.onnx.source import from_onnx
-
-        return from_onnx(path, options, location)
+    if path.suffix in (".pt2", ".onnx"):
+        return _open_graph(path, options, location)
     head, colon, factory = location.rpartition(":")
     from ampaudit.source.python_file import from_import_path, from_python_file
 
@@ -145,3 +128,13 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
     if colon and head and factory.isidentifier():
         return from_import_path(head, factory, options, location)
     raise not_a_model(location)
+
+
+def _open_graph(path: Path, options: SourceConfig, location: str) -> ModelSource:
+    if path.suffix == ".onnx":
+        from ampaudit.source.onnx.source import from_onnx
+
+        return from_onnx(path, options, location)
+    from ampaudit.source.exported import from_exported
+
+    return from_exported(path, options, location)

@@ -102,7 +102,8 @@ class Processor:
                 try:
                     self.parts[kind] = getattr(self._whole, name, None) or _load(loader, folder, trust)
                 except Exception as error:
-                    self.problem = f"Transformers cannot load the {name.replace('_', ' ')}: {_why(error)}"
+                    why = describe(f"{type(error).__name__}: {first_line(error)}", 160)
+                    self.problem = f"Transformers cannot load the {name.replace('_', ' ')}: {why}"
         if "text" in self.parts:
             _give_padding(self.parts["text"])
 
@@ -169,10 +170,8 @@ class Processor:
             return dict(self._whole(**nested, **options, return_tensors="pt"))
 
     def _sounds(self, sounds: Sequence[Any]) -> dict[str, Any]:
-        extract, options = (
-            self.parts["audio"],
-            {"sampling_rate": self.sampling_rate(), "return_tensors": "pt"},
-        )
+        extract = self.parts["audio"]
+        options = {"sampling_rate": self.sampling_rate(), "return_tensors": "pt"}
         try:  # some pad to a length required by the model
             return dict(extract(list(sounds), **options))
         except Exception:
@@ -209,13 +208,10 @@ class Processor:
         pictured = pictured and bool(placeholders(self._config))
         if chat:
             whole = self._whole if pictured else self.parts["text"]
-            return [self._from_template(whole, _messages(item, pictured)) for item in items]
+            options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+            return [str(whole.apply_chat_template(_messages(item, pictured), **options)) for item in items]
         token = getattr(self._whole, "image_token", None) or getattr(self.parts["text"], "image_token", None)
         return [f"{token}\n{item}" if pictured and token else item for item in items]
-
-    @staticmethod
-    def _from_template(owner: Any, messages: list[dict[str, Any]]) -> str:
-        return str(owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _longest(self) -> int:
         """Return the largest number of tokens that both the tokenizer and the model take."""
@@ -259,7 +255,3 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
             dtype = torch.float32 if value.is_floating_point() else torch.int64
             tensors[name] = value if value.dtype == torch.bool else value.to(dtype).contiguous()
     return tensors
-
-
-def _why(error: Exception) -> str:
-    return describe(f"{type(error).__name__}: {first_line(error)}", 160)

@@ -99,8 +99,11 @@ def _source(
 def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:
     """Return batches from a Lightning module's data loader, if it has one."""
     torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
+    if not _overrides(model, "train_dataloader"):
+        return ()
+    load: Any = model.train_dataloader
     with calling_user_code(f"{location}: train_dataloader()"):
-        return tuple(Batch((batch,)) for batch in training_batches(model, options.batches or 1))
+        return tuple(Batch((batch,)) for batch in islice(load(), options.batches or 1))
 
 
 def _model(module: ModuleType, factory: str | None, arguments: str, location: str) -> nn.Module:
@@ -330,12 +333,6 @@ def runnable(model: nn.Module, what: str) -> nn.Module:
     methods = {"forward": _run_step, "log": _ignore, "log_dict": _ignore, "__module__": kind.__module__}
     stepping.__class__ = type(kind.__name__, (kind,), methods)
     return stepping
-
-
-def training_batches(model: nn.Module, number: int) -> list[Any]:
-    """Return up to ``number`` batches from a Lightning module's own data loader."""
-    load: Any = getattr(model, "train_dataloader", None)
-    return list(islice(load(), number)) if _overrides(model, "train_dataloader") else []
 
 
 def _lightning(model: nn.Module) -> Any:

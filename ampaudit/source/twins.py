@@ -18,15 +18,6 @@ GROUP = "ampaudit.twins"
 _LOADED: set[str] = set()  # entry points loaded in this process
 
 
-def _load(path: Path) -> None:
-    """Run a file that registers twins."""
-    before = known_twins()
-    module_from_file(path)
-    if known_twins() == before:
-        hint = "call ampaudit.twin('mylib::op', function) in it, or decorate functions with it"
-        raise SourceError(f"--twins {describe(path)} registers no twin", hint=hint)
-
-
 @contextmanager
 def using_twins(path: Path | None = None) -> Iterator[None]:
     """Audit custom ops through their twins while active, with those of installed packages and a file.
@@ -48,6 +39,10 @@ def using_twins(path: Path | None = None) -> Iterator[None]:
             raise SourceError(text, hint=f"repair or uninstall {owner}") from error
         _LOADED.add(entry.value)
     if path is not None:
-        _load(path)
+        before = known_twins()
+        module_from_file(path)
+        if known_twins() == before:
+            hint = "call ampaudit.twin('mylib::op', function) in it, or decorate functions with it"
+            raise SourceError(f"--twins {describe(path)} registers no twin", hint=hint)
     with with_twins():
         yield

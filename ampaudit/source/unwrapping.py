@@ -76,8 +76,13 @@ def _original(script: Any) -> nn.Module | None:
     for name, value in concrete.get_constants().items():
         setattr(module, name, value)
     for name in concrete.get_attributes():
-        if name not in ("_flat_weights", "_flat_weights_names", "_all_weights"):
-            _set(module, name, getattr(script, name))
+        if name in ("_flat_weights", "_flat_weights_names", "_all_weights"):
+            continue
+        value = getattr(script, name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            module.register_buffer(name, value)
+        else:
+            setattr(module, name, value)
     for name, child in script.named_children():
         inner = _original(child)
         if inner is None:
@@ -86,13 +91,6 @@ def _original(script: Any) -> nn.Module | None:
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
     return module
-
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        module.register_buffer(name, value)
-    else:
-        setattr(module, name, value)
 
 
 def fsdp_kind(module: nn.Module) -> str | None:

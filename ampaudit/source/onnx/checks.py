@@ -55,13 +55,12 @@ def check_model(proto: onnx.ModelProto) -> None:
         )
     if not proto.opset_import:
         raise BadGraph("names no operator set")
-    functions = {_identity(function): function for function in proto.functions}
+    functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
     if len(functions) < len(proto.functions):
         raise BadGraph("defines a function twice")
     _check_graph(proto.graph, _versions(proto), frozenset())
     for function in proto.functions:
-        initial = (*function.input,)
-        _check_nodes(function.node, _versions(function), frozenset(), initial, function.output)
+        _check_nodes(function.node, _versions(function), frozenset(), function.input, function.output)
     _check_calls(proto.graph.node, functions)
 
 
@@ -108,10 +107,6 @@ def _versions(proto: Any) -> dict[str, int]:
     if not 1 <= versions.get("", 1) <= newest:
         raise BadGraph(f"needs operator set {versions['']}; onnx knows 1 to {newest}", _UPGRADE)
     return versions
-
-
-def _identity(function: Any) -> _Function:
-    return function.domain, function.name, function.overload
 
 
 def _check_graph(graph: onnx.GraphProto, versions: Mapping[str, int], outer: frozenset[str]) -> None:

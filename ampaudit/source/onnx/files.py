@@ -77,7 +77,11 @@ class OnnxFile:
             raise self._fault(f"the tensor {name!r} has the type {value.dtype.name}", _NO_TYPE)
         shape = tuple(int(size) for size in value.shape.numpy())
         elements = math.prod(shape)
-        if min(shape, default=0) < 0 or len(shape) > _MAX_RANK or math.prod(map(_at_least_one, shape)) >> 60:
+        if (
+            min(shape, default=0) < 0
+            or len(shape) > _MAX_RANK
+            or math.prod(max(size, 1) for size in shape) >> 60
+        ):
             raise self._fault(f"the tensor {name!r} has the shape {describe(list(shape))}")
         size = -(-elements // 2) if half else elements * dtype.itemsize
         if isinstance(value, ir.ExternalTensor):
@@ -99,8 +103,10 @@ class OnnxFile:
         return flat.view(dtype).view(shape)
 
     def _mapped(self, value: ir.ExternalTensor, size: int, alignment: int) -> torch.Tensor:
-        mapping = self._mapping(value)
-        start = value.offset or 0
+        path = self._path_of(value)
+        if path not in self._mappings:
+            self._mappings[path] = map_privately(path, SourceError)
+        mapping, start = self._mappings[path], value.offset or 0
         length = size if value.length is None else value.length
         if start < 0 or length != size or start + size > len(mapping):
             raise self._fault(
@@ -109,7 +115,7 @@ class OnnxFile:
             )
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        key = (self._path_of(value), start, size, alignment)
+        key = (path, start, size, alignment)
         if key not in self._read:
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
             if start % alignment:
@@ -153,16 +159,9 @@ class OnnxFile:
 
     def version(self, node: ir.Node) -> int:
         """Return the version of a node's operator set."""
-        domain = plain_domain(node.domain)
         if node.version is not None:
             return node.version
-        return self.model.opset_imports.get(domain, 1)
-
-    def _mapping(self, value: ir.ExternalTensor) -> mmap.mmap:
-        path = self._path_of(value)
-        if path not in self._mappings:
-            self._mappings[path] = map_privately(path, SourceError)
-        return self._mappings[path]
+        return self.model.opset_imports.get(plain_domain(node.domain), 1)
 
     def _path_of(self, value: ir.ExternalTensor) -> Path:
         location = str(value.location)
@@ -249,10 +248,6 @@ def _cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _at_least_one(size: int) -> int:
-    return max(size, 1)
 
 
 def _unpacked(flat: torch.Tensor, elements: int, *, signed: bool) -> torch.Tensor:

@@ -272,7 +272,7 @@ class _Run:
     def _run_function(self, function: ir.Function, call: NodeCall, frame: _Frame) -> list[Operand]:
         """Run the body of a function in place of a node."""
         if frame.depth > _DEEPEST:
-            raise call.fault("functions call each other in a circle, or too deeply")
+            raise Unsupported("functions call each other in a circle, or too deeply")
         attributes = {name: a for name, a in function.attributes.items() if a.value is not None}
         for name, attribute in call.node.attributes.items():
             resolved = call.attributes.get(str(attribute.ref_attr_name)) if attribute.is_ref() else attribute

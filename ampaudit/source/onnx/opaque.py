@@ -36,7 +36,7 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
     """
     node = call.node
     if any(isinstance(value, list) for value in call.inputs):
-        raise call.fault(f"{why}, and ONNX Runtime runs no sequences here")
+        raise Unsupported(f"{why}, and ONNX Runtime runs no sequences here")
     tensors = [call.tensor(value) for value in call.inputs if value is not None]
     low = next((tensor.dtype for tensor in tensors if tensor.dtype in LOW_PRECISION_DTYPES), None)
     tensors = [tensor.float() if tensor.dtype == low else tensor for tensor in tensors]
@@ -49,7 +49,7 @@ def opaque_results(call: NodeCall, why: str) -> list[Operand]:
             hint="pip install 'ampaudit[onnx]'",
         ) from None
     except Exception as error:  # whatever ONNX Runtime raises
-        raise call.fault(f"{why}, and ONNX Runtime does not run it: {describe(error, 150)}") from error
+        raise Unsupported(f"{why}, and ONNX Runtime does not run it: {describe(error, 150)}") from error
     domain = plain_domain(node.domain)
     results = _op(re.sub(r"\W", "_", f"{domain}_{node.op_type}" if domain else node.op_type))(tensors, model)
     iterator = iter(t.to(low) if low is not None and t.dtype == torch.float32 else t for t in results)

@@ -125,7 +125,7 @@ class NodeCall:
         if isinstance(value, Known):
             return value.real if self.real else value.tensor()
         if not isinstance(value, torch.Tensor):
-            raise self.fault("an input is missing" if value is None else "an input is a sequence")
+            raise Unsupported("an input is missing" if value is None else "an input is a sequence")
         return value
 
     def operand(self, value: Operand, beside: Operand) -> Any:
@@ -192,10 +192,6 @@ class NodeCall:
         return index < len(outputs) and bool(
             outputs[index].name and (outputs[index].uses() or outputs[index].is_graph_output())
         )
-
-    def fault(self, what: str) -> Unsupported:
-        """Return the error for a node that no function here computes."""
-        return Unsupported(what)
 
 
 def check_size(*shapes: Sequence[int]) -> None:

@@ -90,6 +90,7 @@ _MEMORY_FORMATS = {
     4: torch.preserve_format,
 }
 _STRIDED = 7
+_ATTRIBUTE = re.compile(r"(?!__)\w{1,500}", re.ASCII)
 # attributes that weights must not replace
 _MODULE_NAMES = frozenset(dir(nn.Module()))
 _GRAPH_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -228,17 +229,15 @@ class _Builder:
         raise ValueError(f"it returns a value of the kind {kind}")
 
     def _arguments(self, target: Any, inputs: Sequence[NodeInput]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = [(item["name"], item.get("kind"), self._argument(item["arg"])) for item in inputs]
+        values = [
+            (item["name"], item.get("kind"), self._value(*only(item["arg"], "argument"))) for item in inputs
+        ]
         if not isinstance(target, OpOverload):
             is_named = isinstance(target, HigherOrderOperator)
             args = tuple(v for name, kind, v in values if not is_named or kind == POSITIONAL or not name)
             kwargs = {n: v for n, kind, v in values if is_named and kind != POSITIONAL and n}
             return args, {_keyword(name): value for name, value in kwargs.items()}
         return call_arguments(target, values)
-
-    def _argument(self, argument: Argument) -> Any:
-        kind, value = only(argument, "argument")
-        return self._value(kind, value)
 
     def _value(self, kind: str, value: Any) -> Any:
         """Convert an argument to nodes, numbers, dtypes and containers of these."""
@@ -251,7 +250,8 @@ class _Builder:
         if kind == "as_tensor":
             return self._node(value["name"])
         if kind in SYMBOLS:
-            return self._symbol(value)
+            inner, content = only(value, "argument")
+            return self._node(content) if inner == "as_name" else number(content)
         if kind == "as_complex":
             return complex(number(value["real"]), number(value["imag"]))
         if kind == "as_int_lists":
@@ -267,12 +267,8 @@ class _Builder:
         if kind == "as_nested_tensors":
             return [[self._node(item["name"]) for item in row] for row in value]
         if kind == "as_string_to_argument":
-            return {name: self._argument(item) for name, item in value.items()}
+            return {name: self._value(*only(item, "argument")) for name, item in value.items()}
         return setting(kind, value)
-
-    def _symbol(self, value: Mapping[str, Any]) -> Any:
-        kind, content = only(value, "argument")
-        return self._node(content) if kind == "as_name" else number(content)
 
     def _node(self, name: str) -> fx.Node:
         try:
@@ -531,14 +527,10 @@ def attribute_path(path: str) -> str:
         ValueError: A part is reserved, or not an identifier.
     """
     parts = path.split(".")
-    if not all(map(_is_attribute, parts)) or parts[0] in _GRAPH_NAMES:
+    free = all(_ATTRIBUTE.fullmatch(part) and part not in _MODULE_NAMES for part in parts)
+    if not free or parts[0] in _GRAPH_NAMES:
         raise ValueError(f"a weight has the name {describe(path)!r}")
     return path
-
-
-def _is_attribute(part: str) -> bool:
-    is_name = re.fullmatch(r"\w{1,500}", part, re.ASCII) is not None and not part.startswith("__")
-    return is_name and part not in _MODULE_NAMES
 
 
 def layers_and_line(metadata: Mapping[str, str]) -> dict[str, Any]:

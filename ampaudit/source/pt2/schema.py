@@ -16,8 +16,6 @@ from typing_extensions import TypedDict
 
 __all__ = [
     "PROGRAM_SCHEMA",
-    "STRICT",
-    "UNION",
     "Argument",
     "Graph",
     "InputSpec",
@@ -27,6 +25,8 @@ __all__ = [
     "OutputSpec",
     "ProgramFile",
     "Signature",
+    "Strict",
+    "Union",
     "check_expression",
 ]
 
@@ -41,9 +41,19 @@ _FUNCTION = re.compile(
 )
 _METHODS = frozenset({"dim", "ndim", "numel", "shape", "size", "storage_offset", "stride"})
 _NAME = re.compile(r"(?!.*__)[A-Za-z_]\w*", re.ASCII)
-STRICT = ConfigDict(strict=True)
-# a union is an object with exactly one member
-UNION = ConfigDict(strict=True, extra="forbid")
+
+
+class Strict(TypedDict):
+    """A strictly typed object."""
+
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+
+
+class Union(TypedDict):
+    """An object with exactly one member."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
 
 Name = Annotated[str, Field(max_length=4_000)]
 Text = Annotated[str, Field(max_length=1_000_000)]
@@ -92,57 +102,48 @@ def _is_function(node: ast.AST) -> bool:
 Expression = Annotated[str, AfterValidator(check_expression)]
 
 
-class Named(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class Named(Strict):
     name: Name
 
 
-class Device(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class Device(Strict):
     type: Literal["cpu", "cuda", "mps", "xpu", "hpu", "meta"]
     index: NotRequired[Annotated[int, Field(ge=0, le=1_000)] | None]
 
 
-class SymInt(TypedDict, total=False):
-    __pydantic_config__ = UNION  # type: ignore[misc]
+class SymInt(Union, total=False):
     as_name: Name
     as_int: Integer
 
 
-class SymFloat(TypedDict, total=False):
-    __pydantic_config__ = UNION  # type: ignore[misc]
+class SymFloat(Union, total=False):
     as_name: Name
     as_float: Number
 
 
-class SymBool(TypedDict, total=False):
-    __pydantic_config__ = UNION  # type: ignore[misc]
+class SymBool(Union, total=False):
     as_name: Name
     as_bool: bool
 
 
-class OptionalTensor(TypedDict, total=False):
-    __pydantic_config__ = UNION  # type: ignore[misc]
+class OptionalTensor(Union, total=False):
     as_tensor: Named
     as_none: Nothing
 
 
-class Complex(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class Complex(Strict):
     real: Number
     imag: Number
 
 
-class SubGraph(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class SubGraph(Strict):
     name: Name
     graph: Graph
 
 
-class Argument(TypedDict, total=False):
+class Argument(Union, total=False):
     """An argument of a call, or a value of the graph."""
 
-    __pydantic_config__ = UNION  # type: ignore[misc]
     as_none: Nothing
     as_tensor: Named
     as_tensors: list[Named]
@@ -176,19 +177,17 @@ class Argument(TypedDict, total=False):
     as_string_to_argument: dict[Name, Argument]
 
 
-class NodeInput(TypedDict):
+class NodeInput(Strict):
     """A named argument."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     name: Name
     arg: Argument
     kind: NotRequired[Literal[0, 1, 2] | None]
 
 
-class Node(TypedDict):
+class Node(Strict):
     """A call of an operator."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     target: Name
     inputs: list[NodeInput]
     outputs: list[Argument]
@@ -196,27 +195,23 @@ class Node(TypedDict):
     is_hop_single_tensor_return: NotRequired[bool | None]
 
 
-class SymbolicExpression(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class SymbolicExpression(Strict):
     expr_str: Expression
 
 
-class SymbolicValue(TypedDict, total=False):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class SymbolicValue(Strict, total=False):
     as_expr: SymbolicExpression
 
 
-class ValueMeta(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class ValueMeta(Strict):
     sizes: list[SymbolicValue]
     strides: list[SymbolicValue]
     storage_offset: SymbolicValue
 
 
-class Graph(TypedDict):
+class Graph(Strict):
     """Inputs, calls and outputs."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     inputs: list[Argument]
     outputs: list[Argument]
     nodes: list[Node]
@@ -227,35 +222,30 @@ class Graph(TypedDict):
     sym_bool_values: NotRequired[dict[Name, SymbolicValue]]
 
 
-class ParameterSpec(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class ParameterSpec(Strict):
     arg: Named
     parameter_name: Name
 
 
-class BufferSpec(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class BufferSpec(Strict):
     arg: Named
     buffer_name: Name
     persistent: NotRequired[bool]
 
 
-class ConstantSpec(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class ConstantSpec(Strict):
     arg: Named
     tensor_constant_name: Name
 
 
-class InputMutation(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class InputMutation(Strict):
     arg: Named
     user_input_name: Name
 
 
-class InputSpec(TypedDict, total=False):
+class InputSpec(Union, total=False):
     """The kind of an input of the graph: the user's, or a stored tensor."""
 
-    __pydantic_config__ = UNION  # type: ignore[misc]
     user_input: Any
     constant_input: Any
     parameter: ParameterSpec
@@ -265,10 +255,9 @@ class InputSpec(TypedDict, total=False):
     token: Any
 
 
-class OutputSpec(TypedDict, total=False):
+class OutputSpec(Union, total=False):
     """The kind of an output of the graph: the program's, or a write to a stored tensor or input."""
 
-    __pydantic_config__ = UNION  # type: ignore[misc]
     user_output: Any
     buffer_mutation: BufferSpec
     parameter_mutation: ParameterSpec
@@ -279,49 +268,42 @@ class OutputSpec(TypedDict, total=False):
     token: Any
 
 
-class Signature(TypedDict):
+class Signature(Strict):
     """The kinds of the graph's inputs and outputs."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     input_specs: list[InputSpec]
     output_specs: list[OutputSpec]
 
 
-class CallSignature(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class CallSignature(Strict):
     in_spec: Text
     out_spec: Text
 
 
-class CallEntry(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class CallEntry(Strict):
     fqn: Name
     signature: NotRequired[CallSignature | None]
 
 
-class FieldNames(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class FieldNames(Strict):
     field_names: list[Name]
 
 
-class GraphModule(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class GraphModule(Strict):
     graph: Graph
     signature: Signature
     module_call_graph: list[CallEntry]
     treespec_namedtuple_fields: NotRequired[dict[Name, FieldNames]]
 
 
-class Version(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class Version(Strict):
     major: Integer
     minor: Integer
 
 
-class ProgramFile(TypedDict):
+class ProgramFile(Strict):
     """A whole program without its weights."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     graph_module: GraphModule
     schema_version: Version
     range_constraints: NotRequired[dict[Expression, Any]]

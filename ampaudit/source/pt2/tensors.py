@@ -10,14 +10,13 @@ from typing import Annotated
 import torch
 from pydantic import Field, TypeAdapter
 from torch import nn
-from typing_extensions import TypedDict
 
 from ampaudit.checkpoint.archive import Archive
 from ampaudit.checkpoint.header import MAX_DIMENSIONS
 from ampaudit.checkpoint.parts import flat_tensor, misfit
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import MAX_TABLE, describe, parse_json, validate
-from ampaudit.source.pt2.schema import STRICT, UNION, Integer, Name
+from ampaudit.source.pt2.schema import Integer, Name, Strict, Union
 
 __all__ = ["SERIALIZED_DTYPES", "StoredTensors", "read_tensors"]
 
@@ -51,15 +50,13 @@ SERIALIZED_DTYPES: Mapping[int, torch.dtype] = {
 Size = Annotated[int, Field(ge=0, le=2**62)]
 
 
-class ConcreteSize(TypedDict):
-    __pydantic_config__ = UNION  # type: ignore[misc]
+class ConcreteSize(Union):
     as_int: Size
 
 
-class TensorMeta(TypedDict):
+class TensorMeta(Strict):
     """Dtype, sizes, strides and offset (in elements) of a stored tensor."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     dtype: Integer
     sizes: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
     strides: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
@@ -68,18 +65,16 @@ class TensorMeta(TypedDict):
     layout: Integer
 
 
-class Payload(TypedDict):
+class Payload(Strict):
     """The location of a tensor's bytes."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     path_name: Name
     is_param: bool
     use_pickle: bool
     tensor_meta: TensorMeta | None
 
 
-class PayloadTable(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class PayloadTable(Strict):
     config: dict[Name, Payload]
 
 

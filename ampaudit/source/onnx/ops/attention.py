@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand
+from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 
 __all__: list[str] = []
 
@@ -32,7 +32,7 @@ def attention(
     """Attend; the standard's function covers what torch's op has no argument for."""
     others = set(call.node.attributes) - _UNDERSTOOD
     if others or call.attribute("softcap", 0.0) or call.is_read(3) or lengths is not None:
-        raise call.fault("torch's attention has no such argument")
+        raise Unsupported("torch's attention has no such argument")
     heads = [call.attribute(name) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
     flat = call.tensor(q).ndim == 3
     query, key, value = (_by_head(call.tensor(t), n) for t, n in zip((q, k, v), heads, strict=True))
@@ -40,7 +40,7 @@ def attention(
     before = key.shape[2] - query.shape[2] if past_key is not None else 0
     bias = None if mask is None else call.tensor(mask)
     if bias is not None and bias.shape[-1] != key.shape[2]:
-        raise call.fault("its mask is shorter than the keys")
+        raise Unsupported("its mask is shorter than the keys")
     result = _attend(call, (query, key, value), bias, bool(call.attribute("is_causal", 0)), before)
     return (_flat(result) if flat else result), key, value
 
@@ -99,7 +99,7 @@ def multi_head_attention(
 ) -> Any:
     """Attend with tensors not yet split into heads."""
     if k is None or v is None or call.tensor(q).ndim != 3 or any(other is not None for other in others):
-        raise call.fault("its tensors are packed")
+        raise Unsupported("its tensors are packed")
     heads, tensors = call.attribute("num_heads"), [call.tensor(t) for t in (q, k, v)]
     if bias is not None:
         sizes = [t.shape[-1] if t.ndim == 3 else t.shape[1] * t.shape[3] for t in tensors]
@@ -129,7 +129,7 @@ def packed_attention(
 ) -> Any:
     """Compute queries, keys and values in one product, and attend."""
     if past is not None or call.attribute("do_rotary", 0) or any(other is not None for other in others):
-        raise call.fault("it has a cache")
+        raise Unsupported("it has a cache")
     heads, tensor = call.attribute("num_heads"), call.tensor(x)
     shift = None if bias is None else call.tensor(bias)
     product = F.linear(tensor, call.tensor(weights).T, shift)
@@ -149,6 +149,6 @@ def _mask_of(call: NodeCall, padding: Operand, bias: Operand, length: int) -> to
     if mask.ndim == 1 and mask.shape[0] != length:
         mask = torch.arange(length) < mask.unsqueeze(-1)
     if mask.ndim not in (2, 3) or mask.shape[-1] != length:
-        raise call.fault("its mask has a shape of its own")
+        raise Unsupported("its mask has a shape of its own")
     visible = mask.bool()[:, None, None] if mask.ndim == 2 else mask.bool()[:, None]
     return visible if bias is None else call.tensor(bias).masked_fill(~visible, -math.inf)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Operand
+from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported
 from ampaudit.trace.internals import without_modes
 
 
@@ -48,7 +48,7 @@ def loop(call: NodeCall, limit: Operand = None, condition: Operand = None, *carr
 def scan(call: NodeCall, *inputs: Operand) -> Any:
     """Run a graph on each slice of some inputs."""
     if call.version < 9:
-        raise call.fault("Scan before version 9 is not supported")
+        raise Unsupported("Scan before version 9 is not supported")
     body, count = call.attribute("body"), call.attribute("num_scan_inputs")
     values, scanned = list(inputs[:-count]), [call.tensor(value) for value in inputs[-count:]]
     axes = list(call.attribute("scan_input_axes") or [0] * count)
@@ -81,7 +81,7 @@ def _no_rows(output: Any) -> torch.Tensor:
 
 def _list(call: NodeCall, value: Operand) -> list[Any]:
     if not isinstance(value, list):
-        raise call.fault("an input is no sequence")
+        raise Unsupported("an input is no sequence")
     return value
 
 

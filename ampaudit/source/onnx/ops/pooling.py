@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.products import pads_of
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand, check_size
+from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported, check_size
 
 Array = np.ndarray[Any, Any]
 _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
@@ -349,7 +349,7 @@ def grid_sample(call: NodeCall, x: Operand, grid: Operand) -> torch.Tensor:
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     tensor = call.tensor(x)
     if mode == "bicubic" and tensor.ndim != 4:
-        raise call.fault("torch has no cubic interpolation of volumes")
+        raise Unsupported("torch has no cubic interpolation of volumes")
     padding = attribute_text(call, "padding_mode", "zeros")
     aligned = bool(call.attribute("align_corners", 0))
     return F.grid_sample(tensor, call.tensor(grid), mode, padding, aligned)
@@ -360,7 +360,7 @@ def col2im(call: NodeCall, x: Operand, image: Operand, block: Operand) -> torch.
     """Add up blocks."""
     sizes, kernel = call.ints(image), call.ints(block)
     if len(sizes) != 2:
-        raise call.fault("torch adds up only blocks with two axes")
+        raise Unsupported("torch adds up only blocks with two axes")
     pads = list(call.attribute("pads") or [0] * 4)
     strides, dilations = (list(call.attribute(name) or [1, 1]) for name in ("strides", "dilations"))
     wide = [size + before + after for size, before, after in zip(sizes, pads[:2], pads[2:], strict=True)]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand
+from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 
 __all__: list[str] = []
 
@@ -130,7 +130,7 @@ def conv_transpose(call: NodeCall, x: Operand, w: Operand, b: Operand = None) ->
 def fused_matmul(call: NodeCall, a: Operand, b: Operand) -> Any:
     """Multiply matrices that may be transposed, and a number."""
     if call.attribute("transBatchA", 0) or call.attribute("transBatchB", 0):
-        raise call.fault("its batches are transposed")
+        raise Unsupported("its batches are transposed")
     first = call.tensor(a).mT if call.attribute("transA", 0) else call.tensor(a)
     second = call.tensor(b).mT if call.attribute("transB", 0) else call.tensor(b)
     alpha = call.attribute("alpha", 1.0)

@@ -9,7 +9,7 @@ import torch
 from ampaudit.source.onnx.ops.activations import named_dtype
 from ampaudit.source.onnx.ops.elementwise import cast_tensor
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand
+from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 
 __all__: list[str] = []
 
@@ -96,7 +96,7 @@ def matmul_n_bits(
     rows, columns, size = call.attribute("N"), call.attribute("K"), call.attribute("block_size")
     bits = call.attribute("bits", 4)
     if groups is not None or bits not in (2, 4, 8):
-        raise call.fault("its weights are ordered by groups")
+        raise Unsupported("its weights are ordered by groups")
     blocks, tensor = -(-columns // size), call.tensor(a)
     factor = call.tensor(scales).reshape(rows, blocks, 1)
     packed = _unpacked(call.tensor(b).reshape(rows, blocks, -1), bits)[..., :size].to(tensor.dtype)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Operand
+from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported
 
 __all__: list[str] = []
 
@@ -169,7 +169,7 @@ def _activations(call: NodeCall, direction: int, directions: int) -> list[Callab
         elif name in _ACTIVATIONS:
             functions.append(_ACTIVATIONS[name])
         else:
-            raise call.fault(f"no activation {name}")
+            raise Unsupported(f"no activation {name}")
     return functions
 
 

@@ -14,22 +14,16 @@ from ampaudit.source.onnx.values import NodeCall, Operand
 __all__: list[str] = []
 
 
-def _axes(call: NodeCall, tensor: torch.Tensor, since: int) -> list[int] | None:
-    """Return the axes to reduce; ``None`` if there is nothing to do."""
-    axes = axes_of(call, since=since)
-    if not axes:
-        return None if call.attribute("noop_with_empty_axes", 0) else list(range(tensor.ndim))
-    return axes
-
-
 @operator("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1")
 @operator("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
 def reduce(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
     """Reduce over axes."""
     tensor, name, keep = call.tensor(x), call.node.op_type, bool(call.attribute("keepdims", 1))
-    dims = _axes(call, tensor, 13 if name == "ReduceSum" else 18)
-    if dims is None:
-        return tensor
+    dims = axes_of(call, since=13 if name == "ReduceSum" else 18)
+    if not dims:
+        if call.attribute("noop_with_empty_axes", 0):
+            return tensor
+        dims = list(range(tensor.ndim))
     if name == "ReduceMean":
         return (
             torch.mean(tensor, dims, keep)
