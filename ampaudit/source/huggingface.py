@@ -43,6 +43,7 @@ from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_con
 from ampaudit.source.processor import KINDS, copy_processor, has_processor, processor_directory
 from ampaudit.source.random_inputs import placeholders
 from ampaudit.source.user_code import calling_user_code
+from ampaudit.trace.internals import Replacement, patched
 
 __all__ = ["from_directory", "rehearse"]
 
@@ -231,7 +232,10 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
     _check_size(path, rehearsed["size"], weights)
     table["architectures"] = [rehearsed["name"]]
     architecture = named_architecture(table)
-    with _loading(path), _offline(), temporary_directory("ampaudit-config-") as folder:
+    from huggingface_hub import constants
+
+    offline = patched((Replacement(constants, "HF_HUB_OFFLINE", True),))  # as in the sandbox
+    with _loading(path), offline, temporary_directory("ampaudit-config-") as folder:
         config = configured(architecture, table, folder)
         if options.stream:
             return empty_model(architecture, config).eval(), inputs, ()
@@ -323,16 +327,3 @@ def _loading(path: Path) -> Iterator[None]:
             what = f"the weights have other shapes than {CONFIG_FILE} describes"
         hint = "restore the directory: configuration and weights must be of one model"
         raise SourceError(f"{describe_path(path)}: {what}", hint=hint) from error
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Keep Transformers from contacting the Hub while active."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before

@@ -24,9 +24,9 @@ from ampaudit.core.errors import InputError, SourceError, UsageError, first_line
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_number
 from ampaudit.core.untrusted import describe
-from ampaudit.report.inputs import InputsInfo
+from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs, inputs_from
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.unwrapping import auditable
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
@@ -71,29 +71,24 @@ def _source(
     digest: str | None,
 ) -> ModelSource:
     model = runnable(_model(module, factory, options.args, location), location)
+    functions, info = functions_of(module), GIVEN
+    sized: Sized | None = None
     if options.input:
-        given_batches, info = described_batches(options.input, options.batches or 1, options.seed)
-        return ModelSource(location, kind, model, given_batches, digest, inputs=info, **functions_of(module))
-    if options.inputs is not None:
+        batches, info = described_batches(options.input, options.batches or 1, options.seed)
+    elif options.inputs is not None:
         sized, functions, info = inputs_from(options, model, module)
-        given_batches = sized(options.input_sizes or {})
-        return ModelSource(
-            location, kind, model, given_batches, digest, inputs=info, sized=sized, **functions
-        )
-    if not has_inputs(module):
-        own_batches = _own_batches(model, options, location)
-        if own_batches:
-            info = InputsInfo("given", "batches of train_dataloader()")
-            return ModelSource(
-                location, kind, model, own_batches, digest, inputs=info, **functions_of(module)
-            )
+        batches = sized(options.input_sizes or {})
+    elif has_inputs(module):
+        sized = partial(batches_of, module, options.batches or 1, options.seed)
+        batches = sized(options.input_sizes or {})
+    elif batches := _own_batches(model, options, location):
+        info = InputsInfo("given", "batches of train_dataloader()")
+    else:
         raise SourceError(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass sizes, such as --input 8x3x32x32",
         )
-    sized = partial(batches_of, module, options.batches or 1, options.seed)
-    batches = sized(options.input_sizes or {})
-    return ModelSource(location, kind, model, batches, digest, sized=sized, **functions_of(module))
+    return ModelSource(location, kind, model, batches, digest, inputs=info, sized=sized, **functions)
 
 
 def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:

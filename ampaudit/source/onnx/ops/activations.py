@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from ampaudit.source.onnx.values import NodeCall, Operand, check_size
 
 __all__ = ["attribute_text", "named_dtype"]
 
+_WITH_ALPHA: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
+    "Celu": (F.celu, 1.0), "Elu": (F.elu, 1.0), "LeakyRelu": (F.leaky_relu, 0.01),
+}  # fmt: skip
 _SELU = (1.67326319217681884765625, 1.05070102214813232421875)
 
 
@@ -39,17 +43,11 @@ def swish(call: NodeCall, x: Operand) -> torch.Tensor:
     return F.silu(tensor) if alpha == 1 else tensor * torch.sigmoid(tensor * alpha)
 
 
-@operator("LeakyRelu")
-def leaky_relu(call: NodeCall, x: Operand) -> torch.Tensor:
-    """Apply the leaky rectifier."""
-    return F.leaky_relu(call.tensor(x), call.attribute("alpha", 0.01))
-
-
-@operator("Elu", "Celu")
-def elu(call: NodeCall, x: Operand) -> torch.Tensor:
-    """Apply an exponential linear unit."""
-    function = F.elu if call.node.op_type == "Elu" else F.celu
-    return function(call.tensor(x), call.attribute("alpha", 1.0))
+@operator(*_WITH_ALPHA)
+def with_alpha(call: NodeCall, x: Operand) -> torch.Tensor:
+    """Apply an activation with the parameter alpha."""
+    function, alpha = _WITH_ALPHA[call.node.op_type]
+    return function(call.tensor(x), call.attribute("alpha", alpha))
 
 
 @operator("Selu")
@@ -88,12 +86,6 @@ def shrink(call: NodeCall, x: Operand) -> torch.Tensor:
         return F.softshrink(tensor, width)
     negative = torch.where(tensor < -width, tensor + bias, torch.zeros_like(tensor))
     return torch.where(tensor > width, tensor - bias, negative).to(tensor.dtype)
-
-
-@operator("Softplus")
-def softplus(call: NodeCall, x: Operand) -> torch.Tensor:
-    """Apply log(1 + exp(x))."""
-    return F.softplus(call.tensor(x))
 
 
 @operator("HardSigmoid")
@@ -145,22 +137,23 @@ def bit_cast(call: NodeCall, x: Operand) -> torch.Tensor:
     return call.tensor(x).view(dtype)
 
 
-@operator("RandomNormal", "RandomNormalLike")
-def random_normal(call: NodeCall, like: Operand = None) -> torch.Tensor:
-    """Draw from a normal distribution."""
-    mean, scale = call.attribute("mean", 0.0), call.attribute("scale", 1.0)
-    sample = _drawn_like(call, like)
-    sample = torch.randn(sample.shape, dtype=sample.dtype)
-    return sample if (mean, scale) == (0, 1) else sample * scale + mean
-
-
-@operator("RandomUniform", "RandomUniformLike")
-def random_uniform(call: NodeCall, like: Operand = None) -> torch.Tensor:
-    """Draw from a range."""
-    low, high = call.attribute("low", 0.0), call.attribute("high", 1.0)
-    sample = _drawn_like(call, like)
-    sample = torch.rand(sample.shape, dtype=sample.dtype)
-    return sample if (low, high) == (0, 1) else sample * (high - low) + low
+@operator("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+def random(call: NodeCall, like: Operand = None) -> torch.Tensor:
+    """Draw from a normal or uniform distribution."""
+    if like is None:
+        shape, default = list(call.attribute("shape")), torch.float32
+        check_size(shape)
+    else:
+        shape, default = list(call.tensor(like).shape), call.tensor(like).dtype
+    dtype = named_dtype(call, "dtype", default)
+    if call.node.op_type.startswith("RandomNormal"):
+        sample = torch.randn(shape, dtype=dtype)
+        start, width = call.attribute("mean", 0.0), call.attribute("scale", 1.0)
+    else:
+        sample = torch.rand(shape, dtype=dtype)
+        start = call.attribute("low", 0.0)
+        width = call.attribute("high", 1.0) - start
+    return sample if (start, width) == (0, 1) else sample * width + start
 
 
 @operator("Bernoulli")
@@ -175,16 +168,6 @@ def multinomial(call: NodeCall, x: Operand) -> torch.Tensor:
     """Draw classes from logarithms of probabilities."""
     sample = torch.multinomial(torch.softmax(call.tensor(x), -1), call.attribute("sample_size", 1), True)
     return sample.to(named_dtype(call, "dtype", torch.int32))
-
-
-def _drawn_like(call: NodeCall, like: Operand) -> torch.Tensor:
-    if like is None:
-        check_size(call.attribute("shape"))
-        return torch.empty(
-            list(call.attribute("shape")), dtype=named_dtype(call, "dtype", torch.float32), device="meta"
-        )
-    tensor = call.tensor(like)
-    return torch.empty(tensor.shape, dtype=named_dtype(call, "dtype", tensor.dtype), device="meta")
 
 
 def named_dtype(call: NodeCall, name: str, default: torch.dtype) -> torch.dtype:

@@ -20,7 +20,8 @@ _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Neg": torch.neg, "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu,
     "Round": torch.round, "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin, "Sinh": torch.sinh,
     "Softsign": F.softsign, "Sqrt": torch.sqrt, "Tan": torch.tan, "Tanh": torch.tanh,
-    "BitwiseNot": torch.bitwise_not, "HardSwish": F.hardswish, "Mish": F.mish,
+    "BitwiseNot": torch.bitwise_not, "HardSwish": F.hardswish, "Mish": F.mish, "Softplus": F.softplus,
+    "Det": torch.det,
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul,

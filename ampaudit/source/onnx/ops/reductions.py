@@ -119,12 +119,6 @@ def cumulated(call: NodeCall, x: Operand, axis: Operand) -> torch.Tensor:
     return result.flip(dim) if back else result
 
 
-@operator("Det")
-def det(call: NodeCall, x: Operand) -> Any:
-    """Compute determinants."""
-    return torch.det(call.tensor(x))
-
-
 @operator("DFT")
 def dft(call: NodeCall, x: Operand, length: Operand = None, axis: Operand = None) -> Any:
     """Transform a real or complex signal."""
