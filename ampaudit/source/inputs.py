@@ -98,16 +98,14 @@ class Functions(TypedDict):
 def functions_of(*modules: ModuleType) -> Functions:
     """Return each function from the first module that defines it."""
 
-    def first(name: str) -> Callable[..., Any] | None:
-        candidates = (getattr(module, name, None) for module in modules)
-        return next((function for function in candidates if callable(function)), None)
+    def first(name: str, fits: Callable[[Any], bool]) -> Any:
+        return next((value for module in modules if fits(value := getattr(module, name, None))), None)
 
-    declared = (getattr(module, "next_inputs", None) for module in modules)
     return Functions(
-        loss=first("loss"),
-        metric=first("metric"),
-        optimizer=first("optimizer"),
-        next_inputs=next((value for value in declared if value is not None), None),
+        loss=first("loss", callable),
+        metric=first("metric", callable),
+        optimizer=first("optimizer", callable),
+        next_inputs=first("next_inputs", lambda value: value is not None),
     )
 
 

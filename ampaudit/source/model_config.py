@@ -16,6 +16,7 @@ __all__ = [
     "ADAPTER",
     "CONFIG_FILE",
     "MAX_CONFIG",
+    "PIPELINE",
     "UNREAD_HINT",
     "Quantization",
     "read_model_config",
@@ -27,6 +28,7 @@ __all__ = [
 CONFIG_FILE = "config.json"
 MAX_CONFIG = 16_000_000  # bytes
 ADAPTER = "adapter_config.json"
+PIPELINE = "model_index.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _MAX_ARCHITECTURES = 16
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9_]{0,99}")

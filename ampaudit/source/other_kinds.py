@@ -12,11 +12,10 @@ from ampaudit.checkpoint.plain_pickle import CodeNeeded
 from ampaudit.core.errors import SourceError, WeightsError
 from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe, describe_path, open_regular, read_table
-from ampaudit.source.model_config import ADAPTER, CONFIG_FILE, read_raw_config
+from ampaudit.source.model_config import ADAPTER, CONFIG_FILE, PIPELINE, read_raw_config
 
-__all__ = ["PIPELINE", "not_a_model", "refuse_other_kinds"]
+__all__ = ["not_a_model", "refuse_other_kinds"]
 
-PIPELINE = "model_index.json"
 _MODULES = "modules.json"
 _PARTS_SHOWN = 4
 _TAIL = 1 << 20  # bytes at the end of an archive that hold its member names

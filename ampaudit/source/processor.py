@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe, read_bounded
-from ampaudit.source.model_config import CONFIG_FILE
-from ampaudit.source.other_kinds import PIPELINE
+from ampaudit.source.model_config import CONFIG_FILE, PIPELINE
 from ampaudit.source.random_inputs import placeholders, text_config
 
 __all__ = ["KINDS", "Processor", "copy_processor", "has_processor", "processor_directory"]

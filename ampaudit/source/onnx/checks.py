@@ -115,13 +115,14 @@ def _check_graph(graph: onnx.GraphProto, versions: Mapping[str, int], outer: fro
         raise BadGraph(f"the initializer {name!r} is sparse", "store it as a dense tensor")
     inputs = [value.name for value in graph.input]
     stored = [tensor.name for tensor in graph.initializer]
-    for kind, names in (("input", inputs), ("initializer", stored), ("output", _names(graph.output))):
+    outputs = [value.name for value in graph.output]
+    for kind, names in (("input", inputs), ("initializer", stored), ("output", outputs)):
         if len(set(names)) < len(names):
             twice = next(name for index, name in enumerate(names) if name in names[:index])
             raise BadGraph(f"the {kind} {describe(twice)!r} is there twice")
     for tensor in graph.initializer:
         _check_location(tensor)
-    _check_nodes(graph.node, versions, outer, {*inputs, *stored}, _names(graph.output))
+    _check_nodes(graph.node, versions, outer, {*inputs, *stored}, outputs)
 
 
 def _check_location(tensor: onnx.TensorProto) -> None:
@@ -130,10 +131,6 @@ def _check_location(tensor: onnx.TensorProto) -> None:
         if entry.key in ("offset", "length") and not _NUMBER.fullmatch(entry.value):
             what = f"{entry.key} {describe(entry.value)!r}"
             raise BadGraph(f"the data of {describe(tensor.name)!r} cannot have the {what}")
-
-
-def _names(values: Any) -> list[str]:
-    return [value.name for value in values]
 
 
 def _check_nodes(

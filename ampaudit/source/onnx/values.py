@@ -182,10 +182,6 @@ class NodeCall:
             return item
         return self.tensor(value).reshape(()).item()
 
-    def optional(self, index: int) -> Operand:
-        """Return an input; ``None`` if it is omitted."""
-        return self.inputs[index] if index < len(self.inputs) else None
-
     def is_read(self, index: int) -> bool:
         """Return whether an output is used."""
         outputs = self.node.outputs

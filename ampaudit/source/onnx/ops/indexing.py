@@ -140,12 +140,12 @@ def eye_like(call: NodeCall, x: Operand) -> Any:
     return ones.to(named_dtype(call, "dtype", tensor.dtype))
 
 
-def axes_of(call: NodeCall, index: int = 1, since: int = 13) -> list[int] | None:
+def axes_of(call: NodeCall, since: int = 13) -> list[int] | None:
     """Return the axes of a node, an attribute before the version ``since`` and an input from then on."""
     if call.version < since:
         axes = call.attribute("axes")
         return None if axes is None else list(axes)
-    value = call.optional(index)
+    value = call.inputs[1] if len(call.inputs) > 1 else None
     return None if value is None else call.ints(value)
 
 

@@ -23,9 +23,7 @@ def layer_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand = None)
     """Normalize over the last axes; statistics are computed in float32."""
     tensor = call.tensor(x)
     axis = call.attribute("axis", -1) % tensor.ndim
-    shift = None if bias is None else call.tensor(bias)
-    result = _layer_norm(call, tensor, call.tensor(scale), shift, axis)
-    return (result, *_statistics(call, tensor, axis, (1, 2)))
+    return (_layer_norm(call, tensor, scale, bias, axis), *_statistics(call, tensor, axis))
 
 
 @operator("RMSNormalization")
@@ -35,7 +33,7 @@ def rms_norm(call: NodeCall, x: Operand, scale: Operand) -> Any:
     """Divide by the root of the mean square over the last axes."""
     tensor = call.tensor(x)
     axis = call.attribute("axis", -1) % tensor.ndim
-    result = _rms_norm(call, tensor, call.tensor(scale), axis)
+    result = _rms_norm(call, tensor, scale, axis)
     return (result, _inverse_root(call, tensor)) if call.is_read(1) else result
 
 
@@ -45,16 +43,15 @@ def skip_layer_norm(
 ) -> Any:
     """Add, then normalize over the last axis."""
     total = _skip_sum(call, x, skip, before)
-    shift = None if bias is None else call.tensor(bias)
-    result = _layer_norm(call, total, call.tensor(scale), shift, total.ndim - 1)
-    return (result, *_statistics(call, total, total.ndim - 1, (1, 2)), total)
+    axis = total.ndim - 1
+    return (_layer_norm(call, total, scale, bias, axis), *_statistics(call, total, axis), total)
 
 
 @operator("SkipSimplifiedLayerNormalization", domain="com.microsoft")
 def skip_rms_norm(call: NodeCall, x: Operand, skip: Operand, scale: Operand, before: Operand = None) -> Any:
     """Add, then divide by the root of the mean square over the last axis."""
     total = _skip_sum(call, x, skip, before)
-    result = _rms_norm(call, total, call.tensor(scale), total.ndim - 1)
+    result = _rms_norm(call, total, scale, total.ndim - 1)
     return result, None, _inverse_root(call, total) if call.is_read(2) else None, total
 
 
@@ -64,56 +61,49 @@ def _skip_sum(call: NodeCall, x: Operand, skip: Operand, bias: Operand) -> torch
 
 
 def _layer_norm(
-    call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, axis: int
+    call: NodeCall, tensor: torch.Tensor, scale: Operand, bias: Operand, axis: int
 ) -> torch.Tensor:
     shape = list(tensor.shape[axis:])
-    weight = _spread(scale, shape)
-    shift = None if bias is None else _spread(bias, shape)
-    return F.layer_norm(tensor, shape, weight, shift, call.attribute("epsilon", _epsilon(call)))
+    weight = _spread(call.tensor(scale), shape)
+    shift = None if bias is None else _spread(call.tensor(bias), shape)
+    return F.layer_norm(tensor, shape, weight, shift, _epsilon(call))
 
 
-def _rms_norm(call: NodeCall, tensor: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
+def _rms_norm(call: NodeCall, tensor: torch.Tensor, scale: Operand, axis: int) -> torch.Tensor:
     shape = list(tensor.shape[axis:])
-    return F.rms_norm(tensor, shape, _spread(scale, shape), call.attribute("epsilon", _epsilon(call)))
+    return F.rms_norm(tensor, shape, _spread(call.tensor(scale), shape), _epsilon(call))
 
 
-def _epsilon(call: NodeCall) -> float:
-    return 1e-12 if call.node.op_type.startswith("Skip") else 1e-5
+def _epsilon(call: NodeCall) -> Any:
+    return call.attribute("epsilon", 1e-12 if call.node.op_type.startswith("Skip") else 1e-5)
 
 
 def _statistics(
-    call: NodeCall, tensor: torch.Tensor, axis: int, places: tuple[int, int]
+    call: NodeCall, tensor: torch.Tensor, axis: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the mean and the inverse standard deviation if they are used."""
-    if not any(call.is_read(place) for place in places):
+    if not (call.is_read(1) or call.is_read(2)):
         return None, None
     axes, wide = list(range(axis, tensor.ndim)), tensor.float()
     mean = wide.mean(axes, keepdim=True)
     variance = (wide - mean).square().mean(axes, keepdim=True)
-    return mean, torch.rsqrt(variance + call.attribute("epsilon", _epsilon(call)))
+    return mean, torch.rsqrt(variance + _epsilon(call))
 
 
 def _inverse_root(call: NodeCall, tensor: torch.Tensor) -> torch.Tensor:
     mean = tensor.float().square().mean(-1, keepdim=True)
-    return torch.rsqrt(mean + call.attribute("epsilon", _epsilon(call)))
+    return torch.rsqrt(mean + _epsilon(call))
 
 
-@operator("GroupNormalization")
+@operator("GroupNormalization", "InstanceNormalization")
 def group_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand) -> torch.Tensor:
-    """Normalize groups of channels; before version 21 each group has one scale."""
-    tensor, groups = call.tensor(x), call.attribute("num_groups")
+    """Normalize groups of channels, or each channel; before version 21 each group has one scale."""
+    tensor = call.tensor(x)
+    groups = call.attribute("num_groups", tensor.shape[1])
     weight, shift = call.tensor(scale), call.tensor(bias)
     if weight.shape[0] != tensor.shape[1]:
         weight, shift = (t.repeat_interleave(tensor.shape[1] // groups) for t in (weight, shift))
     return F.group_norm(tensor, groups, weight, shift, call.attribute("epsilon", 1e-5))
-
-
-@operator("InstanceNormalization")
-def instance_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand) -> torch.Tensor:
-    """Normalize each channel."""
-    tensor = call.tensor(x)
-    weight, shift = call.tensor(scale), call.tensor(bias)
-    return F.group_norm(tensor, tensor.shape[1], weight, shift, call.attribute("epsilon", 1e-5))
 
 
 @operator("BatchNormalization")

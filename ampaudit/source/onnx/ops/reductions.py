@@ -30,8 +30,6 @@ def reduce(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
             if tensor.is_floating_point()
             else tensor.double().mean(dims, keep).to(tensor.dtype)
         )
-    if name == "ReduceSum":
-        return torch.sum(tensor, dims, keep, dtype=_sum_dtype(tensor))
     if name in ("ReduceMax", "ReduceMin"):
         if not tensor.numel():  # the identity of the operation
             return _empty_extreme(tensor, dims, keep, name == "ReduceMax")
@@ -40,15 +38,17 @@ def reduce(call: NodeCall, x: Operand, axes: Operand = None) -> torch.Tensor:
         for axis in sorted(a % tensor.ndim for a in dims)[::-1]:
             tensor = torch.prod(tensor, axis, keep, dtype=_sum_dtype(tensor))
         return tensor
-    if name == "ReduceSumSquare":
-        return torch.sum(tensor * tensor, dims, keep, dtype=_sum_dtype(tensor))
-    if name == "ReduceL1":
-        return torch.sum(tensor.abs(), dims, keep, dtype=_sum_dtype(tensor))
-    if name == "ReduceL2":
-        return torch.sqrt(torch.sum(tensor * tensor, dims, keep, dtype=_sum_dtype(tensor)))
+    if name == "ReduceLogSumExp":
+        return torch.logsumexp(tensor, dims, keep)
     if name == "ReduceLogSum":
         return torch.log(torch.sum(tensor, dims, keep))
-    return torch.logsumexp(tensor, dims, keep)
+    dtype = _sum_dtype(tensor)
+    if name in ("ReduceSumSquare", "ReduceL2"):
+        tensor = tensor * tensor
+    elif name == "ReduceL1":
+        tensor = tensor.abs()
+    total = torch.sum(tensor, dims, keep, dtype=dtype)
+    return torch.sqrt(total) if name == "ReduceL2" else total
 
 
 def _empty_extreme(tensor: torch.Tensor, axes: list[int], keep: bool, largest: bool) -> torch.Tensor:
