@@ -18,7 +18,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.source.random_inputs import (
     AUDIO_TOKENS,
     IMAGE_TOKENS,
-    checked_sizes,
+    check_sizes,
     first_setting,
     input_sizes,
     longest_text,
@@ -27,7 +27,7 @@ from ampaudit.source.random_inputs import (
 from ampaudit.trace.opnames import written_values
 from ampaudit.trace.structure import structural_copy
 
-__all__ = ["Fusion", "MetaRun", "ValuesNeeded", "fused", "fusions", "meta_copy"]
+__all__ = ["Fusion", "MetaRun", "ValuesNeeded", "find_fusions", "fuse", "meta_copy"]
 
 _VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _aten = torch.ops.aten
@@ -42,7 +42,7 @@ class Fusion:
     """Random inputs of a modality, and the placeholders for their features.
 
     Attributes:
-        name: of the main input.
+        name: Name of the main input.
         sizes: Shape of the main input; empty if the batches contain it.
         others: Further inputs.
         token: Placeholder token id.
@@ -68,7 +68,7 @@ class _Modality:
     """The names that Transformers uses for a modality.
 
     Attributes:
-        name: of the main input.
+        name: Name of the main input.
         tokens: Settings that may hold the placeholder.
         method: Name of the method that returns features.
         kind: See ``Fusion``.
@@ -82,7 +82,7 @@ class _Modality:
     layouts: Callable[[Any, Collection[str], int], _Layouts]
 
 
-def fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
+def find_fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
     """Return the modalities that can be added to batches like this one.
 
     Configurations do not say how many placeholders an image takes. So a copy of the model without weights
@@ -96,11 +96,11 @@ def fusions(model: Any, batch: Mapping[str, Tensor]) -> list[Fusion]:
             fusion = _accepted_fusion(meta_copy(model), modality, token, batch)
             if fusion is not None:
                 additions.append(fusion)
-                batch = fused(batch, fusion)
+                batch = fuse(batch, fusion)
     return additions
 
 
-def fused(batch: Mapping[str, Tensor], fusion: Fusion) -> dict[str, Tensor]:
+def fuse(batch: Mapping[str, Tensor], fusion: Fusion) -> dict[str, Tensor]:
     """Add the inputs of a modality to a batch, and its placeholders before the text."""
     tensors = {**batch, **fusion.others}
     if fusion.sizes:
@@ -150,10 +150,10 @@ def _with_token_count(
     """Set the number of placeholders of a fusion; raises whatever the model raises if it does not fit."""
     with MetaRun(), torch.no_grad():
         if method is not None:
-            arguments = {name: tensor for name, tensor in fused(batch, fusion).items() if name in names}
+            arguments = {name: tensor for name, tensor in fuse(batch, fusion).items() if name in names}
             total = _feature_count(method(**arguments))
             fusion = replace(fusion, count=total // len(batch["input_ids"]))
-        complete = fused(batch, fusion)
+        complete = fuse(batch, fusion)
         with contextlib.suppress(_EmbeddingsReached), _stop_at_embeddings(model, complete["input_ids"].shape):
             model(**complete)
     return fusion
@@ -201,14 +201,14 @@ def _pictures(model: Any, names: Collection[str], rows: int) -> _Layouts:
         for tiles in range(1, _MAX_TILES + 1):
             yield (rows, tiles, channels, h, w), others
         most = first_setting(vision, ("max_num_tiles",), 1)
-        sizes = checked_sizes("pixel_values", rows, 1, most, channels, h, w)
+        sizes = check_sizes("pixel_values", rows, 1, most, channels, h, w)
         ratios = {"aspect_ratio_ids": torch.ones(rows, 1), "aspect_ratio_mask": torch.ones(rows, 1, most)}
         yield sizes, {name: tensor.long() for name, tensor in ratios.items()}
 
 
 def _patches(vision: Any, channels: int, rows: int) -> _Layouts:
     patch, frames = (first_setting(vision, (name,), 1) for name in ("patch_size", "temporal_patch_size"))
-    (*_, height, width), number = checked_sizes("pixel_values", frames, channels, patch, patch), _SIDE * _SIDE
+    (*_, height, width), number = check_sizes("pixel_values", frames, channels, patch, patch), _SIDE * _SIDE
     size = channels * height * width
     places = torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE))
     others = {

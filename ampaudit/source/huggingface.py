@@ -34,10 +34,10 @@ from ampaudit.source.interface import ModelSource, Sized
 from ampaudit.source.made_inputs import (
     InputRequest,
     MadeInputs,
-    at_sizes,
     check_ids,
     make_inputs,
     read_inputs,
+    resize_batches,
 )
 from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
 from ampaudit.source.processor import KINDS, copy_processor, has_processor, processor_directory
@@ -93,7 +93,7 @@ def rehearse(request: dict[str, Any]) -> Callable[[], Rehearsed]:
     architecture = named_architecture(table)
 
     def work() -> Rehearsed:
-        config = configured(architecture, table, Path.cwd())
+        config = build_config(architecture, table, Path.cwd())
         with torch.device("meta"):
             model = empty_model(architecture, config)
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
@@ -150,7 +150,7 @@ def named_class(table: dict[str, Any]) -> Any:
     return None
 
 
-def configured(architecture: Any, table: dict[str, Any], folder: Path) -> Any:
+def build_config(architecture: Any, table: dict[str, Any], folder: Path) -> Any:
     """Build the Transformers configuration of a table.
 
     Args:
@@ -187,7 +187,7 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
     functions, info = functions_of(), GIVEN
     if inputs is not None:
         check_ids(model, inputs["batches"])
-        sized: Sized = partial(at_sizes, inputs["batches"], placeholders(model.config))
+        sized: Sized = partial(resize_batches, inputs["batches"], placeholders(model.config))
         info = InputsInfo(inputs["origin"], inputs["detail"])
     else:
         sized, functions, info = inputs_from(options, model)
@@ -236,7 +236,7 @@ def _load_untrusted(path: Path, options: SourceConfig) -> _Loaded:
 
     offline = patched((Replacement(constants, "HF_HUB_OFFLINE", True),))  # as in the sandbox
     with _loading(path), offline, temporary_directory("ampaudit-config-") as folder:
-        config = configured(architecture, table, folder)
+        config = build_config(architecture, table, folder)
         if options.stream:
             return empty_model(architecture, config).eval(), inputs, ()
         # the method of the base class: some classes read further files

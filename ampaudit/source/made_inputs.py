@@ -19,13 +19,21 @@ from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import AuditError, InputError, UsageError, first_line
 from ampaudit.core.text import plural
 from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
-from ampaudit.source.fused_inputs import Fusion, fused, fusions
+from ampaudit.source.fused_inputs import Fusion, find_fusions, fuse
 from ampaudit.source.inputs import unknown_axis
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
 from ampaudit.source.processor import KINDS, Processor
 from ampaudit.source.random_inputs import OWN_INPUTS, needed_inputs, placeholders, random_input, text_config
 
-__all__ = ["InputRequest", "MadeInputs", "at_sizes", "check_ids", "make_inputs", "read_inputs", "sounds"]
+__all__ = [
+    "InputRequest",
+    "MadeInputs",
+    "check_ids",
+    "make_inputs",
+    "read_inputs",
+    "resize_batches",
+    "sounds",
+]
 
 Array = np.ndarray[Any, Any]
 _MAX_TEXT = 64_000_000  # bytes
@@ -364,9 +372,9 @@ def _complete(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _fuse(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list[Fusion]]:
     """Add images and audio to text batches for models that fuse them."""
-    additions = fusions(model, batches[0])
+    additions = find_fusions(model, batches[0])
     for fusion in additions:
-        batches = [fused(batch, fusion) for batch in batches]
+        batches = [fuse(batch, fusion) for batch in batches]
     return batches, additions
 
 
@@ -386,7 +394,7 @@ def read_inputs(file: Path) -> list[dict[str, Tensor]]:
     return [batches[index] for index in sorted(batches)]
 
 
-def at_sizes(
+def resize_batches(
     batches: Sequence[Mapping[str, Tensor]], special: Sequence[int], sizes: Mapping[str, int]
 ) -> tuple[Batch, ...]:
     """Resize batches: repeat or truncate rows to ``batch``, and tokens or audio samples to ``length``.

@@ -60,8 +60,8 @@ def stepping(
         )
     if declared is not None:
         return tuple(batches), declared, NEXT_INPUTS
-    if generates(model):
-        return *decoding(model, batches, steps), "the most likely token and the cache (built in)"
+    if can_generate(model):
+        return *plan_decoding(model, batches, steps), "the most likely token and the cache (built in)"
     return tuple(batches), recurrent, "outputs that are like inputs (built in)"
 
 
@@ -149,13 +149,13 @@ def _alike(output: Any, value: Any) -> bool:
     )
 
 
-def generates(model: nn.Module) -> bool:
+def can_generate(model: nn.Module) -> bool:
     """Return whether a model is a generative one of Transformers."""
     can = getattr(model, "can_generate", None)
     return callable(can) and hasattr(model, "generation_config") and bool(can())
 
 
-def decoding(
+def plan_decoding(
     model: Any, batches: Sequence[Batch], steps: int
 ) -> tuple[tuple[Batch, ...], Callable[[Any, Any], Any]]:
     """Return the first calls of greedy decoding and the function for later ones.
@@ -228,14 +228,14 @@ def _first_of_causal(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
             "attention_mask": mask.gather(1, order),
         }
         mask = inputs["attention_mask"]
-    named = {**inputs, "past_key_values": _static_cache(model, length), "use_cache": True}
+    kwargs = {**inputs, "past_key_values": _static_cache(model, length), "use_cache": True}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters and not any("pixel" in name or "image" in name for name in inputs):
         positions = (torch.ones_like(ids) if mask is None else mask.long()).cumsum(-1) - 1
-        named["position_ids"] = positions.clamp(min=0)
+        kwargs["position_ids"] = positions.clamp(min=0)
     if mask is not None and mask.ndim == 2:  # positions mask the tokens still to come
-        named["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], steps)], dim=1)
-    return Batch((), named)
+        kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], steps)], dim=1)
+    return Batch((), kwargs)
 
 
 def _next_of_causal(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:

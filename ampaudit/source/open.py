@@ -105,9 +105,9 @@ def _streamed(location: str, options: SourceConfig) -> ModelSource:
 
 def _open(location: str, options: SourceConfig) -> ModelSource:
     path = Path(location)
-    converted = [path / name for name in (PROGRAM, ONNX) if (path / name).is_file()]
-    if converted and (path / MANIFEST).is_file():
-        source = _open_graph(converted[0], options, location)
+    converted = (path / PROGRAM, path / ONNX) if (path / MANIFEST).is_file() else ()
+    for file in filter(Path.is_file, converted):
+        source = _open_graph(file, options, location)
         dtype = read_table(path / MANIFEST, SourceError).get("dtype")  # ``ampaudit verify`` checks integrity
         low_precision = next((name for name in LOW_PRECISION_NAMES if name == dtype), None)
         return replace(source, kind="converted", dtype=low_precision)

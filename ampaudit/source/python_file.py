@@ -230,7 +230,7 @@ def described_batches(texts: Sequence[str], count: int, seed: int) -> tuple[tupl
     """Return random batches and their description.
 
     Args:
-        texts: the descriptions, of positional arguments in order.
+        texts: Descriptions of the inputs; positional ones in order.
         count: Number of batches.
         seed: Random seed.
 

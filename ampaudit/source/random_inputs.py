@@ -18,7 +18,7 @@ __all__ = [
     "AUDIO_TOKENS",
     "IMAGE_TOKENS",
     "OWN_INPUTS",
-    "checked_sizes",
+    "check_sizes",
     "first_setting",
     "input_sizes",
     "longest_text",
@@ -94,7 +94,7 @@ def input_sizes(model: Any, name: str, rows: int) -> tuple[int, ...]:
     sizes = _SIZES.get(name)
     if sizes is None:
         raise _unknown(name)
-    return checked_sizes(name, rows, *sizes(model.config))
+    return check_sizes(name, rows, *sizes(model.config))
 
 
 def longest_text(config: Any, *, decoder: bool = False) -> int | None:
@@ -107,7 +107,7 @@ def longest_text(config: Any, *, decoder: bool = False) -> int | None:
     longest: Any = first_setting(text_config(config, decoder=decoder), names, None)
     if longest is None or longest == -1:
         return None
-    checked_sizes("max_position_embeddings", longest)
+    check_sizes("max_position_embeddings", longest)
     return int(longest)
 
 
@@ -140,7 +140,7 @@ def _unknown(name: str) -> InputError:
     return InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=OWN_INPUTS)
 
 
-def checked_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
+def check_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
     """Check the shape of an input taken from a configuration.
 
     Raises:
@@ -162,7 +162,7 @@ def checked_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
 def _ids(model: Any, rows: int, *, decoder: bool) -> Tensor:
     config, longest = text_config(model.config, decoder=decoder), longest_text(model.config, decoder=decoder)
     vocabulary: Any = getattr(config, "vocab_size", None)
-    checked_sizes("vocab_size", vocabulary)
+    check_sizes("vocab_size", vocabulary)
     length = _LENGTH if longest is None else min(_LENGTH, longest)
     return _safe_ids(torch.randint(0, vocabulary, (rows, length)), model.config, vocabulary)
 

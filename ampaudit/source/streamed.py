@@ -178,20 +178,14 @@ def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     some parameters are joined from several tensors, which then all map to one name. A tensor that the model
     lacks keeps its own name.
     """
-    state = model.state_dict()
-    rename = _renaming(model, state)
-    return {name: rename(name) for name in names}
-
-
-def _renaming(model: nn.Module, state: dict[str, Any]) -> Any:
-    prefix = str(getattr(model, "base_model_prefix", ""))
+    state, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         mapping = get_model_conversion_mapping(cast(Any, model))
     except Exception:  # another version of transformers, or an unknown model
-        return lambda name: _by_prefix(name, prefix, state)
+        return {name: _by_prefix(name, prefix, state) for name in names}
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
@@ -199,7 +193,7 @@ def _renaming(model: nn.Module, state: dict[str, Any]) -> Any:
         target = str(rename_source_key(name, renamings, converters, prefix, state)[0])
         return target if target in state else _by_prefix(name, prefix, state)
 
-    return rename
+    return {name: rename(name) for name in names}
 
 
 def _by_prefix(name: str, prefix: str, state: dict[str, Any]) -> str:

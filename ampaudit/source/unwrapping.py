@@ -25,9 +25,16 @@ def auditable(model: nn.Module) -> nn.Module:
     """Check and unwrap a user's model; the entry point for models of every command.
 
     Raises:
-        SourceError: The model is sharded over processes.
+        SourceError: The model is sharded over processes, by FSDP or tensor parallelism (DTensor).
     """
-    refuse_sharded(model)
+    for path, module in model.named_modules():
+        kind = fsdp_kind(module)
+        if kind is not None:
+            what = f"layer {describe(path)}" if path else f"the model ({type(module).__name__})"
+            raise _sharded_error(what, kind)
+    for name, tensor in named_tensors(model).items():
+        if isinstance(tensor, DTensor):
+            raise _sharded_error(describe(name), "DTensor, as parallelize_module makes it")
     return unwrapped(model)
 
 
@@ -96,23 +103,6 @@ def _original(script: Any) -> nn.Module | None:
 def fsdp_kind(module: nn.Module) -> str | None:
     """Return the FSDP API that sharded a module; ``None`` if it is not sharded."""
     return next((_FSDP[base.__name__] for base in type(module).__mro__ if base.__name__ in _FSDP), None)
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Reject a sharded model, naming the layer or parameter.
-
-    Raises:
-        SourceError: The model is sharded by FSDP or tensor parallelism (DTensor).
-    """
-    for path, module in model.named_modules():
-        kind = fsdp_kind(module)
-        if kind is not None:
-            raise _sharded_error(
-                f"layer {describe(path)}" if path else f"the model ({type(module).__name__})", kind
-            )
-    for name, tensor in named_tensors(model).items():
-        if isinstance(tensor, DTensor):
-            raise _sharded_error(describe(name), "DTensor, as parallelize_module makes it")
 
 
 def _sharded_error(what: str, how: str) -> SourceError:

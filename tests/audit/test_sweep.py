@@ -21,7 +21,7 @@ from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.html.page import to_html
 from ampaudit.render.render import formats_of
 from ampaudit.report.model import Report
-from ampaudit.source.made_inputs import at_sizes
+from ampaudit.source.made_inputs import resize_batches
 
 Write = Callable[[str], Path]
 # 3 per token, so that the sum is 65,520 with 21,840 tokens
@@ -265,14 +265,14 @@ def test_files_and_files_of_inputs_take_the_size(model_file: Write, functions: s
 def test_made_inputs_are_repeated_or_cut() -> None:
     ids, mask = torch.arange(10).view(2, 5), torch.ones(2, 5).long()
     batch = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.ones(2, 3, 4, 4)}
-    (made,) = at_sizes([batch], [], {"length": 12, "batch": 3})
+    (made,) = resize_batches([batch], [], {"length": 12, "batch": 3})
     assert made.kwargs["input_ids"].tolist()[2] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert made.kwargs["attention_mask"].shape == (3, 12)
     assert made.kwargs["pixel_values"].shape == (3, 3, 4, 4)
-    (made,) = at_sizes([batch], [], {"length": 2})
+    (made,) = resize_batches([batch], [], {"length": 2})
     assert made.kwargs["input_ids"].tolist() == [[0, 1], [5, 6]]
     with pytest.raises(UsageError, match="no axis 'length'"):
-        at_sizes([{"pixel_values": batch["pixel_values"]}], [], {"length": 2})
+        resize_batches([{"pixel_values": batch["pixel_values"]}], [], {"length": 2})
 
 
 def test_every_format_shows_each_size(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from ampaudit import scan
 from ampaudit.core.errors import UsageError
-from ampaudit.source.fused_inputs import MetaRun, ValuesNeeded, fusions, meta_copy
-from ampaudit.source.made_inputs import InputRequest, MadeInputs, at_sizes, check_ids, make_inputs
+from ampaudit.source.fused_inputs import MetaRun, ValuesNeeded, find_fusions, meta_copy
+from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, resize_batches
 from tests.support.fused import FUSED, MODALITY, PLACEHOLDER, fused_model
 from tests.support.processors import tokenizer
 
@@ -75,7 +75,7 @@ def test_what_a_model_does_not_take_leaves_the_same_text(
     found = made(model, tmp_path, batches=2)
     assert [sorted(batch) for batch in found["batches"]] == [["attention_mask", "input_ids"]] * 2
     assert found["batches"][0]["input_ids"].shape == (2, 12)
-    monkeypatch.setattr("ampaudit.source.made_inputs.fusions", lambda model, batch: [])
+    monkeypatch.setattr("ampaudit.source.made_inputs.find_fusions", lambda model, batch: [])
     alone = made(model, tmp_path, batches=2)
     for batch, other in zip(found["batches"], alone["batches"], strict=True):
         assert all(torch.equal(batch[key], other[key]) for key in batch)
@@ -100,7 +100,7 @@ def test_absurd_sizes_leave_the_text_alone(name: str, change: dict[str, Any], tm
     vars(model.config.vision_config).update(change)
     assert "input_ids" in made(model, tmp_path)["batches"][0]
     if name == "Mllama" and "patch_size" not in change:
-        assert fusions(model, {"input_ids": torch.ones(2, 4, dtype=torch.int64)}) == []
+        assert find_fusions(model, {"input_ids": torch.ones(2, 4, dtype=torch.int64)}) == []
 
 
 def test_a_placeholder_without_an_embedding_is_not_used(tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ def test_pictures_stay_whole_at_every_size(name: str, tmp_path: Path) -> None:
     batches = made(model, tmp_path)["batches"]
     number = int((batches[0]["input_ids"][0] == PLACEHOLDER).sum())
     for size, rows in ((number + 5, 3), (number + 50, 1)):
-        (batch,) = at_sizes(batches, [PLACEHOLDER], {"length": size, "batch": rows})
+        (batch,) = resize_batches(batches, [PLACEHOLDER], {"length": size, "batch": rows})
         assert batch.kwargs["input_ids"].shape == (rows, size)
         with torch.no_grad():
             model(**batch.kwargs)  # which compares the numbers of features and placeholders
-    (batch,) = at_sizes(batches, [PLACEHOLDER], {"batch": 2})
+    (batch,) = resize_batches(batches, [PLACEHOLDER], {"batch": 2})
     assert all(torch.equal(batch.kwargs[key], value) for key, value in batches[0].items())
     with pytest.raises(UsageError, match=f"a length of {number} has no room") as caught:
-        at_sizes(batches, [PLACEHOLDER], {"length": number})
+        resize_batches(batches, [PLACEHOLDER], {"length": number})
     assert f"more than {number}" in caught.value.hint
 
 

@@ -29,7 +29,7 @@ __all__ = [
     "batch_of",
     "by_name",
     "check_batch",
-    "described",
+    "describe_inputs",
     "inputs_of",
     "is_sum",
     "random_batches",
@@ -103,7 +103,7 @@ def _rows(value: ir.Value) -> int:
     return min(table_sizes, default=0)
 
 
-def described(inputs: Sequence[GraphInput]) -> str:
+def describe_inputs(inputs: Sequence[GraphInput]) -> str:
     """Return the names, types and sizes of inputs for a message."""
     return describe(", ".join(map(str, inputs)) or "no input", MAX_MESSAGE - 20)
 
@@ -208,7 +208,7 @@ def arrays_in(path: Path, inputs: Sequence[GraphInput]) -> Batch:
         arrays = {spec.name: arrays[f"input[{index}]"] for index, spec in enumerate(inputs)}
     if set(arrays) != {spec.name for spec in inputs}:
         what = f"{describe_path(path)} holds {describe(', '.join(sorted(arrays)) or 'nothing')}"
-        raise InputError(what, hint=f"the graph takes {described(inputs)}")
+        raise InputError(what, hint=f"the graph takes {describe_inputs(inputs)}")
     return batch_of(inputs, arrays)
 
 
@@ -237,7 +237,7 @@ def check_batch(batch: Batch, inputs: Sequence[GraphInput], title: str) -> None:
     Raises:
         InputError: The batch does not match.
     """
-    hint = f"the graph takes {described(inputs)}"
+    hint = f"the graph takes {describe_inputs(inputs)}"
     names = [spec.name for spec in inputs]
     values = by_name(batch, names)
     if len(batch.args) + len(batch.kwargs) != len(names) or set(values) != set(names):

@@ -26,13 +26,13 @@ from ampaudit.source.onnx.values import (
     Operand,
     RefusedNode,
     Unsupported,
+    as_constant,
     as_list,
     check_size,
-    copied,
+    has_references,
+    misfit_error,
     operand_tensors,
-    refers,
     standard_body,
-    unfit,
     with_values,
 )
 from ampaudit.trace.internals import FakeTensor, without_modes
@@ -116,7 +116,7 @@ class OnnxModel(nn.Module):
             raise InputError(
                 f"{what}; given: {describe(', '.join(inputs)) or 'none'}", hint="pass these by name"
             )
-        return _Run(self._program, self, self._program.dtypes).outputs(inputs)
+        return _Run(self._program, self).outputs(inputs)
 
     def dtypes_of(self, batch: Batch) -> dict[ir.Value, torch.dtype]:
         """Run a batch and return the dtype of each tensor that a node returns."""
@@ -162,17 +162,14 @@ class _Program:
                 assert value.const_value is not None
                 yield self.names.stored(graph, name), self.file.tensor(value.const_value)
         for node in self.file.nodes():
-            if node.op_type == "Constant" and not node.domain and not refers(node):
+            if node.op_type == "Constant" and not node.domain and not has_references(node):
                 yield self.names.stored_constant(node), self.file.constant(node)
 
 
 class _Run:
     """One run of the graph."""
 
-    def __init__(
-        self, program: _Program, module: nn.Module, dtypes: dict[ir.Value, torch.dtype] | None = None
-    ) -> None:
-        self._dtypes = dtypes
+    def __init__(self, program: _Program, module: nn.Module) -> None:
         self._program = program
         self._module = module
         self._body_nodes = 0  # nodes run in bodies so far
@@ -208,9 +205,11 @@ class _Run:
                 for output, result in zip(node.outputs, results, strict=False)
                 if output.name
             )
-            if self._dtypes is not None:
+            if self._program.dtypes is not None:
                 pairs = zip(node.outputs, results, strict=False)
-                self._dtypes |= {output: r.dtype for output, r in pairs if isinstance(r, torch.Tensor)}
+                self._program.dtypes |= {
+                    output: r.dtype for output, r in pairs if isinstance(r, torch.Tensor)
+                }
             for name in last_use.get(node, ()):
                 scope.pop(name, None)
 
@@ -244,7 +243,7 @@ class _Run:
         except Exception as error:
             if not getattr(error, "__notes__", ()):  # located by a node in a body
                 if isinstance(error, MISFITS) and not any(isinstance(value, FakeTensor) for value in inputs):
-                    raise self._locate(node, unfit(error, inputs)) from error
+                    raise self._locate(node, misfit_error(error, inputs)) from error
                 error.add_note(self._title(node))  # tracing may fail where the model runs
             raise
 
@@ -285,11 +284,11 @@ class _Run:
 
     def _constant(self, call: NodeCall) -> Known:
         name = self._program.names.stored_constant(call.node)
-        if name in self._program.stored and not refers(call.node):
+        if name in self._program.stored and not has_references(call.node):
             return self._known_tensor(name)
         with without_modes():
             real = self._program.file.constant(with_values(call))
-        return Known(real, partial(copied, real), constant=True)
+        return Known(real, partial(as_constant, real), constant=True)
 
     def _fold(self, call: NodeCall, function: Any, origin: Mapping[str, Any]) -> list[Operand] | None:
         """Compute a node with known inputs outside the trace; ``None`` if it must be traced."""
@@ -301,7 +300,7 @@ class _Run:
         if shapes_only and not plain:
             with without_modes():
                 results = as_list(function(call, *inputs))
-            return [Known(results[0], partial(copied, results[0]))]
+            return [Known(results[0], partial(as_constant, results[0]))]
         real = NodeCall(node, call.version, inputs, call.run_body, real=True, attributes=call.attributes)
         with without_modes():  # rather than no_grad, which a trace records
             if sum(v.real.numel() for v in inputs if isinstance(v, Known)) > _MAX_KNOWN:
@@ -310,7 +309,7 @@ class _Run:
         if not all(isinstance(t, torch.Tensor) and t.numel() <= _MAX_KNOWN for t in results):
             return None
         if all(not t.is_floating_point() for t in results):
-            return [Known(t, partial(copied, t)) for t in results]
+            return [Known(t, partial(as_constant, t)) for t in results]
         if any(t.numel() > _FOLDED for t in results):
             return None
         traced_results: list[torch.Tensor] = []

@@ -104,7 +104,7 @@ def layer_name(origin: Mapping[str, Any]) -> str:
 
 def _plain_name(node: ir.Node) -> str:
     outputs = [output.name for output in node.outputs if output.name]
-    return shortened(node.name or (outputs[0] if outputs else node.op_type) or node.op_type)
+    return shorten_name(node.name or (outputs[0] if outputs else node.op_type) or node.op_type)
 
 
 def _module_scope(node: ir.Node) -> str:
@@ -114,7 +114,7 @@ def _module_scope(node: ir.Node) -> str:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return ""
     paths = [scope for scope in scopes[:-1] if isinstance(scope, str)] if isinstance(scopes, list) else []
-    return shortened(paths[-1]) if paths else ""
+    return shorten_name(paths[-1]) if paths else ""
 
 
 def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
@@ -124,7 +124,7 @@ def parameter_place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     """
     parts = name.split(".")
     if len(parts) > _MAX_DEPTH or not all(parts) or len(name) > _MAX_NAME:
-        parts = [shortened(name).replace(".", "_")]
+        parts = [shorten_name(name).replace(".", "_")]
     module = root
     for index, part in enumerate(parts[:-1]):
         if part not in module._modules:
@@ -146,7 +146,7 @@ def _is_taken(module: nn.Module, name: str) -> bool:
     return not name or name.startswith("_") or hasattr(module, name)
 
 
-def shortened(name: str) -> str:
+def shorten_name(name: str) -> str:
     """Return a printable name; long ones are shortened in the middle and stay distinct."""
     if len(name) <= _MAX_NAME:
         return escape_control(name)

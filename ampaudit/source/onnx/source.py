@@ -20,7 +20,7 @@ from ampaudit.source.onnx.inputs import (
     ARRAY_FILES,
     arrays_in,
     check_batch,
-    described,
+    describe_inputs,
     inputs_of,
     random_batches,
 )
@@ -49,7 +49,7 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
     sized: Sized | None = None
     if options.inputs is None:
         sized = partial(random_batches, graph_inputs, options.batches or 1, options.seed)
-        info = InputsInfo("random", f"random values of the graph's types: {described(graph_inputs)}")
+        info = InputsInfo("random", f"random values of the graph's types: {describe_inputs(graph_inputs)}")
         batches = sized(options.input_sizes or {})
     elif options.inputs.suffix in ARRAY_FILES:
         batches, info = (arrays_in(options.inputs, graph_inputs),), GIVEN

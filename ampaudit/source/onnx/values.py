@@ -25,14 +25,14 @@ __all__ = [
     "Operand",
     "RefusedNode",
     "Unsupported",
+    "as_constant",
     "as_list",
     "check_size",
-    "copied",
+    "has_references",
+    "misfit_error",
     "onnx_type_of",
     "operand_tensors",
-    "refers",
     "standard_body",
-    "unfit",
     "with_values",
 ]
 
@@ -143,14 +143,14 @@ class NodeCall:
 
     def ints(self, value: Operand) -> list[int]:
         """Return the integers of an input; for an input that is computed, those of this run."""
-        if isinstance(value, Known):
-            return [int(item) for item in value.items()]
-        return [int(item) for item in self.tensor(value).reshape(-1).tolist()]
+        return [int(item) for item in self._items(value)]
 
     def floats(self, value: Operand) -> list[float]:
         """Return the numbers of an input."""
-        items = value.items() if isinstance(value, Known) else self.tensor(value).reshape(-1).tolist()
-        return [float(item) for item in items]
+        return [float(item) for item in self._items(value)]
+
+    def _items(self, value: Operand) -> list[Any]:
+        return value.items() if isinstance(value, Known) else self.tensor(value).reshape(-1).tolist()
 
     def torch_dtype(self, kind: ir.DataType) -> torch.dtype:
         """Return the torch dtype for an ONNX type.
@@ -214,7 +214,7 @@ def _alike(one: torch.dtype, other: torch.dtype) -> bool:
     return one == other or (one in FLOATS and other in FLOATS)
 
 
-def unfit(error: Exception, inputs: Sequence[Operand]) -> SourceError:
+def misfit_error(error: Exception, inputs: Sequence[Operand]) -> SourceError:
     """Return the error for a node whose function fails on its inputs."""
     operands = ", ".join(map(_in_words, inputs)) or "none"
     what = f"{describe(first_line(error), 120)} (its inputs: {describe(operands)})"
@@ -228,14 +228,14 @@ def _in_words(value: Operand) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def copied(value: torch.Tensor) -> torch.Tensor:
+def as_constant(value: torch.Tensor) -> torch.Tensor:
     """Recreate a known tensor as a constant of the trace."""
     with without_modes():
         items = value.tolist()
     return torch.tensor(items, dtype=value.dtype).reshape(value.shape)
 
 
-def refers(node: ir.Node) -> bool:
+def has_references(node: ir.Node) -> bool:
     """Return whether an attribute of a node refers to one of the enclosing function."""
     return any(attribute.is_ref() for attribute in node.attributes.values())
 

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 
-__all__: list[str] = []
-
 _UNDERSTOOD = set(
     "is_causal kv_num_heads q_num_heads scale softcap softmax_precision qk_matmul_output_mode".split()
 )

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import NodeCall, Operand
 
-__all__: list[str] = []
-
 
 def _spread(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """Expand a tensor to a shape; one of that shape adds no op beside the norm."""

@@ -42,9 +42,8 @@ class _Windows:
     def padded(self, tensor: torch.Tensor, fill: float) -> torch.Tensor:
         """Return a tensor with the padding around it."""
         pairs = list(zip(self.before, self.after, strict=True))[::-1]
-        if not any(width for pair in pairs for width in pair):
-            return tensor
-        return torch.constant_pad_nd(tensor, [width for pair in pairs for width in pair], fill)
+        widths = [width for pair in pairs for width in pair]
+        return torch.constant_pad_nd(tensor, widths, fill) if any(widths) else tensor
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the windows of a padded tensor, each as one last axis."""

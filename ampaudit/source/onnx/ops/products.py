@@ -11,8 +11,6 @@ from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 
-__all__: list[str] = []
-
 
 @operator("MatMul")
 def matmul(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:

@@ -11,8 +11,6 @@ from ampaudit.source.onnx.ops.elementwise import cast_tensor
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported
 
-__all__: list[str] = []
-
 
 def _along(call: NodeCall, part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Reshape scales or zero points to broadcast to a tensor: one, one per slice, or one per block."""

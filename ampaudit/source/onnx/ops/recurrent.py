@@ -13,8 +13,6 @@ from ampaudit.source.onnx.ops.activations import attribute_text
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported
 
-__all__: list[str] = []
-
 _USUAL = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
 _GATES = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}  # torch's order, as positions in ONNX
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {

@@ -11,8 +11,6 @@ from ampaudit.source.onnx.ops.indexing import axes_of
 from ampaudit.source.onnx.ops.registry import operator
 from ampaudit.source.onnx.values import NodeCall, Operand
 
-__all__: list[str] = []
-
 
 @operator("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1")
 @operator("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
