@@ -285,7 +285,7 @@ def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool 
                 raise
             if request["files"]:
                 raise InputError(problem, hint=OWN_INPUTS) from error
-    batches, _ = _fuse(model, [_complete(model, {}) for _ in range(request["batches"] or 1)])
+    batches, _ = _fuse_all(model, [_complete(model, {}) for _ in range(request["batches"] or 1)])
     return MadeInputs(batches=batches, origin="random", detail=f"random {', '.join(batches[0])}: {problem}")
 
 
@@ -322,7 +322,7 @@ def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInp
             raise
         how = " without the chat template, which fails"  # some take only what has a picture, or tools
         encoded = processor.encoded(columns, rows, chat=False)
-    completed, further = _fuse(model, [_complete(model, tensors) for tensors in encoded])
+    completed, further = _fuse_all(model, [_complete(model, tensors) for tensors in encoded])
     added = [name for name in needed_inputs(model) if name not in encoded[0]]
     added += [fusion.name for fusion in further if fusion.name not in (*encoded[0], *added)]
     words = [_describe_samples(kind, sample_set, number) for kind, sample_set in samples.items()]
@@ -370,7 +370,7 @@ def _complete(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return inputs
 
 
-def _fuse(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list[Fusion]]:
+def _fuse_all(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list[Fusion]]:
     """Add images and audio to text batches for models that fuse them."""
     additions = find_fusions(model, batches[0])
     for fusion in additions:
