@@ -79,22 +79,26 @@ _ENTRY_POINT_RULES = (
 )
 
 
-def analyze(linked: LinkedScript, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
+def analyze(
+    linked: LinkedScript, earlier_names: Mapping[str, Value]
+) -> tuple[list[Diagnostic], dict[str, Value]]:
     """Return the diagnostics of a script in the order of its lines, and the imported names at its end.
 
     Args:
         linked: the parsed module with the files that it imports, whose diagnostics are last.
-        known: values of names that an earlier code block defines.
+        earlier_names: Values of the names that earlier code blocks define.
     """
     try:
-        return _analyze(linked, known)
+        return _analyze(linked, earlier_names)
     except ImportsTooLong:
-        return _analyze(LinkedScript(linked.main), known)
+        return _analyze(LinkedScript(linked.main), earlier_names)
 
 
-def _analyze(linked: LinkedScript, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
+def _analyze(
+    linked: LinkedScript, earlier_names: Mapping[str, Value]
+) -> tuple[list[Diagnostic], dict[str, Value]]:
     script = linked.main
-    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, {}, known)
+    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, {}, earlier_names)
     events_by_entry: list[list[Event]] = []
     start = _imported(interpreter)
     end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, start))
@@ -168,7 +172,7 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
 
 
 def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: list[list[Event]]) -> State:
-    info, known = entry.info, frozenset(interpreter.diagnostics)
+    info, earlier = entry.info, frozenset(interpreter.diagnostics)
     interpreter.path_state, interpreter.guards, interpreter.repetitions = entry.start.fork(), (), 0
     interpreter.frame, interpreter.loops, interpreter.returns, interpreter.grad_modes = 0, [], [], []
     interpreter.autocasts, interpreter.guesses = [entry.context], False
@@ -176,10 +180,10 @@ def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: 
         if info is None:
             interpreter.execute(interpreter.linked.main.tree.body)
         else:
-            given = {} if entry.owner is not None else _never_given(interpreter.linked.main, info)
-            inline_call(interpreter, info, info.node, given, None if info.is_static else entry.owner)
+            arguments = {} if entry.owner is not None else _never_given(interpreter.linked.main, info)
+            inline_call(interpreter, info, info.node, arguments, None if info.is_static else entry.owner)
     interpreter.stack.clear()
-    _finish(interpreter, events_by_entry, known)
+    _finish(interpreter, events_by_entry, earlier)
     return interpreter.path_state or State()
 
 
@@ -223,10 +227,10 @@ def _follow_class(
         instance_of_class(interpreter, info)
     context = _context_of_trainer(interpreter) if info.derives("LightningModule") else None
     for name, method in info.methods.items():
-        given = context if name in _STEPS_OF_LIGHTNING else None
-        matters = method.relevant or given is not None
+        autocast = context if name in _STEPS_OF_LIGHTNING else None
+        matters = method.relevant or autocast is not None
         if matters and method is not start and method not in interpreter.called:
-            _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end, given))
+            _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end, autocast))
     interpreter.managed = False
     events = [event for entry in events_by_entry[before:] for event in entry]
     if info.derives("LightningModule"):
@@ -250,7 +254,7 @@ _TRAINING_EVENTS = (Backward, ModelCall, PrecisionChosen, ScalerScale, ScalerSte
 
 
 def _finish(
-    interpreter: Interpreter, events_by_entry: list[list[Event]], known: frozenset[tuple[str, int, int]]
+    interpreter: Interpreter, events_by_entry: list[list[Event]], earlier: frozenset[tuple[str, int, int]]
 ) -> None:
     """Check the rules on the events of one entry point, before which some diagnostics were known."""
     events = list(interpreter.events.values())
@@ -263,7 +267,7 @@ def _finish(
         interpreter.diagnostics = {
             key: item
             for key, item in interpreter.diagnostics.items()
-            if key in known or key[0] in _RULES_FOR_MANAGED
+            if key in earlier or key[0] in _RULES_FOR_MANAGED
         }
     events_by_entry.append(events)
 

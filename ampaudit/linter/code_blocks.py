@@ -87,8 +87,8 @@ def _from_markdown(text: str) -> list[CodeBlock]:
             continue
         start = token.map[0] + 2
         code = next((line for line in token.content.splitlines() if line.strip()), "")
-        written = next((line for line in lines[start - 1 : token.map[1]] if line.strip()), "")
-        indent = max(written.find(code), 0) if code else 0
+        fenced_line = next((line for line in lines[start - 1 : token.map[1]] if line.strip()), "")
+        indent = max(fenced_line.find(code), 0) if code else 0
         blocks.append(CodeBlock(token.content, start, indent, is_example=True))
     return blocks
 

@@ -59,9 +59,9 @@ def declared_torch(directory: Path) -> DeclaredTorch:
     Files that cannot be read or parsed declare nothing. The search ends where a repository begins.
     """
     for name, requirements in _READERS.items():
-        found = _declared(list(requirements(directory / name)), name)
-        if found != UNDECLARED:
-            return found
+        declared = _declared(list(requirements(directory / name)), name)
+        if declared != UNDECLARED:
+            return declared
     if (directory / ".git").exists() or directory.parent == directory:
         return UNDECLARED
     return declared_torch(directory.parent)
@@ -71,7 +71,7 @@ def _declared(requirements: list[str], file: str) -> DeclaredTorch:
     """Return the versions of torch that requirements such as ``torch>=2.1`` or ``python>=3.8`` allow."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    found = by_python = UNDECLARED
+    by_torch = by_python = UNDECLARED
     for text in requirements:
         try:
             requirement = Requirement(text)
@@ -79,12 +79,12 @@ def _declared(requirements: list[str], file: str) -> DeclaredTorch:
             continue
         low, high = _bounds(requirement.specifier)
         if requirement.name.lower() == "torch" and (low or high):
-            found = DeclaredTorch(low, high, file)
+            by_torch = DeclaredTorch(low, high, file)
         elif requirement.name == "python" and low:
             last = [torch for python, torch in _LAST_TORCH.items() if _parts(python) >= _parts(low)[:2]]
             first = [torch for python, torch in _FIRST_TORCH.items() if _parts(python) == _parts(low)[:2]]
             by_python = DeclaredTorch(next(iter(last + first), ""), "", file) if last + first else UNDECLARED
-    return by_python if found == UNDECLARED else found
+    return by_python if by_torch == UNDECLARED else by_torch
 
 
 def _bounds(specifiers: SpecifierSet) -> tuple[str, str]:
@@ -108,15 +108,15 @@ def _text(path: Path) -> str:
 
 def _pyproject(path: Path) -> Iterator[str]:
     try:
-        found: Any = tomllib.loads(_text(path)).get("project", {})
+        project: Any = tomllib.loads(_text(path)).get("project", {})
     except (tomllib.TOMLDecodeError, RecursionError):
         return
-    if not isinstance(found, dict):
+    if not isinstance(project, dict):
         return
-    if isinstance(wanted := found.get("requires-python"), str):
-        yield f"python{wanted}"
-    extras = found.get("optional-dependencies", {})
-    groups = [found.get("dependencies", []), *(extras.values() if isinstance(extras, dict) else ())]
+    if isinstance(python := project.get("requires-python"), str):
+        yield f"python{python}"
+    extras = project.get("optional-dependencies", {})
+    groups = [project.get("dependencies", []), *(extras.values() if isinstance(extras, dict) else ())]
     for group in groups:
         yield from (item for item in group if isinstance(item, str)) if isinstance(group, list) else ()
 
@@ -127,8 +127,8 @@ def _setup(path: Path) -> Iterator[str]:
         parser.read_string(_text(path))
     except configparser.Error:
         return
-    if wanted := parser.get("options", "python_requires", fallback=""):
-        yield f"python{wanted}"
+    if python := parser.get("options", "python_requires", fallback=""):
+        yield f"python{python}"
     yield from parser.get("options", "install_requires", fallback="").splitlines()
 
 

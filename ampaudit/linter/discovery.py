@@ -34,15 +34,15 @@ def find_files(
         exclude: globs that match whole paths or single components of them.
         gitignore: whether to skip what git ignores below directories.
     """
-    seen: set[str] = set()
+    visited: set[str] = set()
     for text in paths:
         for path in _expand(text):
             ignored = IgnoredFiles(path) if gitignore and os.path.isdir(path) else None
             candidates: Iterable[Path] = _walk(path, exclude, ignored) if os.path.isdir(path) else [path]
             for candidate in candidates:
                 real = os.path.realpath(candidate)
-                if real not in seen and not matches(candidate, exclude):
-                    seen.add(real)
+                if real not in visited and not matches(candidate, exclude):
+                    visited.add(real)
                     yield candidate
 
 
@@ -85,8 +85,8 @@ def _walk(directory: Path, exclude: Sequence[str], ignored: IgnoredFiles | None)
             and not matches(Path(parent) / name, exclude)
             and not (ignored and ignored.covers(Path(parent) / name, is_directory=True))
         )
-        found = (Path(parent) / name for name in sorted(names) if name.endswith(_SUFFIXES))
-        yield from (path for path in found if not (ignored and ignored.covers(path)))
+        files = (Path(parent) / name for name in sorted(names) if name.endswith(_SUFFIXES))
+        yield from (path for path in files if not (ignored and ignored.covers(path)))
     yield from (Path(error.filename) for error in unreadable)
 
 
@@ -124,9 +124,9 @@ class IgnoredFiles:
             spec = self._spec(directory)
             if spec is not None:
                 inside = os.path.relpath(name, directory).replace(os.sep, "/")
-                found = spec.check_file(f"{inside}/" if is_directory else inside)
-                if found.include is not None:
-                    return found.include
+                check = spec.check_file(f"{inside}/" if is_directory else inside)
+                if check.include is not None:
+                    return check.include
             if directory == self._root:
                 break
             directory = os.path.dirname(directory)

@@ -68,16 +68,16 @@ def _written_names(fix: Fix) -> set[str]:
 
 def names_in(code: str) -> set[str]:
     """Return the dotted names that an expression reads, without the methods that it calls."""
-    found: set[str] = set()
+    names: set[str] = set()
     pending: list[ast.AST] = [ast.parse(code, mode="eval").body]
     for node in pending:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             pending += [node.func.value, *node.args, *(k.value for k in node.keywords)]
         elif text := dotted_name(node):
-            found.add(text)
+            names.add(text)
         else:
             pending += ast.iter_child_nodes(node)
-    return found
+    return names
 
 
 def is_bound(script: Script, line: int, name: str) -> bool:
@@ -150,8 +150,14 @@ def _is_constant(test: ast.expr, blocks: Blocks) -> bool:
 def _bound_by_head(owner: ast.stmt) -> set[str]:
     """Return the names that a statement binds before its block runs."""
     if isinstance(owner, _FUNCTIONS):
-        given = owner.args
-        every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+        parameters = owner.args
+        every = (
+            *parameters.posonlyargs,
+            *parameters.args,
+            *parameters.kwonlyargs,
+            parameters.vararg,
+            parameters.kwarg,
+        )
         return {argument.arg for argument in every if argument is not None}
     if isinstance(owner, ast.For | ast.AsyncFor):
         return _names_of([owner.target])
@@ -183,9 +189,9 @@ def _binds(statement: ast.stmt, name: str, conditions: dict[str, bool]) -> bool:
     if isinstance(statement, ast.With | ast.AsyncWith):
         return name in _bound_by_head(statement) or block_binds(statement.body)
     if isinstance(statement, ast.If):
-        taken = conditions.get(ast.unparse(statement.test))
-        if taken is not None:
-            return block_binds(statement.body if taken else statement.orelse)
+        branch_is_taken = conditions.get(ast.unparse(statement.test))
+        if branch_is_taken is not None:
+            return block_binds(statement.body if branch_is_taken else statement.orelse)
         return block_binds(statement.body) and block_binds(statement.orelse)
     if isinstance(statement, ast.Try):
         handled = all(block_binds(handler.body) for handler in statement.handlers)

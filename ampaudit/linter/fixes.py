@@ -170,12 +170,12 @@ def _remove_statement(original: Node, node: Node, fix: Fix) -> Node:
 def _remove_keyword(original: Node, node: Node, fix: Fix) -> Node:
     if not isinstance(original, cst.Call):
         return node
-    kept = [a for a in node.args if a.keyword is None or a.keyword.value != fix.details[0]]
-    if len(kept) == len(node.args):
+    remaining = [a for a in node.args if a.keyword is None or a.keyword.value != fix.details[0]]
+    if len(remaining) == len(node.args):
         return node
-    if kept and node.args[-1] is not kept[-1]:
-        kept[-1] = kept[-1].with_changes(comma=node.args[-1].comma)
-    return node.with_changes(args=kept)
+    if remaining and node.args[-1] is not remaining[-1]:
+        remaining[-1] = remaining[-1].with_changes(comma=node.args[-1].comma)
+    return node.with_changes(args=remaining)
 
 
 def _set_keyword(original: Node, node: Node, fix: Fix) -> Node:
@@ -293,9 +293,9 @@ class AmpRenames:
         if isinstance(original, cst.Call):
             return self._call(original, node)
         if isinstance(original, cst.Decorator) and not isinstance(original.decorator, cst.Call):
-            known = self._new_name(original.decorator)
-            if known is not None:
-                return node.with_changes(decorator=self._call_new(node.decorator, known, []))
+            new_name = self._new_name(original.decorator)
+            if new_name is not None:
+                return node.with_changes(decorator=self._call_new(node.decorator, new_name, []))
         return node
 
     def _import(self, node: Node) -> Node:
@@ -314,11 +314,11 @@ class AmpRenames:
         return self.uses.get(text) or (self.imported.get(text) if isinstance(func, cst.Name) else None)
 
     def _call(self, original: cst.Call, node: Node) -> Node:
-        known = self._new_name(original.func)
-        return node if known is None else self._call_new(node.func, known, list(node.args))
+        new_name = self._new_name(original.func)
+        return node if new_name is None else self._call_new(node.func, new_name, list(node.args))
 
-    def _call_new(self, func: Node, known: tuple[str, str], arguments: list[cst.Arg]) -> cst.Call:
-        name, device = known
+    def _call_new(self, func: Node, new_name: tuple[str, str], arguments: list[cst.Arg]) -> cst.Call:
+        name, device = new_name
         if not isinstance(func, cst.Name):
             func = cst.parse_expression(f"torch.amp.{name}")
         value = cst.SimpleString(f'"{device}"')

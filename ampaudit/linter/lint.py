@@ -44,9 +44,9 @@ def lint(
     Raises:
         UsageError: a code does not exist.
     """
-    chosen = LintConfig.given(config, options)
-    asked = given_paths(paths, "paths")
-    return lint_report(list(lint_files(asked, chosen)), chosen)
+    selected = LintConfig.given(config, options)
+    names = given_paths(paths, "paths")
+    return lint_report(list(lint_files(names, selected)), selected)
 
 
 def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int = 0) -> LintReport:
@@ -87,15 +87,17 @@ def _all_findings(linted: Sequence[LintedFile]) -> Iterator[LintFinding]:
         yield from _with_imported(file.findings, more) if more else file.findings
 
 
-def _with_imported(own: list[LintFinding], more: list[LintFinding]) -> list[LintFinding]:
-    found = {(item.code, item.line, item.column): item for item in more}
-    for item in own:
+def _with_imported(findings: list[LintFinding], more: list[LintFinding]) -> list[LintFinding]:
+    merged = {(item.code, item.line, item.column): item for item in more}
+    for item in findings:
         key = (item.code, item.line, item.column)
-        if key not in found or found[key].severity == item.severity:
-            found[key] = item
+        if key not in merged or merged[key].severity == item.severity:
+            merged[key] = item
     hidden = {line for item in more if item.suppressed for line in (item.line, item.end_line)}
-    kept = (item for item in found.values() if item.code != UNUSED_SUPPRESSION or item.line not in hidden)
-    return sorted(kept, key=lambda item: (item.line, item.column, item.code))
+    remaining = (
+        item for item in merged.values() if item.code != UNUSED_SUPPRESSION or item.line not in hidden
+    )
+    return sorted(remaining, key=lambda item: (item.line, item.column, item.code))
 
 
 def without_baseline(findings: Iterable[LintFinding], path: Path) -> Iterator[LintFinding]:
@@ -114,11 +116,11 @@ def without_baseline(findings: Iterable[LintFinding], path: Path) -> Iterator[Li
     if not isinstance(earlier, LintReport):
         hint = "write one with: ampaudit lint PATHS -o baseline.json"
         raise InputError(f"--baseline {describe_path(path)} is not a report of lint", hint=hint)
-    known = Counter(_key(finding) for finding in earlier.active)
+    remaining = Counter(_key(finding) for finding in earlier.active)
     for finding in findings:
         key = _key(finding)
-        if finding.suppressed is None and known[key]:
-            known[key] -= 1
+        if finding.suppressed is None and remaining[key]:
+            remaining[key] -= 1
             yield replace(finding, suppressed=KNOWN)
         else:
             yield finding

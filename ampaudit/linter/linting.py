@@ -106,14 +106,14 @@ def lint_files(
         UsageError: a code does not exist.
     """
     selection = RuleSelection.of(config)
-    found = list(find_files(paths, config.exclude, gitignore=config.gitignore))
-    elsewhere = [fix and leaves_tree(path, paths) for path in found]
-    tasks = [(path, selection, fix and not away) for path, away in zip(found, elsewhere, strict=True)]
-    if (count := jobs if len(found) >= _MANY else 1) > 1:
+    files = list(find_files(paths, config.exclude, gitignore=config.gitignore))
+    elsewhere = [fix and leaves_tree(path, paths) for path in files]
+    tasks = [(path, selection, fix and not away) for path, away in zip(files, elsewhere, strict=True)]
+    if (count := jobs if len(files) >= _MANY else 1) > 1:
         import ampaudit.linter.analysis  # noqa: F401  (once, before there are copies of this process)
-    with processes(count, partial(_follow_among, found)) as run:
+    with processes(count, partial(_follow_among, files)) as run:
         for number, (linted, away) in enumerate(zip(run(_lint_task, tasks), elsewhere, strict=True)):
-            on_progress("linting", number, len(found))
+            on_progress("linting", number, len(files))
             linted.is_elsewhere = away
             yield linted
 
@@ -211,8 +211,8 @@ def lint_text(
     if suffix == ".ipynb" and linted.findings:
         lines = lines_of_cells(linted.after)
         linted.findings = [
-            replace(found, file_line=lines[found.cell][found.line - 1]) if found.cell else found
-            for found in linted.findings
+            replace(finding, file_line=lines[finding.cell][finding.line - 1]) if finding.cell else finding
+            for finding in linted.findings
         ]
     return linted
 
@@ -238,8 +238,8 @@ class _Analyzer:
         from ampaudit.linter.flow.linked_script import LinkedScript
 
         linked = LinkedScript(read_script(text), self.path, self.tree)
-        found, self.defined = analyze(linked, self.names)
-        by_file = linked.in_their_files(found)
+        ordered, self.defined = analyze(linked, self.names)
+        by_file = linked.in_their_files(ordered)
         self.elsewhere = [
             (self.tree.paths[number - 1], script.text, by_file[number])
             for number, script in linked.imported.items()
@@ -325,13 +325,13 @@ def repaired(
 
 
 def _fix_all(now: _Analyzed, analyze: _Analyze, selection: RuleSelection) -> _Analyzed:
-    seen = {now.text}
+    texts = {now.text}
     for _ in range(_MAX_ROUNDS):
         fixes = _fixes(now, selection)
         after = _applied(now.text, fixes, analyze) if fixes else None
-        if after is None or after.text in seen:  # no fix could be applied, or one undoes another
+        if after is None or after.text in texts:  # no fix could be applied, or one undoes another
             break
-        seen.add(after.text)
+        texts.add(after.text)
         now = after
     return now
 
@@ -340,12 +340,12 @@ def _fix_one_by_one(now: _Analyzed, analyze: _Analyze, selection: RuleSelection)
     tried: set[tuple[str, ...]] = set()
     while True:
         lines = now.text.split("\n")
-        left = {(fix.kind, *fix.details, lines[fix.line - 1]): fix for fix in _fixes(now, selection)}
-        key = next((key for key in left if key not in tried), None)
+        remaining = {(fix.kind, *fix.details, lines[fix.line - 1]): fix for fix in _fixes(now, selection)}
+        key = next((key for key in remaining if key not in tried), None)
         if key is None:
             return now
         tried.add(key)
-        after = _applied(now.text, [left[key]], analyze)
+        after = _applied(now.text, [remaining[key]], analyze)
         if after is not None and not _has_new_mistakes(after, now):
             now = after
 
@@ -397,7 +397,7 @@ def lines_of_cells(text: str) -> dict[int, list[int]]:
     Args:
         text: a notebook, which is valid JSON.
     """
-    found: defaultdict[int, list[int]] = defaultdict(list)
+    rows_by_cell: defaultdict[int, list[int]] = defaultdict(list)
     levels: list[_Level] = []
     line, end = 1, 0
     for token in _TOKEN.finditer(text):
@@ -412,8 +412,8 @@ def lines_of_cells(text: str) -> dict[int, list[int]]:
         elif levels and levels[-1].awaits_key:
             levels[-1].key, levels[-1].awaits_key = json.loads(word), False
         else:
-            _take(found, [level.key for level in levels], json.loads(word), line)
-    return dict(found)
+            _take(rows_by_cell, [level.key for level in levels], json.loads(word), line)
+    return dict(rows_by_cell)
 
 
 def _next(level: _Level) -> None:
@@ -422,10 +422,10 @@ def _next(level: _Level) -> None:
         level.key += 1
 
 
-def _take(found: dict[int, list[int]], path: list[str | int], value: str, line: int) -> None:
+def _take(rows_by_cell: dict[int, list[int]], path: list[str | int], value: str, line: int) -> None:
     """Note the lines of a string, if it is the source of a cell or a piece of it."""
     if len(path) in (3, 4) and path[0] == "cells" and path[2] == "source" and isinstance(path[1], int):
-        rows = found[path[1] + 1]
+        rows = rows_by_cell[path[1] + 1]
         for number, text in enumerate(value.split("\n")):
             if number == 0 and rows and rows[-1]:
                 continue  # the line began with the piece before

@@ -105,20 +105,22 @@ def _parsed(paths: Iterable[Path]) -> Iterator[_File]:
 
 def _models_among(classes: dict[str, tuple[_File, ast.ClassDef]]) -> dict[str, tuple[_File, ast.ClassDef]]:
     """Return the classes that derive from one of ``nn`` or a known base, also through others here."""
-    known = set(_BASES)
+    model_names = set(_BASES)
     while True:
         models = {
             name: pair
             for name, pair in classes.items()
-            if any(_is_model(base, known) for base in pair[1].bases)
+            if any(_is_model(base, model_names) for base in pair[1].bases)
         }
-        if models.keys() <= known:
+        if models.keys() <= model_names:
             return models
-        known |= models.keys()
+        model_names |= models.keys()
 
 
-def _is_model(base: ast.expr, known: set[str]) -> bool:
-    return _last_name(base) in known or (isinstance(base, ast.Attribute) and _last_name(base.value) == "nn")
+def _is_model(base: ast.expr, model_names: set[str]) -> bool:
+    return _last_name(base) in model_names or (
+        isinstance(base, ast.Attribute) and _last_name(base.value) == "nn"
+    )
 
 
 def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:

@@ -49,11 +49,11 @@ class RuleSelection:
         Raises:
             UsageError: a code or prefix matches no rule, or an entry about files has no codes.
         """
-        chosen = tuple(_parse_codes(config.select))
-        notes = config.notes or config.fail_on == "note" or LINTED in chosen
+        selected = tuple(_parse_codes(config.select))
+        notes = config.notes or config.fail_on == "note" or LINTED in selected
         per_file = tuple(map(_parse_entry, config.per_file_ignores))
         ignored = tuple(_parse_codes(config.ignore))
-        return cls(chosen or (LINTED,), ignored, notes, per_file, config.unsafe_fixes)
+        return cls(selected or (LINTED,), ignored, notes, per_file, config.unsafe_fixes)
 
     def for_file(self, path: Path) -> RuleSelection:
         """Return the rules that are enabled in a file, with what its project says of torch."""
@@ -88,13 +88,14 @@ def _parse_entry(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _parse_codes(texts: Iterable[str]) -> Iterator[str]:
-    known = [code for code in all_pages() if code.startswith(LINTED)] + [UNUSED_SUPPRESSION]
+    all_codes = [code for code in all_pages() if code.startswith(LINTED)] + [UNUSED_SUPPRESSION]
     for text in texts:
         for part in filter(None, map(str.strip, text.split(","))):
             code = LINTED if part.upper() == "ALL" else part.upper()
-            if not any(name.startswith(code) for name in known):
+            if not any(name.startswith(code) for name in all_codes):
                 hint = (
-                    did_you_mean(code, known) + "run 'ampaudit explain' for all codes; lint's begin with AMP8"
+                    did_you_mean(code, all_codes)
+                    + "run 'ampaudit explain' for all codes; lint's begin with AMP8"
                 )
                 raise UsageError(f"{describe(part)!r} matches no lint rule", hint=hint)
             yield code

@@ -127,8 +127,8 @@ class SourceTree:
     def imported(self, script: Script, path: str) -> dict[str, int]:
         """Return the numbers of the files that a script imports, by the dotted names of their modules."""
         importer = os.path.abspath(path)
-        found = ((name, self._find(name, importer)) for name in imported_modules(script.tree))
-        return {name: number for name, number in found if number is not None}
+        numbers = ((name, self._find(name, importer)) for name in imported_modules(script.tree))
+        return {name: number for name, number in numbers if number is not None}
 
     def _find(self, name: str, importer: str) -> int | None:
         level = len(name) - len(name.lstrip("."))
@@ -139,7 +139,7 @@ class SourceTree:
                 directory = os.path.dirname(directory)
             return self._module(directory, parts)
         if name in KNOWN_MODULES:
-            return next(number for number, known in self._known.items() if known == name)
+            return next(number for number, module in self._known.items() if module == name)
         if parts[0] not in self._modules or parts[0] in _KNOWN_PACKAGES:
             return None
         places = (self._module(directory, parts) for directory in self._search_path(importer))
@@ -147,8 +147,8 @@ class SourceTree:
 
     def _module(self, directory: str, parts: list[str]) -> int | None:
         base = os.path.join(directory, *parts)
-        own = self._numbers.get(f"{base}.py") if parts else None
-        return own or self._numbers.get(os.path.join(base, "__init__.py"))
+        file = self._numbers.get(f"{base}.py") if parts else None
+        return file or self._numbers.get(os.path.join(base, "__init__.py"))
 
     def _search_path(self, importer: str) -> Iterator[str]:
         """Yield where Python may look for modules: the directory around the packages, then those above."""

@@ -144,15 +144,17 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     return _call(interpreter, node, function, arguments)
 
 
-def _call_partial(interpreter: Interpreter, node: ast.Call, partial: Partial, given: Arguments) -> Value:
+def _call_partial(interpreter: Interpreter, node: ast.Call, partial: Partial, completion: Arguments) -> Value:
     """Interpret a call that completes the arguments of a partial."""
-    made = partial.node
-    keywords = [*(k for k in made.keywords if k.arg not in given.keywords), *node.keywords]
-    whole = ast.Call(func=made.args[0], args=[*made.args[1:], *node.args], keywords=keywords)
+    creation = partial.node
+    keywords = [*(k for k in creation.keywords if k.arg not in completion.keywords), *node.keywords]
+    whole = ast.Call(func=creation.args[0], args=[*creation.args[1:], *node.args], keywords=keywords)
     # one node for each pair, as events are told apart by their nodes
-    whole = interpreter.completed_calls.setdefault((made, node), ast.copy_location(whole, node))
+    whole = interpreter.completed_calls.setdefault((creation, node), ast.copy_location(whole, node))
     arguments = Arguments(
-        [*partial.positional, *given.positional], {**dict(partial.keywords), **given.keywords}, whole
+        [*partial.positional, *completion.positional],
+        {**dict(partial.keywords), **completion.keywords},
+        whole,
     )
     return _call(interpreter, whole, partial.function, arguments)
 

@@ -28,17 +28,19 @@ def make_autocast(
     if device is None:
         _check_device_type(interpreter, node, arguments)
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
-    given: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
-    device_type = device_of(given.get("device_type")) if device is None else device
+    values: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
+    device_type = device_of(values.get("device_type")) if device is None else device
     dtype: str | None = ""
-    if given["dtype"] is not None:
-        dtype = tensors.dtype_named(given["dtype"]) or None
-        if isinstance(given["dtype"], LiteralValue) and given["dtype"].value is None:
+    if values["dtype"] is not None:
+        dtype = tensors.dtype_named(values["dtype"]) or None
+        if isinstance(values["dtype"], LiteralValue) and values["dtype"].value is None:
             dtype = ""
     if dtype in ("float32", "float64"):
         return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
-    enabled = _enabled(interpreter, given["enabled"], arguments.expression(names.index("enabled"), "enabled"))
-    conditional = given["enabled"] is not None and not isinstance(given["enabled"], LiteralValue)
+    enabled = _enabled(
+        interpreter, values["enabled"], arguments.expression(names.index("enabled"), "enabled")
+    )
+    conditional = values["enabled"] is not None and not isinstance(values["enabled"], LiteralValue)
     cache = arguments.keywords.get("cache_enabled", LiteralValue(True))
     caches = isinstance(cache, LiteralValue) and cache.value is True
     return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
@@ -90,9 +92,9 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
     key = key_of(node) + interpreter.call_path
     if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
         enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
-    given = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
+    device_value = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
-    device = default if given is None else device_of(given)
+    device = default if device_value is None else device_of(device_value)
     scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
     interpreter.record(ScalerMade(interpreter.at(node), key))
     interpreter.state.set_fact(UNUSED, True, key)

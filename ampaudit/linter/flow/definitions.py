@@ -51,8 +51,8 @@ class ClassInfo:
         """The annotated fields, those of base classes first, if it has no constructor of its own."""
         if self.method("__init__") is not None:
             return []
-        own = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
-        return [*(self.base.fields if self.base is not None else ()), *own]
+        annotated = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
+        return [*(self.base.fields if self.base is not None else ()), *annotated]
 
     @property
     def ancestry(self) -> list[ClassInfo]:
@@ -67,8 +67,8 @@ class ClassInfo:
 
     def derives(self, *endings: str) -> bool:
         """Return whether the last component of a base class's name is one of some names."""
-        own = any(base.rpartition(".")[2] in endings for base in self.bases)
-        return own or (self.base is not None and self.base.derives(*endings))
+        directly = any(base.rpartition(".")[2] in endings for base in self.bases)
+        return directly or (self.base is not None and self.base.derives(*endings))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ class DtypeUses:
     def record(self, node: ast.AST, operands: Iterable[Value], certainty: Certainty) -> None:
         """Record the dtypes of the operands of an op."""
         for dtype in {value.dtype for value in operands if isinstance(value, Tensor) and value.dtype}:
-            known = self.ops.setdefault(dtype, {})
-            known[node] = max(certainty, known.get(node, certainty))
+            certainties = self.ops.setdefault(dtype, {})
+            certainties[node] = max(certainty, certainties.get(node, certainty))
 
     def positions(self, dtype: str) -> dict[tuple[int, int], Certainty]:
         """Return the positions of ops with an operand of a dtype, and of their arguments."""

@@ -79,12 +79,12 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
             return replace(base, is_detached=True) if node.attr == "data" else base
         if node.attr == "dtype" and base.dtype:
             return ImportedName(f"torch.{base.dtype}")
-        known = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
+        is_tensor = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
         # a field of what a model returned; the model may have computed it in any dtype
         field = Tensor(
             model_calls=base.model_calls, computed_under=base.computed_under, weights_dtype=base.weights_dtype
         )
-        return field if known else UNKNOWN
+        return field if is_tensor else UNKNOWN
     if isinstance(base, Managed):
         return base
     text = dotted_name(node)
@@ -238,8 +238,8 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     item = None
     if isinstance(base, DictLiteral) and isinstance(key, LiteralValue):
         item = base.item(key.value)
-    elif isinstance(base, DictLiteral) and isinstance(chosen := choice_of_dtypes(*base.items), DtypeChoice):
-        return chosen
+    elif isinstance(base, DictLiteral) and isinstance(choice := choice_of_dtypes(*base.items), DtypeChoice):
+        return choice
     elif isinstance(base, DictLiteral) and isinstance(any_of := item_of(KnownItems(base.items)), Parameters):
         return any_of
     if item is not None:

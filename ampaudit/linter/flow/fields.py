@@ -75,8 +75,8 @@ def bind_fields(interpreter: Interpreter, owner: Instance, arguments: Arguments 
     """Bind the fields of an instance that a call makes, or of any instance of its class."""
     for index, field in enumerate(owner.info.fields):
         name = dotted_name(field.target)
-        given = None if arguments is None else arguments.get(index, name)
-        value = given if given is not None else _default(interpreter, field)
+        argument = None if arguments is None else arguments.get(index, name)
+        value = argument if argument is not None else _default(interpreter, field)
         if value is UNKNOWN:
             value = annotated_value(interpreter, field.annotation, f"{owner.info.node.name}.{name}")
         interpreter.state.bind(owner.key, name, value)

@@ -135,9 +135,11 @@ def gradient_contributions(interpreter: Interpreter) -> frozenset[Contribution] 
 
 def still_scaled(interpreter: Interpreter) -> Certainty:
     """Return how certain it is that all gradients are scaled."""
-    found = interpreter.state.gradients
-    scaled = found.contributions and all(item.scaler for item in found.contributions)
-    return found.certainty if scaled and not interpreter.state.may_hold(UNSCALED_AT) else Certainty.UNKNOWN
+    gradients = interpreter.state.gradients
+    scaled = gradients.contributions and all(item.scaler for item in gradients.contributions)
+    return (
+        gradients.certainty if scaled and not interpreter.state.may_hold(UNSCALED_AT) else Certainty.UNKNOWN
+    )
 
 
 def advice_for(interpreter: Interpreter, use: str) -> str:

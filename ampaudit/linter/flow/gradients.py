@@ -142,11 +142,11 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
 
 def check_sharded(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Check that torch does not clip what FSDP shards, whose norm each process sees a part of."""
-    given = arguments.get(0, "parameters")
-    models = given.models if isinstance(given, Parameters) else None
+    parameters = arguments.get(0, "parameters")
+    models = parameters.models if isinstance(parameters, Parameters) else None
     tests = [ast.unparse(guard.node.test) for guard in interpreter.guards if isinstance(guard.node, ast.If)]
-    chosen = any("clip_grad_norm_" in test for test in tests)
-    if models and not chosen and models & interpreter.sharded - interpreter.replicated:
+    has_alternative = any("clip_grad_norm_" in test for test in tests)
+    if models and not has_alternative and models & interpreter.sharded - interpreter.replicated:
         interpreter.report(
             "AMP871",
             node,
@@ -179,9 +179,9 @@ def clip(
             _unscale_first(interpreter) if place is node else None,
             certainty,
         )
-    found = gradient_contributions(interpreter)
+    contributions = gradient_contributions(interpreter)
     raises = arguments.keywords.get("error_if_nonfinite")
-    scaled = bool(found) and any(item.scaler for item in found or ())
+    scaled = bool(contributions) and any(item.scaler for item in contributions or ())
     handled = is_handled(interpreter.linked, node)
     if scaled and not handled and isinstance(raises, LiteralValue) and raises.value is True:
         interpreter.report(
@@ -197,22 +197,22 @@ def clip(
 
 def _others_unscaled(interpreter: Interpreter, arguments: Arguments) -> Certainty:
     """Return how certain it is that only optimizers of other models than the clipped ones were unscaled."""
-    given, found = arguments.get(0, "parameters"), interpreter.state.gradients
-    models = given.models if isinstance(given, Parameters) else None
+    parameters, gradients = arguments.get(0, "parameters"), interpreter.state.gradients
+    models = parameters.models if isinstance(parameters, Parameters) else None
     unscaled = [
         interpreter.models_by_optimizer.get(key[1])
         for key, fact in interpreter.state.matching(UNSCALED_AT)
         if fact is not None
     ]
-    scaled = found.contributions and all(item.scaler for item in found.contributions)
+    scaled = gradients.contributions and all(item.scaler for item in gradients.contributions)
     if (
         not models
         or not scaled
         or not unscaled
-        or any(own is None or not are_distinct(own, models) for own in unscaled)
+        or any(keys is None or not are_distinct(keys, models) for keys in unscaled)
     ):
         return Certainty.UNKNOWN
-    return found.certainty
+    return gradients.certainty
 
 
 def _unscale_first(interpreter: Interpreter) -> Fix | None:

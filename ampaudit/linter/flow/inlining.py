@@ -35,7 +35,7 @@ def inline_call(
     interpreter: Interpreter,
     info: FunctionInfo,
     node: ast.AST,
-    given: Mapping[str, Value],
+    arguments: Mapping[str, Value],
     owner: Instance | None = None,
     frame: int | None = None,
 ) -> Value:
@@ -45,7 +45,7 @@ def inline_call(
         interpreter: the interpreter at the call.
         info: the function or method.
         node: the call.
-        given: values of the arguments by name or, as text, by position.
+        arguments: Values by parameter name or, as text, by position.
         owner: the instance whose method it is.
         frame: where the function is defined; by default at the top of its file.
     """
@@ -70,7 +70,7 @@ def inline_call(
     interpreter.aliases[interpreter.frame] = _aliases(info, node, owner)
     interpreter.stack.append(info)
     entry = interpreter.state
-    _bind_parameters(interpreter, info, given, owner, isinstance(node, ast.Call))
+    _bind_parameters(interpreter, info, arguments, owner, isinstance(node, ast.Call))
     try:
         with interpreter.guarded("call", node):
             _enter_decorators(interpreter, info)
@@ -97,9 +97,9 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
     arguments = info.node.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     names = names[1:] if owner is not None else names
-    given = {k.arg: k.value for k in node.keywords if k.arg is not None}
-    given |= dict(zip(names, node.args, strict=False))
-    return {name: dotted_name(value) for name, value in given.items()}
+    expressions = {k.arg: k.value for k in node.keywords if k.arg is not None}
+    expressions |= dict(zip(names, node.args, strict=False))
+    return {name: dotted_name(value) for name, value in expressions.items()}
 
 
 def _drop_names(interpreter: Interpreter) -> None:
@@ -135,7 +135,7 @@ def _enter_decorators(interpreter: Interpreter, info: FunctionInfo) -> None:
 def _bind_parameters(
     interpreter: Interpreter,
     info: FunctionInfo,
-    given: Mapping[str, Value],
+    values: Mapping[str, Value],
     owner: Instance | None,
     is_called: bool,
 ) -> None:
@@ -146,25 +146,29 @@ def _bind_parameters(
         names = names[1:]
     defaults = dict(zip([a.arg for a in names][::-1], arguments.defaults[::-1], strict=False))
     defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
-    written = [ast.unparse(a.annotation) for a in (*names, *arguments.kwonlyargs) if a.annotation is not None]
+    annotation_texts = [
+        ast.unparse(a.annotation) for a in (*names, *arguments.kwonlyargs) if a.annotation is not None
+    ]
     for index, argument in enumerate([*names, *arguments.kwonlyargs]):
-        value = given.get(argument.arg, given.get(str(index)))
+        value = values.get(argument.arg, values.get(str(index)))
         default = defaults.get(argument.arg)
         if value is None and isinstance(default, ast.Constant):
             value = LiteralValue(default.value)
         elif value is None and default is not None and dotted_name(default) in DTYPES:
             value = ImportedName(dotted_name(default))
         if isinstance(value, LiteralValue) and not value.is_given:
-            value = _given(value, info, is_called and "**" not in given)
+            value = _given(value, info, is_called and "**" not in values)
         value = UNKNOWN if value is None else value
         if argument.annotation is not None and value is UNKNOWN:
-            is_alone = written.count(ast.unparse(argument.annotation)) == 1
+            is_alone = annotation_texts.count(ast.unparse(argument.annotation)) == 1
             value = annotated_value(interpreter, argument.annotation, argument.arg, is_alone=is_alone)
-        if not isinstance(value, Model) or argument.arg not in given:
+        if not isinstance(value, Model) or argument.arg not in values:
             interpreter.state.forget(argument.arg)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
-    taken = {argument.arg for argument in (*names, *arguments.kwonlyargs)}
-    others = (v for k, v in given.items() if k not in taken and not (k.isdigit() and int(k) < len(names)))
+    parameters = {argument.arg for argument in (*names, *arguments.kwonlyargs)}
+    others = (
+        v for k, v in values.items() if k not in parameters and not (k.isdigit() and int(k) < len(names))
+    )
     # what the function does with these is not followed
     interpreter.escaped.update(v.key for v in others if isinstance(v, Scaler | Optimizer))
     for star in (arguments.vararg, arguments.kwarg):

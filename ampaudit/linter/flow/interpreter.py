@@ -83,8 +83,8 @@ class Recorder:
         if self.guesses and code in _OF_DTYPES:
             certainty = min(certainty, Certainty.LIKELY)
         key = (code, *position_of(node))
-        known = self.diagnostics.get(key)
-        if known is None or known.certainty < certainty:
+        earlier = self.diagnostics.get(key)
+        if earlier is None or earlier.certainty < certainty:
             self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
 
     def at(self, node: ast.AST) -> EventPlace:
@@ -129,7 +129,7 @@ class Interpreter(Recorder):
         statements: handlers by kind of statement.
         expressions: handlers by kind of expression.
         assumptions: conditions, by text, that are assumed to be true or false.
-        known: values of names that are defined elsewhere, such as imports of an earlier cell.
+        imported: Values of names that earlier code defines, such as the imports of another cell.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class Interpreter(Recorder):
         statements: Handlers,
         expressions: Handlers,
         assumptions: Mapping[str, bool],
-        known: Mapping[str, Value],
+        imported: Mapping[str, Value],
     ) -> None:
         super().__init__()
         self.linked, self.script = linked, linked.main  # the script that the flow is in
         self.statements, self.expressions = statements, expressions
-        self.assumptions, self.known = dict(assumptions), known
+        self.assumptions, self.imported = dict(assumptions), imported
         self.condition_counts: Counter[str] = Counter()  # how often each condition was met
         self.path_state: State | None = State()
         self.frame, self._frames = 0, 1
@@ -278,8 +278,8 @@ class Interpreter(Recorder):
         defined = self._definition(self.script, name)
         if defined is not None:
             return defined
-        if name in self.known:
-            return self.known[name]
+        if name in self.imported:
+            return self.imported[name]
         if name in CONVENTIONAL_NAMES:
             return ImportedName(CONVENTIONAL_NAMES[name])
         return ImportedName(f"builtins.{name}") if name in _BUILTINS else UNKNOWN
@@ -351,8 +351,8 @@ class Interpreter(Recorder):
 
     def _check_replaced(self, target: ast.Attribute, old: Value | None, new: Value) -> None:
         """Record a scaler that training makes anew although the object has one, perhaps a restored one."""
-        made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
-        if made and old != new and self.stack and self.repetitions == 0:
+        both_made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
+        if both_made and old != new and self.stack and self.repetitions == 0:
             self.record(ScalerReplaced(self.at(target), self.stack[-1].node.name))
 
     def assign_item(self, target: ast.expr, value: Value) -> None:

@@ -70,19 +70,19 @@ def choice_of_dtypes(*values: Value) -> Value:
     """Return which dtypes some values name, if all of them name one."""
     names: set[str] = set()
     for value in values:
-        named = DTYPES.get(value.path) if isinstance(value, ImportedName) else None
-        chosen = value.names if isinstance(value, DtypeChoice) else {named} if named else None
-        if not chosen:
+        dtype = DTYPES.get(value.path) if isinstance(value, ImportedName) else None
+        choices = value.names if isinstance(value, DtypeChoice) else {dtype} if dtype else None
+        if not choices:
             return UNKNOWN
-        names |= chosen
+        names |= choices
     return DtypeChoice(frozenset(names)) if len(names) > 1 else values[0] if values else UNKNOWN
 
 
 def _join_dicts(one: DictLiteral, other: DictLiteral) -> DictLiteral:
     """Return a dict with the items that either path has set."""
     for name, value in zip(other.names, other.items, strict=True):
-        known = one.item(name)
-        one = one.with_item(name, value if known is None else join_values(known, value))
+        existing = one.item(name)
+        one = one.with_item(name, value if existing is None else join_values(existing, value))
     return one
 
 
@@ -112,19 +112,19 @@ def join_items(items: KnownItems, added: Value) -> KnownItems:
 
 def flattened(values: Iterable[Value]) -> list[Value]:
     """Return some values with the items of tuples and lists in place of these."""
-    found: list[Value] = []
+    items: list[Value] = []
     for value in values:
-        found += flattened(value.items) if isinstance(value, KnownItems) else [value]
-    return found
+        items += flattened(value.items) if isinstance(value, KnownItems) else [value]
+    return items
 
 
 def _join_contexts(one: Value, other: Value) -> Value:
     if isinstance(one, Autocast) and isinstance(other, Autocast):
         enabled, device, dtype = _agreement(one, other, "enabled", "device", "dtype")
         return Autocast(enabled, device, dtype, one.node)
-    known = one if isinstance(one, Autocast) else other
-    assert isinstance(known, Autocast)
-    return replace(known, enabled=None)
+    context = one if isinstance(one, Autocast) else other
+    assert isinstance(context, Autocast)
+    return replace(context, enabled=None)
 
 
 def _join_tensors(one: Tensor, other: Tensor) -> Tensor:

@@ -41,16 +41,16 @@ class LinkedScript:
     def __post_init__(self) -> None:
         self._visit(self.main, self.path, {self.tree.number_of(self.path)})
 
-    def _visit(self, script: Script, path: str, seen: set[int]) -> None:
+    def _visit(self, script: Script, path: str, visited: set[int]) -> None:
         script.modules = self.tree.imported(script, path)
         for number in script.modules.values():
-            if number in seen or len(seen) > _MAX_FILES:
+            if number in visited or len(visited) > _MAX_FILES:
                 continue
-            seen.add(number)
+            visited.add(number)
             target = self.tree.parse(number)
             if target is not None:
                 path = str(self.tree.paths[number - 1]) if self.tree.is_given(number) else ""
-                self._visit(target, path, seen)
+                self._visit(target, path, visited)
                 self.imported[number] = target
         for info in script.classes.values():
             if info.base is None:
@@ -101,10 +101,10 @@ class LinkedScript:
         """Return the file that a module's name means in a script, if it is followed."""
         return self.imported.get(script.modules.get(name, 0))
 
-    def in_their_files(self, found: list[Diagnostic]) -> dict[int, list[Diagnostic]]:
+    def in_their_files(self, diagnostics: list[Diagnostic]) -> dict[int, list[Diagnostic]]:
         """Return diagnostics by the number of their file, at its lines; elsewhere only what is known."""
         by_file: dict[int, list[Diagnostic]] = {}
-        for item in found:
+        for item in diagnostics:
             number = file_number(item.node)
             if number == 0 or item.certainty == Certainty.KNOWN:
                 by_file.setdefault(number, []).append(self._moved(item, number))

@@ -38,10 +38,10 @@ def call_loss_function(
     interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments
 ) -> Value:
     """Interpret a loss function of torch."""
-    given = [value for value in arguments.all() if isinstance(value, Tensor)]
+    tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     autocast = interpreter.autocast
-    record_loss(interpreter, node, given)
+    record_loss(interpreter, node, tensor_arguments)
     if (
         loss.name in ("BCELoss", "binary_cross_entropy")
         and autocast.enabled is True
@@ -58,9 +58,9 @@ def call_loss_function(
             "move the loss into the autocast block, or pass it output.float()",
         )
     computed_under = tensors.autocast_dtype(interpreter) or next(
-        (t.computed_under for t in given if t.computed_under), ""
+        (t.computed_under for t in tensor_arguments if t.computed_under), ""
     )
-    roots = tensors.all_model_calls(given) if given else None
+    roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     divided = False if loss.reduction in ("mean", "batchmean") else None
     return Tensor(
         computed_under=computed_under, model_calls=roots, loss=loss.name, divided=divided, node=node
@@ -77,10 +77,10 @@ def reduction_of(arguments: Arguments) -> str:
 
 def _is_off_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
     """Return whether the setting that enables autocast has a default somewhere, which is false."""
-    given = (
+    switches = (
         [k.value for k in autocast.keywords if k.arg == "enabled"] if isinstance(autocast, ast.Call) else []
     )
-    name = dotted_name(given[0]).rpartition(".")[2] if given else ""
+    name = dotted_name(switches[0]).rpartition(".")[2] if switches else ""
     return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
 
 

@@ -33,12 +33,12 @@ def make_managed(
     interpreter: Interpreter, node: ast.Call, framework: Framework, arguments: Arguments
 ) -> Value:
     """Interpret the construction of a framework's object."""
-    given = arguments.keywords.get(framework.precision)
+    precision = arguments.keywords.get(framework.precision)
     certainty = Certainty.LIKELY
-    if isinstance(given, LiteralValue):
-        scaled, unscaled = given.value in framework.scaled, given.value in framework.unscaled
+    if isinstance(precision, LiteralValue):
+        scaled, unscaled = precision.value in framework.scaled, precision.value in framework.unscaled
         certainty = Certainty.KNOWN if scaled else Certainty.UNKNOWN if unscaled else Certainty.LIKELY
-    elif given is None and framework.is_float32:
+    elif precision is None and framework.is_float32:
         certainty = Certainty.UNKNOWN
     # DeepSpeed has the number in its configuration, 1 if it is not given
     divisor = arguments.keywords.get(framework.divisor, LiteralValue(1))
@@ -95,17 +95,17 @@ def _is_scaler(node: ast.Call) -> bool:
 
 def check_trainer_model(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Check the model that a trainer gets with its arguments; adapters have parameters of their own."""
-    given = arguments.get(1, "args")
+    trainer_arguments = arguments.get(1, "args")
     is_trainer = dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords
-    if is_trainer and isinstance(given, Managed):
-        _check_fitted(interpreter, given, arguments.get(0, "model"))
+    if is_trainer and isinstance(trainer_arguments, Managed):
+        _check_fitted(interpreter, trainer_arguments, arguments.get(0, "model"))
 
 
 def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Check that Ignite's training step, which has no scaler unless it is given one, scales the loss."""
-    named = arguments.keywords.get("amp_mode")
+    mode = arguments.keywords.get("amp_mode")
     under_autocast = node.func is not None and dotted_name(node.func).endswith("_amp")
-    if not under_autocast and not (isinstance(named, LiteralValue) and named.value == "amp"):
+    if not under_autocast and not (isinstance(mode, LiteralValue) and mode.value == "amp"):
         return
     scaler = arguments.keywords.get("scaler")
     is_off = scaler is None or (isinstance(scaler, LiteralValue) and not scaler.value)

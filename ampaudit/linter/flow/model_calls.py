@@ -43,13 +43,13 @@ def call_model(
     """Interpret a forward pass, or another method, under the current autocast context."""
     cast = autocast_dtype(interpreter) if applies_to_device(interpreter, node, model) else ""
     root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
-    given: frozenset[str] | None = frozenset({root})
+    model_calls: frozenset[str] | None = frozenset({root})
     for value in flattened(arguments.all()):
-        if isinstance(value, Tensor) and given is not None:
-            given = (
+        if isinstance(value, Tensor) and model_calls is not None:
+            model_calls = (
                 None
                 if value.model_calls is None and value.node is not None
-                else given | (value.model_calls or frozenset())
+                else model_calls | (value.model_calls or frozenset())
             )
     interpreter.state.set_fact(FREED, None, root)
     called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
@@ -74,12 +74,12 @@ def call_model(
         }
         returned = inline_call(interpreter, info, node, given_here, model.instance)
         interpreter.weights.pop()
-        return _from_model(returned, cast, given, node)
+        return _from_model(returned, cast, model_calls, node)
     return Tensor(
         dtype=cast if _ends_in_product(model, arguments) or _is_known_network(interpreter, model) else "",
         weights_dtype=_weights_dtype(interpreter, model),
         computed_under=cast,
-        model_calls=given,
+        model_calls=model_calls,
         node=node,
     )
 
@@ -129,8 +129,8 @@ def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
     """Return the 16-bit dtype in which a model computes by its weights, outside autocast."""
     if interpreter.autocast.enabled is True:
         return ""
-    known = interpreter.state.weights_cast(model.key)
-    return "" if known is None else known[0]
+    cast = interpreter.state.weights_cast(model.key)
+    return "" if cast is None else cast[0]
 
 
 def _has_own_switch(interpreter: Interpreter) -> bool:
@@ -142,17 +142,17 @@ def _has_own_switch(interpreter: Interpreter) -> bool:
     return enabled not in interpreter.assumptions
 
 
-def _from_model(returned: Value, cast: str, given: frozenset[str] | None, node: ast.Call) -> Value:
+def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, node: ast.Call) -> Value:
     """Return what a followed method returned, as the result of a call of the model."""
     if isinstance(returned, KnownItems):
-        items = tuple(_from_model(item, cast, given, node) for item in returned.items)
+        items = tuple(_from_model(item, cast, model_calls, node) for item in returned.items)
         return replace(returned, items=items)
     if not isinstance(returned, Tensor):
-        return Tensor(computed_under=cast, model_calls=given, node=node)
+        return Tensor(computed_under=cast, model_calls=model_calls, node=node)
     return replace(
         returned,
         computed_under=cast or returned.computed_under,
-        model_calls=given,
+        model_calls=model_calls,
         node=node,
         weights_dtype="",
     )

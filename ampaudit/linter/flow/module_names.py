@@ -32,12 +32,12 @@ def module_aliases(tree: ast.Module) -> dict[str, str]:
 
 def imported_modules(tree: ast.Module) -> list[str]:
     """Return the dotted names of what a script imports that may be modules, as in ``.utils``."""
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for node in _import_statements(tree):
         module = module_of(node) if isinstance(node, ast.ImportFrom) else ""
-        found |= {module: None} if module else {}
-        found |= {join_names(module, alias.name) if module else alias.name: None for alias in node.names}
-    return list(found)
+        modules |= {module: None} if module else {}
+        modules |= {join_names(module, alias.name) if module else alias.name: None for alias in node.names}
+    return list(modules)
 
 
 def _import_statements(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:

@@ -153,15 +153,15 @@ def model_method(
 
 
 def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
-    wanted = requested_dtype(name, arguments)
-    if wanted == "float16":
+    dtype = requested_dtype(name, arguments)
+    if dtype == "float16":
         interpreter.record(PrecisionChosen(interpreter.at(node)))
-    if wanted:
+    if dtype:
         in_loop = any(guard.kind == "loop" for guard in interpreter.guards)
-        halved = node if wanted == "float16" and in_loop else None
+        halved = node if dtype == "float16" and in_loop else None
         interpreter.state.set_fact(HALVED_IN_LOOP, halved, model.key)
-        interpreter.state.set_fact(HALF_WEIGHTS, node if wanted == "float16" else None, model.key)
-        interpreter.state.set_fact(BFLOAT16_WEIGHTS, node if wanted == "bfloat16" else None, model.key)
+        interpreter.state.set_fact(HALF_WEIGHTS, node if dtype == "float16" else None, model.key)
+        interpreter.state.set_fact(BFLOAT16_WEIGHTS, node if dtype == "bfloat16" else None, model.key)
     elif any(isinstance(value, DtypeChoice) and "float16" in value.names for value in arguments.all()):
         interpreter.state.set_fact(HALF_WEIGHTS, PerhapsHalf(node), model.key)
     elif (
@@ -186,17 +186,17 @@ def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arg
     if info.derives("Optimizer"):
         return UNKNOWN
     is_module = info.derives("Module", "LightningModule")
-    made = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
+    instance = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
     start, half = info.method("__init__"), None
     if start is not None and (start.relevant or is_module):
         half, interpreter.half_parameter = interpreter.half_parameter, None
-        inline_call(interpreter, start, node, arguments.named(), made)
+        inline_call(interpreter, start, node, arguments.named(), instance)
         half, interpreter.half_parameter = interpreter.half_parameter, half
     elif start is None:
-        bind_fields(interpreter, made, arguments)
+        bind_fields(interpreter, instance, arguments)
     if is_module:
         model = make_model(interpreter, node, info.node.name, arguments)
         if half is not None:
             interpreter.state.set_fact(HALF_WEIGHTS, half, model.key)
-        return replace(model, instance=made)
-    return made
+        return replace(model, instance=instance)
+    return instance

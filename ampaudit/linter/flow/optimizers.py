@@ -90,7 +90,7 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         state.gradients = UNKNOWN_GRADIENTS
         return
     check_zeroed(interpreter, optimizer)
-    found = gradient_contributions(interpreter)
+    contributions = gradient_contributions(interpreter)
     if state.get(STEPPED_LAST) == optimizer.key and not optimizer.one_of_several:
         interpreter.report(
             "AMP817",
@@ -100,18 +100,18 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
             remove_statement(interpreter.statement, node),
         )
     elif (
-        found
-        and _contains_scale(interpreter, found)
-        and (has_single_optimizer(interpreter) or len(found) == 1)
+        contributions
+        and _contains_scale(interpreter, contributions)
+        and (has_single_optimizer(interpreter) or len(contributions) == 1)
     ):
         _report_bypassed_scaler(
             interpreter,
             node,
             "the optimizer steps with scaled gradients, and nothing skips the step if they overflow",
         )
-    elif found and not any(item.scaler for item in found):
-        _check_scaling(interpreter, found)
-    elif found and has_single_optimizer(interpreter) and _overflow_is_unchecked(interpreter):
+    elif contributions and not any(item.scaler for item in contributions):
+        _check_scaling(interpreter, contributions)
+    elif contributions and has_single_optimizer(interpreter) and _overflow_is_unchecked(interpreter):
         _report_bypassed_scaler(
             interpreter,
             node,
@@ -120,7 +120,7 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
     for key in interpreter.scalers:
         # the script tests for overflow itself, or the mistake was just reported
         if any(isinstance(fact, ast.AST) for _, fact in state.matching(UNSCALED_AT, key)) or _is_scaled_by(
-            found, key
+            contributions, key
         ):
             state.set_fact(STEPPED, Stepped.PAST_SCALER, key, optimizer.key)
     state.set_fact(FRESH, None)
@@ -133,14 +133,14 @@ def _report_bypassed_scaler(interpreter: Interpreter, node: ast.Call, cause: str
     interpreter.report("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", fix)
 
 
-def _is_scaled_by(found: frozenset[Contribution] | None, key: str) -> bool:
-    return any(item.scaler == key for item in found or ())
+def _is_scaled_by(contributions: frozenset[Contribution] | None, key: str) -> bool:
+    return any(item.scaler == key for item in contributions or ())
 
 
-def _contains_scale(interpreter: Interpreter, found: frozenset[Contribution]) -> bool:
+def _contains_scale(interpreter: Interpreter, contributions: frozenset[Contribution]) -> bool:
     """Return whether at least a part of the gradients is scaled, and none was unscaled."""
     untouched = not interpreter.state.may_hold(UNSCALED_AT)
-    return untouched and any(item.scaler for item in found)
+    return untouched and any(item.scaler for item in contributions)
 
 
 def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
@@ -152,12 +152,12 @@ def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
     return bool(unscaled) and not inner and not interpreter.linked.mentions(_FINITE_TEST)
 
 
-def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> None:
+def _check_scaling(interpreter: Interpreter, contributions: frozenset[Contribution]) -> None:
     scripts = interpreter.linked.scripts
     managed = any(name.startswith(MANAGING_PACKAGES) for script in scripts for name in script.imports)
     if managed or interpreter.managed or any(script.scales_losses for script in scripts):
         return
-    for item in found:
+    for item in contributions:
         if item.computed_under == "float16":
             interpreter.report(
                 "AMP813",
@@ -170,15 +170,15 @@ def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> 
 
 def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
     """Interpret the construction of an optimizer; the name is empty for classes of other packages."""
-    given = arguments.get(0, "params")
-    if isinstance(given, KnownItems):
-        groups = (g.item("params") if isinstance(g, DictLiteral) else g for g in given.items)
-        given = item_of(
+    parameters = arguments.get(0, "params")
+    if isinstance(parameters, KnownItems):
+        groups = (g.item("params") if isinstance(g, DictLiteral) else g for g in parameters.items)
+        parameters = item_of(
             KnownItems(tuple(item_of(g) if isinstance(g, KnownItems) else g or UNKNOWN for g in groups))
         )
-    models = given.models if isinstance(given, Parameters) and not given.is_copy else None
-    if isinstance(given, Model):  # of which timm takes the parameters
-        models = frozenset({given.key})
+    models = parameters.models if isinstance(parameters, Parameters) and not parameters.is_copy else None
+    if isinstance(parameters, Model):  # of which timm takes the parameters
+        models = frozenset({parameters.key})
     key = key_of(node) + interpreter.call_path
     interpreter.record(OptimizerMade(interpreter.at(node)))
     if models:
@@ -193,8 +193,8 @@ def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, argumen
 def _check_eps(
     interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments, models: frozenset[str]
 ) -> None:
-    given = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
-    eps = given.value if isinstance(given, LiteralValue) else None
+    value = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
+    eps = value.value if isinstance(value, LiteralValue) else None
     halved = any(interpreter.state.trained_cast(HALF_WEIGHTS, model) for model in models)
     if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
         interpreter.report(
@@ -217,10 +217,10 @@ _OTHERWISE: Final = (
 
 def _check_bfloat16(interpreter: Interpreter, arguments: Arguments, models: frozenset[str] | None) -> None:
     """Report bfloat16 weights that an optimizer of torch changes by less than they can represent."""
-    given, written = arguments.get(1, "lr"), arguments.expression(1, "lr")
-    rate = given.value if isinstance(given, LiteralValue) else None
-    if rate is None and written is not None:
-        rate = interpreter.script.defaults.get(dotted_name(written).rpartition(".")[2])
+    value, expression = arguments.get(1, "lr"), arguments.expression(1, "lr")
+    rate = value.value if isinstance(value, LiteralValue) else None
+    if rate is None and expression is not None:
+        rate = interpreter.script.defaults.get(dotted_name(expression).rpartition(".")[2])
     if not isinstance(rate, float) or rate > _SMALL_LEARNING_RATE:
         return
     state = interpreter.state

@@ -33,14 +33,14 @@ def matching_lines(pattern: Any, text: str) -> list[int]:
     """Return the numbers of the lines in which an RE2 pattern matches."""
     if "\r" in text:
         return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
-    found: list[int] = []
+    lines: list[int] = []
     line, last = 1, 0
     for match in pattern.finditer(text):
         line += text.count("\n", last, match.start())
         last = match.start()
-        if not found or found[-1] != line:
-            found.append(line)
-    return found
+        if not lines or lines[-1] != line:
+            lines.append(line)
+    return lines
 
 
 def is_worth_reading(text: str) -> bool:

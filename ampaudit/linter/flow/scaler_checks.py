@@ -120,13 +120,13 @@ _CASTS_BACK: Final = r"\.data = |cast_training_params|\(torch\.float32\)|dtype=t
 
 def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:
     """Report gradients that the scaler is about to unscale and that were not scaled by it."""
-    found = gradient_contributions(interpreter)
-    if not found:
+    contributions = gradient_contributions(interpreter)
+    if not contributions:
         return
-    _check_unused(interpreter, scaler, optimizer, step, found)
-    others = {item.scaler for item in found} - {scaler.key, ""}
+    _check_unused(interpreter, scaler, optimizer, step, contributions)
+    others = {item.scaler for item in contributions} - {scaler.key, ""}
     if others and has_single_optimizer(interpreter) and not optimizer.one_of_several:
-        odd = next(item for item in found if item.scaler in others)
+        odd = next(item for item in contributions if item.scaler in others)
         interpreter.report(
             "AMP815",
             odd.node,
@@ -134,9 +134,9 @@ def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimiz
             "losses that contribute to the same gradients",
             "use one scaler for all losses of an optimizer",
         )
-    for item in found:
+    for item in contributions:
         if not item.scaler and (
-            has_single_optimizer(interpreter) or not any(other.scaler for other in found)
+            has_single_optimizer(interpreter) or not any(other.scaler for other in contributions)
         ):
             _report_unscaled_loss(interpreter, step, item)
 
@@ -146,13 +146,17 @@ def _check_unused(
     scaler: Scaler,
     optimizer: Optimizer,
     step: ast.Call,
-    found: frozenset[Contribution],
+    contributions: frozenset[Contribution],
 ) -> None:
     """Report a step by a scaler that has scaled no loss, although others have."""
-    if interpreter.state.get(UNUSED, scaler.key) is not True or not all(item.scaler for item in found):
+    if interpreter.state.get(UNUSED, scaler.key) is not True or not all(
+        item.scaler for item in contributions
+    ):
         return
-    own = [i for i in found if not i.models or not optimizer.models or i.models & optimizer.models]
-    last = max(own or found, key=lambda item: position_of(item.node))
+    of_optimizer = [
+        i for i in contributions if not i.models or not optimizer.models or i.models & optimizer.models
+    ]
+    last = max(of_optimizer or contributions, key=lambda item: position_of(item.node))
     interpreter.report(
         "AMP815",
         last.node,
@@ -202,10 +206,10 @@ def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contri
 
 def check_paired(interpreter: Interpreter, optimizer: Optimizer, step: ast.Call) -> None:
     """Report the step of an optimizer none of whose parameters took part in a loss."""
-    found, own = gradient_contributions(interpreter), optimizer.models
-    if not found or not own or optimizer.one_of_several:
+    contributions, models = gradient_contributions(interpreter), optimizer.models
+    if not contributions or not models or optimizer.one_of_several:
         return
-    if all(item.models is not None and are_distinct(item.models, own) for item in found):
+    if all(item.models is not None and are_distinct(item.models, models) for item in contributions):
         interpreter.report(
             "AMP829",
             step,

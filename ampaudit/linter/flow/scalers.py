@@ -130,8 +130,8 @@ def _step(
     interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer: Optimizer, arguments: Arguments
 ) -> None:
     state = interpreter.state
-    known = optimizer.key if not optimizer.one_of_several else ""
-    interpreter.record(ScalerStep(interpreter.at(node), known, interpreter.autocast, scaler.key))
+    key = optimizer.key if not optimizer.one_of_several else ""
+    interpreter.record(ScalerStep(interpreter.at(node), key, interpreter.autocast, scaler.key))
     if scaler.enabled is False:
         state.gradients = AccumulatedGradients()
         return
@@ -179,15 +179,15 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
     first = interpreter.is_first_iteration or has_update(interpreter, scaler)
     if scaler.enabled is True:
         check_parameters(interpreter, scaler, optimizer, node)
-    own = (scaler.key, optimizer.key)
-    if first and not optimizer.one_of_several and state.get(STEPPED, *own) is Stepped.BY_SCALER:
+    key = (scaler.key, optimizer.key)
+    if first and not optimizer.one_of_several and state.get(STEPPED, *key) is Stepped.BY_SCALER:
         interpreter.report(
             "AMP811",
             node,
             "unscale_() runs after the step of this optimizer, which has already unscaled the gradients",
             "call unscale_() between backward and step",
         )
-    elif first and not optimizer.one_of_several and state.known_at(UNSCALED_AT, *own):
+    elif first and not optimizer.one_of_several and state.known_at(UNSCALED_AT, *key):
         interpreter.report(
             "AMP809",
             node,
@@ -217,19 +217,19 @@ def _update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
         return
     check_update(interpreter, node, scaler)
     stepped = [fact for _, fact in state.matching(STEPPED, scaler.key) if fact is not None]
-    found = gradient_contributions(interpreter)
-    own = bool(found) and all(item.scaler == scaler.key for item in found or ())
+    contributions = gradient_contributions(interpreter)
+    all_by_scaler = bool(contributions) and all(item.scaler == scaler.key for item in contributions or ())
     fresh = state.get(FRESH) is True and state.get(TOUCHED) is None
-    if own and fresh:
+    if all_by_scaler and fresh:
         looked = state.may_hold(UNSCALED_AT, scaler.key)
         state.set_fact(UPDATED_EARLY, EarlyUpdate(node, looked), scaler.key)
         state.set_fact(LEFTOVER, True if looked else None)
     elif any(isinstance(fact, Stepped) for fact in stepped):
-        known = state.get(UPDATED, scaler.key) is not PERHAPS
-        state.set_fact(UPDATED, node if known else PERHAPS, scaler.key)
+        is_certain = state.get(UPDATED, scaler.key) is not PERHAPS
+        state.set_fact(UPDATED, node if is_certain else PERHAPS, scaler.key)
         if state.get(FRESH) is None:
             state.gradients = AccumulatedGradients()
-        state.set_fact(IDLE, True if known else PERHAPS)
+        state.set_fact(IDLE, True if is_certain else PERHAPS)
     elif stepped:
         state.set_fact(UPDATED, PERHAPS, scaler.key)
         state.gradients = UNKNOWN_GRADIENTS

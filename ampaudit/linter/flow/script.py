@@ -63,30 +63,30 @@ class NameUsage:
 
     def is_optimizer(self, text: str) -> bool:
         """Return whether a name is passed to a scaler, or is named and used like an optimizer."""
-        if any(text in given and self.is_scaler(scaler) for scaler, given in self.stepped.items()):
+        if any(text in arguments and self.is_scaler(scaler) for scaler, arguments in self.stepped.items()):
             return True
         used = self.methods.get(text, set())
         return bool(_OPTIMIZER.search(_last(text))) and bool(used & {"zero_grad", "step"})
 
     def kind(self, text: str) -> str:
         """Return what a name stands for; empty if its uses do not tell."""
-        known = self._kinds.get(text)
-        if known is None:
+        name_kind = self._kinds.get(text)
+        if name_kind is None:
             tests = {
                 "scaler": self.is_scaler,
                 "optimizer": self.is_optimizer,
                 "scheduler": self.is_scheduler,
                 "model": self.is_model,
             }
-            known = next((kind for kind, test in tests.items() if test(text)), "")
-            self._kinds[text] = known
-        return known
+            name_kind = next((kind for kind, test in tests.items() if test(text)), "")
+            self._kinds[text] = name_kind
+        return name_kind
 
     def optimizer_names(self) -> frozenset[str]:
         """Return the last components of the names of all optimizers."""
         if self._names is None:
-            handed = {text for given in self.stepped.values() for text in given}
-            texts = {text for text in (*self.methods, *handed) if self.is_optimizer(text)}
+            stepped = {text for arguments in self.stepped.values() for text in arguments}
+            texts = {text for text in (*self.methods, *stepped) if self.is_optimizer(text)}
             self._names = frozenset(map(_last, texts))
         return self._names
 
@@ -98,8 +98,8 @@ class NameUsage:
         """Return whether a name is named like a model and used like one."""
         used = self.methods.get(text, set())
         name = _last(text)
-        named = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
-        return bool(named) and bool(used & _OF_MODELS)
+        is_named = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
+        return bool(is_named) and bool(used & _OF_MODELS)
 
 
 def _last(text: str) -> str:
@@ -145,8 +145,8 @@ class Script:
         """Return whether a class uses an attribute of ``self`` like a gradient scaler."""
         if info not in self._has_scaler:
             attributes = (node for node in self.nodes(info.node) if isinstance(node, ast.Attribute))
-            own = {name for name in map(dotted_name, attributes) if name.startswith("self.")}
-            self._has_scaler[info] = any(map(self.usage.is_scaler, own))
+            attribute_names = {name for name in map(dotted_name, attributes) if name.startswith("self.")}
+            self._has_scaler[info] = any(map(self.usage.is_scaler, attribute_names))
         return self._has_scaler[info]
 
     def is_called(self, name: str) -> bool:
@@ -166,20 +166,20 @@ class Script:
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
         """The expressions that are assigned to each dotted name."""
-        found: dict[str, list[ast.expr]] = {}
+        expressions: dict[str, list[ast.expr]] = {}
         for item in self.assignments:
-            found.setdefault(item.name, []).append(item.value)
-        return found
+            expressions.setdefault(item.name, []).append(item.value)
+        return expressions
 
     @cached_property
     def root_module(self) -> ClassInfo | None:
         """The class of a model that nothing in the script makes; ``None`` if there is none, or several."""
-        made = {dotted_name(node.func) for node in self.nodes() if isinstance(node, ast.Call)}
+        called = {dotted_name(node.func) for node in self.nodes() if isinstance(node, ast.Call)}
         bases = {base for info in self.classes.values() for base in info.bases}
         roots = [
             info
             for name, info in self.classes.items()
-            if info.derives("Module") and name not in made | bases and not _IS_LOSS.search(name)
+            if info.derives("Module") and name not in called | bases and not _IS_LOSS.search(name)
         ]
         return roots[0] if len(roots) == 1 else None
 
@@ -196,19 +196,19 @@ class Script:
     @cached_property
     def defaults(self) -> dict[str, object]:
         """The defaults of settings: of options of argparse, and of fields, by name."""
-        found: dict[str, object] = {}
+        defaults: dict[str, object] = {}
         for node in self.nodes():
             if isinstance(node, ast.Call) and dotted_name(node.func).endswith("add_argument"):
-                given = next((k.value for k in node.keywords if k.arg == "default"), None)
+                default = next((k.value for k in node.keywords if k.arg == "default"), None)
                 options = [a.value for a in node.args if isinstance(a, ast.Constant)]
                 name = str(options[-1]).lstrip("-").replace("-", "_") if options else ""
             elif isinstance(node, ast.AnnAssign):
-                given, name = node.value, dotted_name(node.target)
+                default, name = node.value, dotted_name(node.target)
             else:
                 continue
-            if isinstance(given, ast.Constant):
-                found[name] = given.value
-        return found
+            if isinstance(default, ast.Constant):
+                defaults[name] = default.value
+        return defaults
 
     def setting(self, text: str, positive: bool) -> tuple[str, bool]:
         """Return the setting that decides whether a name is true, or false, and what that takes."""
@@ -344,8 +344,8 @@ def _record_call(usage: NameUsage, node: ast.Call) -> None:
         usage.methods.setdefault(whole, set()).add("(call)")
         if node.func.attr != "scale" or node.args or node.keywords:  # that of a scaler is given a loss
             usage.methods.setdefault(text, set()).add(node.func.attr)
-        if node.func.attr in ("step", "unscale_") and node.args and (given := dotted_name(node.args[0])):
-            usage.stepped.setdefault(text, set()).add(given)
+        if node.func.attr in ("step", "unscale_") and node.args and (argument := dotted_name(node.args[0])):
+            usage.stepped.setdefault(text, set()).add(argument)
 
 
 def _multiplies_loss_by_scale(node: ast.AST) -> bool:
@@ -374,7 +374,7 @@ class Assignment:
 
 def assignments_in(tree: ast.Module) -> list[Assignment]:
     """Return all assignments to dotted names."""
-    found: list[Assignment] = []
+    assignments: list[Assignment] = []
     pending: list[tuple[ast.stmt, Condition | None, ast.AST | None]] = [(s, None, None) for s in tree.body]
     for node, condition, function in pending:
         inside = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
@@ -385,8 +385,8 @@ def assignments_in(tree: ast.Module) -> list[Assignment]:
             pending += [(inner, holds, inside) for inner in block]
         if isinstance(node, ast.Assign):
             names = filter(None, map(dotted_name, node.targets))
-            found += [Assignment(name, node.value, condition, function) for name in names]
-    return found
+            assignments += [Assignment(name, node.value, condition, function) for name in names]
+    return assignments
 
 
 def changing_attributes(assignments: Iterable[Assignment]) -> frozenset[str]:

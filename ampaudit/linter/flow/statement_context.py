@@ -122,14 +122,14 @@ _PROTOCOL = ("scale", "step", "update", "unscale_")
 
 def enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
     """Return the innermost function around a node, or the module."""
-    line, found, pending = getattr(node, "lineno", 0), tree, list(tree.body)
+    line, function, pending = getattr(node, "lineno", 0), tree, list(tree.body)
     while pending:
         item = pending.pop()
         if item.lineno <= line <= (item.end_lineno or item.lineno):
             if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
-                found = item  # type: ignore[assignment]
+                function = item  # type: ignore[assignment]
             pending = [statement for block in nested_blocks(item) for statement in block]
-    return found
+    return function
 
 
 def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
@@ -149,9 +149,11 @@ def _following_statements(body: list[ast.stmt], statement: ast.stmt | None) -> l
         if item is statement:
             return body[index + 1 :]
         for block in nested_blocks(item):
-            found = _following_statements(block, statement)
-            if found is not None:
-                return found if isinstance(item, _DEFINITIONS + _LOOPS) else [*found, *body[index + 1 :]]
+            following = _following_statements(block, statement)
+            if following is not None:
+                return (
+                    following if isinstance(item, _DEFINITIONS + _LOOPS) else [*following, *body[index + 1 :]]
+                )
     return None
 
 

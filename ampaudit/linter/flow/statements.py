@@ -251,10 +251,10 @@ def _try(interpreter: Interpreter, node: ast.Try) -> None:
         joined = join(joined, state)
     interpreter.path_state = joined
     if node.finalbody:
-        gone = interpreter.path_state is None
+        has_left = interpreter.path_state is None
         interpreter.path_state = interpreter.path_state if interpreter.path_state is not None else before
         interpreter.execute(node.finalbody)
-        interpreter.path_state = None if gone else interpreter.path_state
+        interpreter.path_state = None if has_left else interpreter.path_state
 
 
 def _match(interpreter: Interpreter, node: ast.Match) -> None:
@@ -315,8 +315,8 @@ def _import_all(interpreter: Interpreter, module: str) -> None:
 
 
 def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-    known = interpreter.script.functions.get(node.name)
-    info = known if known is not None and known.node is node else None
+    definition = interpreter.script.functions.get(node.name)
+    info = definition if definition is not None and definition.node is node else None
     if info is None:
         info = FunctionInfo(node, None, interpreter.script.is_relevant(node))
     interpreter.state.bind(interpreter.frame, node.name, Function(info, interpreter.frame))

@@ -96,8 +96,8 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
             )
     roots = all_model_calls(values)
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
-    known = [value.dtype for value in values if isinstance(value, Tensor)]
-    implied = "" if "float32" in known else next(iter(interpreter.weights[-1:]), "")
+    dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
+    implied = "" if "float32" in dtypes else next(iter(interpreter.weights[-1:]), "")
     rounded = node if (cast or implied) and rounds_positions(*operands) else first_rounded(values)
     if interpreter.autocast.enabled is False and len(values) > 1:
         cast = _dtype_of_pair(*values[:2])
@@ -113,10 +113,10 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
 
 def outer_product(interpreter: Interpreter, node: ast.Call, values: list[Value]) -> Value:
     """Interpret an ``einsum`` that sums nothing: autocast leaves its dtype alone, 16-bit buffers do not."""
-    given = [value for value in values if isinstance(value, Tensor)]
-    implied = next(iter(interpreter.weights[-1:]), "") if all(v.dtype != "float32" for v in given) else ""
-    rounded = node if implied and rounds_positions(*node.args) else first_rounded(given)
-    return Tensor(model_calls=all_model_calls(given), rounded=rounded, node=node)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    implied = next(iter(interpreter.weights[-1:]), "") if all(v.dtype != "float32" for v in tensors) else ""
+    rounded = node if implied and rounds_positions(*node.args) else first_rounded(tensors)
+    return Tensor(model_calls=all_model_calls(tensors), rounded=rounded, node=node)
 
 
 def first_rounded(values: Sequence[Value]) -> ast.AST | None:
@@ -126,14 +126,14 @@ def first_rounded(values: Sequence[Value]) -> ast.AST | None:
 
 def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
     """Return the model calls that any of some values depends on; ``None`` if one is unknown."""
-    found: frozenset[str] = frozenset()
+    calls: frozenset[str] = frozenset()
     for value in values:
         if isinstance(value, LiteralValue):
             continue
         if not isinstance(value, Tensor) or value.model_calls is None:
             return None
-        found |= value.model_calls
-    return found
+        calls |= value.model_calls
+    return calls
 
 
 def _scale_of_product(values: list[Value]) -> str:
@@ -155,9 +155,9 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         if isinstance(node.op, ast.Pow):
             return gradient_norm(interpreter, node, gradients[0])
         # a factor that is not known may be the inverse of the scale; a tensor is none
-        known = all(isinstance(value, Tensor | LossGradients | LiteralValue) for value in (left, right))
+        is_known = all(isinstance(value, Tensor | LossGradients | LiteralValue) for value in (left, right))
         scaled = gradients[0].scaler_key
-        return replace(gradients[0], scaler_key=scaled if known or scaled == UNSCALED else MAYBE)
+        return replace(gradients[0], scaler_key=scaled if is_known or scaled == UNSCALED else MAYBE)
     _check_summed(interpreter, node, (left, right))
     tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
     if not tensors:
@@ -243,15 +243,15 @@ def tensor_method(
         return UNSCALED_TENSOR
     if name in ("detach", "detach_"):
         return replace(base, model_calls=frozenset(), is_detached=True, node=node)
-    wanted = requested_dtype(name, arguments)
-    if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not wanted:
+    dtype = requested_dtype(name, arguments)
+    if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not dtype:
         return base  # it may be a model of another file as well
-    if wanted:
-        up = node if wanted == "float32" else None
-        cast = wanted if wanted in ("float16", "bfloat16") else ""
+    if dtype:
+        up = node if dtype == "float32" else None
+        cast = dtype if dtype in ("float16", "bfloat16") else ""
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
         rounded = node if cast and rounds_positions(receiver) else base.rounded
-        return replace(base, dtype=wanted, weights_dtype="", upcast=up, rounded=rounded, node=node)
+        return replace(base, dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=node)
     if name == "sigmoid":
         return replace(base, sigmoid=node, upcast=None, node=node)
     if name in WRITES_SAME_DTYPE:
@@ -274,8 +274,8 @@ def tensor_method(
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return replace(base, upcast=None, node=node)
     keeps = name in KEEPS_DTYPE or (name in AUTOCAST_FLOAT32 and interpreter.autocast.enabled is False)
-    kept = base if keeps else replace(base, dtype=dtype_of_result(interpreter, name), loss="", sigmoid=None)
-    return replace(kept, upcast=base.upcast if keeps else None, node=node)
+    result = base if keeps else replace(base, dtype=dtype_of_result(interpreter, name), loss="", sigmoid=None)
+    return replace(result, upcast=base.upcast if keeps else None, node=node)
 
 
 def dtype_of_result(interpreter: Interpreter, name: str) -> str:
@@ -290,4 +290,4 @@ def requested_dtype(name: str, arguments: Arguments) -> str:
         return names[name]
     if name not in ("to", "type"):
         return ""
-    return next((found for value in arguments.all() if (found := dtype_named(value))), "")
+    return next((dtype for value in arguments.all() if (dtype := dtype_named(value))), "")

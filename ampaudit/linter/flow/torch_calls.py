@@ -104,8 +104,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return objects.make_model(interpreter, node, path, arguments)
     if path == "copy.deepcopy" and isinstance(arguments.get(0, "x"), StateDict):
         return arguments.positional[0] if arguments.positional else UNKNOWN
-    if path == "copy.deepcopy" and isinstance(given := arguments.get(0, "x"), Model):
-        return replace(given, key=key_of(node), node=node)
+    if path == "copy.deepcopy" and isinstance(model := arguments.get(0, "x"), Model):
+        return replace(model, key=key_of(node), node=node)
     if path in _PASS_THROUGH:
         return arguments.positional[0] if arguments.positional else UNKNOWN
     if path.startswith("builtins."):
@@ -133,8 +133,8 @@ def _call_torch(
     if path.startswith("torch.fft."):
         check_half_fft(interpreter, node, path, arguments.get(0, "input"))
         return UNSCALED_TENSOR
-    if path == "torch.nn.ModuleList" and isinstance(given := arguments.get(0, "modules"), KnownItems):
-        return given
+    if path == "torch.nn.ModuleList" and isinstance(modules := arguments.get(0, "modules"), KnownItems):
+        return modules
     if path in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
         data = arguments.get(0, "data")
         if isinstance(data, Tensor) and data.dtype == "float16" and not data.computed_under:
@@ -148,9 +148,9 @@ def _call_torch(
         return LossFunction(name, node, reduction_of(arguments))
     if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
         inner = arguments.get(0, "module")
-        known = inner if isinstance(inner, Model) else Model(key_of(node), node)
-        (interpreter.sharded if name.startswith("Fully") else interpreter.replicated).add(known.key)
-        return objects.wrap_model(known, name)
+        model = inner if isinstance(inner, Model) else Model(key_of(node), node)
+        (interpreter.sharded if name.startswith("Fully") else interpreter.replicated).add(model.key)
+        return objects.wrap_model(model, name)
     if (
         path.startswith("torch.nn.")
         and name[:1].isupper()
@@ -162,7 +162,7 @@ def _call_torch(
 
 
 def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments) -> Value:
-    given = arguments.all()
+    values = arguments.all()
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     inner = item_of(first) if isinstance(first, KnownItems) else first
     if isinstance(inner, LossGradients):
@@ -182,14 +182,14 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
     if path == "torch.exp" and check_half_exp(interpreter, node, first):
         return UNSCALED_TENSOR
     if name == "sigmoid":
-        known = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
-        return Tensor(sigmoid=node, model_calls=known.model_calls, dtype=known.dtype, node=node)
+        operand = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
+        return Tensor(sigmoid=node, model_calls=operand.model_calls, dtype=operand.dtype, node=node)
     if not path.startswith(("torch.nn.functional.", "torch.")) or path.count(".") > 3:
         return UNKNOWN
-    tensor = [value for value in flattened(given) if isinstance(value, Tensor)]
+    tensor = [value for value in flattened(values) if isinstance(value, Tensor)]
     interpreter.record_dtypes(node, tensor)
     if not tensor:
-        return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in given) else UNKNOWN
+        return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in values) else UNKNOWN
     return Tensor(
         scaler_key=tensors.common_scale(tensor),
         dtype=_dtype(interpreter, name, tensor),
@@ -205,25 +205,31 @@ def _sums(equation: Value | None) -> bool:
     text = equation.value if isinstance(equation, LiteralValue) else None
     if not isinstance(text, str) or "->" not in text:
         return True
-    given, _, result = text.partition("->")
-    return bool(set(filter(str.isalpha, given)) - set(result))
+    indices, _, result = text.partition("->")
+    return bool(set(filter(str.isalpha, indices)) - set(result))
 
 
 def _made_tensor(node: ast.Call, name: str, arguments: Arguments) -> Tensor:
     """Return a new tensor, which is float32 unless another dtype is given, or follows from the arguments."""
-    given = arguments.keywords.get("dtype")
-    dtype = tensors.dtype_named(given) if given is not None else "float32" if MAKES_TENSORS[name] else ""
+    dtype_argument = arguments.keywords.get("dtype")
+    dtype = (
+        tensors.dtype_named(dtype_argument)
+        if dtype_argument is not None
+        else "float32"
+        if MAKES_TENSORS[name]
+        else ""
+    )
     is_rounded = name in ("arange", "linspace") and dtype in ("float16", "bfloat16")
     return Tensor(dtype=dtype, rounded=node if is_rounded else None, node=node)
 
 
-def _dtype(interpreter: Interpreter, name: str, given: list[Tensor]) -> str:
+def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor]) -> str:
     """Return the dtype of what a function returns for some tensors; empty if it is not certain."""
     by_autocast = tensors.dtype_of_result(interpreter, name)
-    own = {value.dtype for value in given}
+    dtypes = {value.dtype for value in operands}
     off = interpreter.autocast.enabled is False
     keeps = name in KEEPS_DTYPE or (off and name in AUTOCAST_FLOAT32)
-    return by_autocast or (own.pop() if keeps and len(own) == 1 else "")
+    return by_autocast or (dtypes.pop() if keeps and len(dtypes) == 1 else "")
 
 
 def _context(kind: str) -> Handler:
@@ -260,11 +266,11 @@ def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> V
 
 
 def _partial(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    given = arguments.positional
+    positional = arguments.positional
     has_all = not any(isinstance(a, ast.Starred) for a in node.args) and "**" not in arguments.keywords
-    if not given or not has_all or isinstance(given[0], Unknown):
+    if not positional or not has_all or isinstance(positional[0], Unknown):
         return UNKNOWN
-    return Partial(given[0], tuple(given[1:]), tuple(arguments.keywords.items()), node)
+    return Partial(positional[0], tuple(positional[1:]), tuple(arguments.keywords.items()), node)
 
 
 _BY_PATH: Final[dict[str, Handler]] = {
@@ -288,8 +294,8 @@ _BY_PATH: Final[dict[str, Handler]] = {
 def _chain(arguments: Arguments) -> Value:
     models: frozenset[str] | None = frozenset()
     for value in arguments.positional:
-        known = value.models if isinstance(value, Parameters) else None
-        models = None if models is None or known is None else models | known
+        more = value.models if isinstance(value, Parameters) else None
+        models = None if models is None or more is None else models | more
     return Parameters(models)
 
 

@@ -60,38 +60,38 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     if last == "backward":
         gradients.unknown_backward(interpreter)
         return UNKNOWN
-    given = arguments.all()
-    for value in given:
+    values = arguments.all()
+    for value in values:
         if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
             follow_callback(interpreter, value, node)
     if _LOSS.search(last.lower()):
-        record_loss(interpreter, node, given)
-    if _CLIPS_GRADIENTS.search(last.lower()) and _cannot_unscale(interpreter, given):
+        record_loss(interpreter, node, values)
+    if _CLIPS_GRADIENTS.search(last.lower()) and _cannot_unscale(interpreter, values):
         gradients.clip(interpreter, node, arguments, certainty=Certainty.LIKELY)
     if last not in HARMLESS_METHODS:
-        assume_any_effect(interpreter, name, given)
-    touched = any(isinstance(value, Scaler | Instance) for value in given)
-    return UNKNOWN if touched else _unknown_result(interpreter, given)
+        assume_any_effect(interpreter, name, values)
+    touched = any(isinstance(value, Scaler | Instance) for value in values)
+    return UNKNOWN if touched else _unknown_result(interpreter, values)
 
 
-def _unknown_result(interpreter: Interpreter, given: list[Value]) -> Value:
+def _unknown_result(interpreter: Interpreter, values: list[Value]) -> Value:
     """Return what unknown code returns, which is scaled only if an argument is."""
-    known = [value for value in given if isinstance(value, Tensor)]
-    if any(value.scaler_key for value in known):
+    tensor_arguments = [value for value in values if isinstance(value, Tensor)]
+    if any(value.scaler_key for value in tensor_arguments):
         return UNKNOWN
     computed_under = tensors.autocast_dtype(interpreter) or next(
-        (value.computed_under for value in known if value.computed_under), ""
+        (value.computed_under for value in tensor_arguments if value.computed_under), ""
     )
     return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR
 
 
-def assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) -> None:
+def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) -> None:
     """Invalidate every fact that unknown code may change through its arguments."""
     last = name.rpartition(".")[2].lower()
     state = interpreter.state
-    flat = [item for value in given for item in (value.items if isinstance(value, KnownItems) else (value,))]
-    held = [value for value in flat if isinstance(value, Instance)]
-    for owner in held:
+    flat = [item for value in values for item in (value.items if isinstance(value, KnownItems) else (value,))]
+    instances = [value for value in flat if isinstance(value, Instance)]
+    for owner in instances:
         flat += state.scopes.get(owner.key, {}).values()
     for value in flat if _CASTS_PARAMETERS.search(last) else ():
         if isinstance(value, Model) and state.get(HALF_WEIGHTS, value.key) is not None:
@@ -101,8 +101,8 @@ def assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) -
     interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
     state.invalidate(UPDATED, IDLE, FRESH)
     reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
-    trains = "backward" in last or last.endswith("step") or ("train" in last and bool(given))
-    handles = any(isinstance(value, Scaler) for value in given) or _HANDLES_GRADIENTS.search(last)
+    trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
+    handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
     if trains or (reaches and handles):
         state.gradients = UNKNOWN_GRADIENTS
         state.invalidate(UNSCALED_AT)
@@ -116,10 +116,10 @@ def assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) -
         state.set_fact(TOUCHED, PERHAPS)
 
 
-def _cannot_unscale(interpreter: Interpreter, given: list[Value]) -> bool:
+def _cannot_unscale(interpreter: Interpreter, values: list[Value]) -> bool:
     """Return whether unknown code gets parameters, and neither a scaler nor what may hold one."""
-    held = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in given)
-    return not held and any(isinstance(value, Parameters | Model) for value in given)
+    may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
+    return not may_unscale and any(isinstance(value, Parameters | Model) for value in values)
 
 
 _CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")

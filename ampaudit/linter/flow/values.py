@@ -108,7 +108,10 @@ class DictLiteral:
     def with_item(self, name: object, value: Value) -> DictLiteral:
         """Return the dict after an item is set."""
         if isinstance(name, str) and name in self.names:
-            items = (value if own == name else old for own, old in zip(self.names, self.items, strict=True))
+            items = (
+                value if existing == name else old
+                for existing, old in zip(self.names, self.items, strict=True)
+            )
             return DictLiteral(tuple(items), self.node, self.names)
         if (value in self.items and not isinstance(name, str)) or len(self.items) >= _MAX_ITEMS:
             return self  # which key it has is not known: a join of two paths would double such items

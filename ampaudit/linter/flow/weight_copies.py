@@ -59,9 +59,9 @@ def average_in_list(interpreter: Interpreter, node: ast.Call, name: str, argumen
 
 def _averages_itself(node: ast.Call) -> bool:
     """Return whether a call is ``x.copy_(decay * x + (1 - decay) * y)``."""
-    given = ast.unparse(node.args[0]) if node.args else ""
+    argument = ast.unparse(node.args[0]) if node.args else ""
     target = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    return target in given and " + " in given and "1 - " in given.replace("1.0 - ", "1 - ")
+    return target in argument and " + " in argument and "1 - " in argument.replace("1.0 - ", "1 - ")
 
 
 def _report_average(interpreter: Interpreter, node: ast.AST, copies: Parameters) -> None:

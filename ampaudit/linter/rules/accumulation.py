@@ -204,8 +204,8 @@ def _check_rarely_zeroed(
     if by_hand or not backwards or any(isinstance(e, UnknownEffect | UnknownBackward) for e in inside):
         return
     for event in of_type(inside, StepEvent):
-        own = ("", event.optimizer)  # a model's zero_grad names none
-        zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in own]
+        optimizers = ("", event.optimizer)  # a model's zero_grad names none
+        zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in optimizers]
         is_gated = bool(zeroed) and all(_is_conditional(loop, e) for e in zeroed)
         calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
         if not is_gated or len(calls) != len(event.guards_inside(loop)):

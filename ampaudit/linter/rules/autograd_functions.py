@@ -93,13 +93,13 @@ def _diagnostic(
     node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, has: list[bool]
 ) -> Diagnostic:
     missing = " and ".join(n for n, there in zip(("custom_fwd", "custom_bwd"), has, strict=True) if not there)
-    wanted = tuple(
+    decorators = tuple(
         f"{name} {info.node.lineno}"
         for name, info, there in (("custom_fwd", forward, has[0]), ("custom_bwd", backward, has[1]))
         if not there
     )
     static = forward.is_static and backward.is_static
-    fix = Fix.at(node, "decorate", *wanted) if static and not any(has) else None
+    fix = Fix.at(node, "decorate", *decorators) if static and not any(has) else None
     return Diagnostic(
         "AMP850",
         node,

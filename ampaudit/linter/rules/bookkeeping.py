@@ -80,19 +80,19 @@ def _check_compared(interpreter: Interpreter, event: Event) -> None:
 
 
 def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> None:
-    for made in of_type(events, ScalerMade):
-        own = [i for i, guard in enumerate(made.guards) if isinstance(guard.node, ast.Call)]
-        for index, guard in enumerate(made.guards):
+    for creation in of_type(events, ScalerMade):
+        calls = [i for i, guard in enumerate(creation.guards) if isinstance(guard.node, ast.Call)]
+        for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue
             inside = [event for event in events if any(g.node is guard.node for g in event.guards)]
             # a loop around the call of the function that creates it may train one model per call
-            kept = index > (own[-1] if own else -1) or _optimizer_before(events, guard.node)
+            outlives_call = index > (calls[-1] if calls else -1) or _optimizer_before(events, guard.node)
             trains = any(isinstance(event, Backward | ScalerScale) for event in inside)
-            if trains and not of_type(inside, OptimizerMade) and kept:
+            if trains and not of_type(inside, OptimizerMade) and outlives_call:
                 interpreter.report(
                     "AMP814",
-                    made.node,
+                    creation.node,
                     "a new scaler in every iteration forgets the scale "
                     "it has found and starts at 65,536 again",
                     "create the scaler once, before the loop",
@@ -104,8 +104,10 @@ def _optimizer_before(events: list[Event], loop: ast.AST) -> bool:
     around = next(e.guards for e in events if any(g.node is loop for g in e.guards))
     place = next(i for i, guard in enumerate(around) if guard.node is loop)
     outside = around[:place]
-    made = of_type(events, OptimizerMade)
-    return any(e.guards == outside[: len(e.guards)] and _calls(e.guards) == _calls(outside) for e in made)
+    creations = of_type(events, OptimizerMade)
+    return any(
+        e.guards == outside[: len(e.guards)] and _calls(e.guards) == _calls(outside) for e in creations
+    )
 
 
 def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
@@ -166,8 +168,8 @@ def check_updates_and_checkpoints(interpreter: Interpreter, events_by_entry: lis
     _check_updated(interpreter, events)
     stepped = {e.scaler for e in of_type(events, ScalerStep) if e.scaler in interpreter.scalers}
     # code that only uses a scaler leaves saving to its owner
-    made = bool(of_type(events, ScalerMade))
-    if stepped and made and not stepped & interpreter.escaped:
+    owns_scaler = bool(of_type(events, ScalerMade))
+    if stepped and owns_scaler and not stepped & interpreter.escaped:
         _check_saved(interpreter, events_by_entry)
         _check_restored(interpreter, events)
 
@@ -230,13 +232,13 @@ def _saved_states(entries: DictLiteral) -> set[str]:
 def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
     every = [e for events in events_by_entry for e in events]
     saved = {e.scaler for e in of_type(every, ScalerSaved)}
-    made = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
+    own_scalers = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
     stepped = {e.scaler for e in of_type(every, ScalerStep)}
-    lost = (stepped & made) - saved
-    if saved and not (saved <= made and lost):  # the name of an unknown scaler may be another one's
+    missing = (stepped & own_scalers) - saved
+    if saved and not (saved <= own_scalers and missing):  # the name of an unknown scaler may be another one's
         return
     names = " and ".join(
-        sorted(interpreter.scalers[key].text for key in lost if interpreter.scalers[key].text)
+        sorted(interpreter.scalers[key].text for key in missing if interpreter.scalers[key].text)
     )
     whose = f"that of {names}" if saved and names else "the scaler's"
     for event, events in ((e, entry) for entry in events_by_entry for e in of_type(entry, CheckpointSaved)):

@@ -53,8 +53,8 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     lines = matching_lines(_EXTREME, script.text)
     if not lines:
         return
-    known, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
-    by_dtype = {"float16": known, "bfloat16": bfloat16}
+    float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
+    by_dtype = {"float16": float16, "bfloat16": bfloat16}
     finder = ConstantFinder(_named_constants(script, lines), bfloat16)
     if finder.named:
         names = "|".join(map(re.escape, finder.named))
@@ -63,20 +63,20 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
         module = any(_contains_line(node, statement.lineno) for node in _modules(script))
         is_likely = statement.lineno in uses.half_lines or (module and bool(uses.half_lines))
         likely = Certainty.LIKELY if is_likely else Certainty.UNKNOWN
-        for found in finder.check(statement, module or bool(known) or bool(bfloat16)):
-            by_flow = by_dtype[found.dtype].get(position_of(found.node))
-            if position_of(found.node) in exempt and by_flow is None:
+        for diagnostic in finder.check(statement, module or bool(float16) or bool(bfloat16)):
+            by_flow = by_dtype[diagnostic.dtype].get(position_of(diagnostic.node))
+            if position_of(diagnostic.node) in exempt and by_flow is None:
                 continue
             certainty = (
-                min(likely, _likely(found, statement, uses.half_lines)) if by_flow is None else by_flow
+                min(likely, _likely(diagnostic, statement, uses.half_lines)) if by_flow is None else by_flow
             )
-            yield replace(found, certainty=certainty)
+            yield replace(diagnostic, certainty=certainty)
 
 
-def _likely(found: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
+def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
     """Return the highest certainty without a known dtype; most eps are in norms, which stay float32."""
     in_log = "log(" in ast.unparse(statement) and statement.lineno in half_lines
-    return Certainty.LIKELY if found.code == "AMP860" or in_log else Certainty.UNKNOWN
+    return Certainty.LIKELY if diagnostic.code == "AMP860" or in_log else Certainty.UNKNOWN
 
 
 _BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
@@ -109,28 +109,32 @@ def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[as
 
 def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
     """Return names that are bound once, to such a number, as in ``LOW = -1e9`` or ``def f(fill=-1e9)``."""
-    found: dict[str, ast.expr] = {}
+    constants: dict[str, ast.expr] = {}
     for statement in _innermost_statements(script.tree.body, lines):
         if isinstance(statement, ast.Assign):
-            found |= {name: statement.value for target in statement.targets if (name := dotted_name(target))}
+            constants |= {
+                name: statement.value for target in statement.targets if (name := dotted_name(target))
+            }
     for info in script.classes.values():
         for statement in info.node.body:
             if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
                 target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
                 places = (f"self.{dotted_name(target)}", f"{info.node.name}.{dotted_name(target)}")
-                found |= dict.fromkeys(places, statement.value)
+                constants |= dict.fromkeys(places, statement.value)
     functions = [n for n in script.nodes() if isinstance(n, ast.FunctionDef)] if lines else []
     for function in functions:
         arguments = function.args
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-        found |= dict(zip(names[::-1], arguments.defaults[::-1], strict=False))
-    found = {name: value for name, value in found.items() if number_of(value) is not None}
-    if found:
+        constants |= dict(zip(names[::-1], arguments.defaults[::-1], strict=False))
+    constants = {name: value for name, value in constants.items() if number_of(value) is not None}
+    if constants:
         stored = Counter(a.name for a in script.assignments)
         nodes = script.nodes()
         stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
-        found = {name: value for name, value in found.items() if stored[name] == (1 if name in stored else 0)}
-    return found
+        constants = {
+            name: value for name, value in constants.items() if stored[name] == (1 if name in stored else 0)
+        }
+    return constants
 
 
 def number_of(node: ast.AST) -> float | None:

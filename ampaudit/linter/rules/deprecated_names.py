@@ -52,24 +52,24 @@ _VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re
 
 def _mentions(nodes: list[ast.AST]) -> set[int]:
     """Return ids of nodes in comparisons, collections and annotations, which name things without use."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for node in nodes:
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
-            found.update(map(id, node.elts))
+            ids.update(map(id, node.elts))
         elif isinstance(node, ast.Dict):
-            found.update(map(id, (*node.keys, *node.values)))
+            ids.update(map(id, (*node.keys, *node.values)))
         elif isinstance(node, ast.Compare):
-            found.update(map(id, (node.left, *node.comparators)))
+            ids.update(map(id, (node.left, *node.comparators)))
         for name in ("annotation", "returns"):
-            written = getattr(node, name, None)
-            if isinstance(written, ast.AST):
-                found.update(map(id, ast.walk(written)))
-    return found
+            annotation = getattr(node, name, None)
+            if isinstance(annotation, ast.AST):
+                ids.update(map(id, ast.walk(annotation)))
+    return ids
 
 
 def _version_dependent(nodes: list[ast.AST]) -> set[int]:
     """Return ids of nodes that run only for some versions of torch."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for node in nodes:
         decides = isinstance(node, ast.If | ast.IfExp) and _VERSION.search(ast.unparse(node.test))
         falls_back = isinstance(node, ast.Try) and any(
@@ -78,8 +78,8 @@ def _version_dependent(nodes: list[ast.AST]) -> set[int]:
             if h.type is not None
         )
         if decides or falls_back:
-            found.update(map(id, ast.walk(node)))
-    return found
+            ids.update(map(id, ast.walk(node)))
+    return ids
 
 
 def _check_import(
@@ -116,11 +116,11 @@ def _check_import(
 
 def _called(nodes: list[ast.AST]) -> set[int]:
     """Return ids of nodes that are called, or that decorate as ``custom_fwd`` and ``custom_bwd`` do."""
-    found = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    ids = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found |= {id(d) for d in node.decorator_list if "custom_" in ast.unparse(d)}
-    return found
+            ids |= {id(d) for d in node.decorator_list if "custom_" in ast.unparse(d)}
+    return ids
 
 
 def _only_called(nodes: list[ast.AST], called: set[int], names: list[str]) -> bool:

@@ -39,19 +39,19 @@ def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
     """Report tensors that are made in 16 bits and to which a later line adds again and again."""
     if "float16" not in script.text and "half" not in script.text:
         return
-    made = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}
-    for node in script.nodes() if made else ():
+    dtypes = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}
+    for node in script.nodes() if dtypes else ():
         if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
             continue
         if isinstance(node.target, ast.Subscript) and any(map(_is_slice, ast.walk(node.target.slice))):
             continue  # a region, of which each element may get few numbers
         name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
-        if name in made:
-            largest = "256" if made[name] == "bfloat16" else "2048"
+        if name in dtypes:
+            largest = "256" if dtypes[name] == "bfloat16" else "2048"
             yield Diagnostic(
                 "AMP873",
                 node,
-                f"this total is {made[name]} and rounded at each addition: above {largest} times what is "
+                f"this total is {dtypes[name]} and rounded at each addition: above {largest} times what is "
                 "added, it stands still",
                 "keep the total in float32",
                 certainty=Certainty.LIKELY,
@@ -67,8 +67,8 @@ def _dtype(script: Script, value: ast.expr) -> str:
     function = dotted_name(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
     if not isinstance(value, ast.Call) or function not in MAKES_TENSORS:
         return ""
-    given = next((keyword.value for keyword in value.keywords if keyword.arg == "dtype"), None)
-    name = "" if given is None else dotted_name(given)
+    dtype_argument = next((keyword.value for keyword in value.keywords if keyword.arg == "dtype"), None)
+    name = "" if dtype_argument is None else dotted_name(dtype_argument)
     values = script.assigned.get(name, [])
     name = dotted_name(values[0]) if len(values) == 1 else name
     dtype = DTYPES.get(canonical_name(name), "")

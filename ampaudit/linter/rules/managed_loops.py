@@ -19,7 +19,7 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
-from ampaudit.linter.flow.frameworks import FRAMEWORKS
+from ampaudit.linter.flow.frameworks import FRAMEWORKS, Framework
 from ampaudit.linter.flow.managed_events import ManagedBackward, ManagedClip, ManagedStep, ManagedUpdate
 from ampaudit.linter.flow.statement_context import nodes_around, tests_around
 from ampaudit.linter.flow.syntax import dotted_name
@@ -35,8 +35,8 @@ __all__ = ["check_lightning_module", "check_managed_loops", "check_training_step
 def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
     for index, event in enumerate(events):
-        own = isinstance(event, Backward | UnknownBackward)
-        managed = _steps_next(events[index:]) if own else None
+        is_backward = isinstance(event, Backward | UnknownBackward)
+        managed = _steps_next(events[index:]) if is_backward else None
         if managed is not None and managed.scales and not _is_alternative(interpreter, event):
             _report_own_backward(interpreter, event, managed.framework, managed.scales)
     _check_clipped(interpreter, events)
@@ -88,8 +88,8 @@ def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
 def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
     """Check that no own scaler scales the loss once more."""
     for event in of_type(events, ScalerScale):
-        own = branch_of(None, event)
-        beside = [e for e in of_type(events, ManagedBackward) if not excludes(own, branch_of(None, e))]
+        branch = branch_of(None, event)
+        beside = [e for e in of_type(events, ManagedBackward) if not excludes(branch, branch_of(None, e))]
         certainty = max((e.managed.scales for e in beside), default=Certainty.UNKNOWN)
         if not certainty:
             continue
@@ -141,18 +141,17 @@ _COUNTS = re.compile(r"accum|grad_acc|\bgas\b", re.IGNORECASE)
 
 
 def _report_own_backward(
-    interpreter: Interpreter, event: Event, framework: object, certainty: Certainty
+    interpreter: Interpreter, event: Event, framework: Framework | None, certainty: Certainty
 ) -> None:
     call = _backward_call(event)
-    if call is None:
+    if call is None or framework is None:
         return
-    known = next(one for one in FRAMEWORKS if one is framework)
     interpreter.report(
         "AMP802",
         call,
-        f"backward runs on the unscaled loss, past {known.name}, whose step expects scaled gradients in "
+        f"backward runs on the unscaled loss, past {framework.name}, whose step expects scaled gradients in "
         "float16: it raises, or divides these by the loss scale",
-        f"write {known.backward}",
+        f"write {framework.backward}",
         certainty=certainty,
     )
 
@@ -160,15 +159,15 @@ def _report_own_backward(
 def _backward_call(event: Event) -> ast.Call | None:
     """Return the call of ``backward`` on a loss itself; what is scaled before is left alone."""
     if isinstance(event, Backward):
-        found = event.node if not event.loss.scaler_key else None
+        call = event.node if not event.loss.scaler_key else None
     else:
         calls = (n for n in ast.walk(event.node) if isinstance(n, ast.Call))
-        found = next(
+        call = next(
             (c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"), None
         )
-    if not isinstance(found, ast.Call) or not isinstance(found.func, ast.Attribute):
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
         return None
-    return found if "loss" in dotted_name(found.func.value).lower() or isinstance(event, Backward) else None
+    return call if "loss" in dotted_name(call.func.value).lower() or isinstance(event, Backward) else None
 
 
 def _check_accumulated(interpreter: Interpreter, event: ManagedClip) -> None:

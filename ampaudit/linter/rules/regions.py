@@ -102,8 +102,8 @@ def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
     for loss in of_type(events, LossInside):
         for event in forwards:
             info = interpreter.script.classes.get(event.model.origin)
-            own = info is not None and "autocast" in ast.unparse(info.node)
-            if not own and id(event.node) in loss.outputs:
+            enters_autocast = info is not None and "autocast" in ast.unparse(info.node)
+            if not enters_autocast and id(event.node) in loss.outputs:
                 interpreter.report(
                     "AMP854",
                     event.node,
@@ -162,8 +162,8 @@ def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
             info = interpreter.script.classes.get(event.model.origin)
             # a class of another file may enter autocast itself
             unknown = info is None and not event.model.origin.startswith(("torch.", "torchvision."))
-            own = unknown or (info is not None and "autocast" in ast.unparse(info.node))
-            if autocast.enabled is True and autocast.dtype == "bfloat16" and not own:
+            enters_autocast = unknown or (info is not None and "autocast" in ast.unparse(info.node))
+            if autocast.enabled is True and autocast.dtype == "bfloat16" and not enters_autocast:
                 cause = (
                     "DataParallel's threads inherit that autocast is enabled, "
                     "but not its dtype: the replicas run in float16"

@@ -38,24 +38,24 @@ def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: 
     """Report a scaler that another setting switches than the one that switches autocast."""
     autocast = entered.context.node
     assert isinstance(autocast, ast.Call)
-    own, other = _switch(interpreter, scaler), _switch(interpreter, autocast)
-    if not own or "scal" in own.lower() or not entered.context.computes_float16:
+    switch, other = _switch(interpreter, scaler), _switch(interpreter, autocast)
+    if not switch or "scal" in switch.lower() or not entered.context.computes_float16:
         return
     if file_number(scaler) or file_number(autocast):
         return  # another file may name the same setting otherwise
     tests = " ".join(tests_around(interpreter.linked, autocast))
-    name = own.rpartition(".")[2]
-    if "." not in own and not in_same_function(interpreter.linked, scaler, autocast):
+    name = switch.rpartition(".")[2]
+    if "." not in switch and not in_same_function(interpreter.linked, scaler, autocast):
         return  # a parameter of the function that makes it
-    chosen = (n for n in nodes_around(interpreter.linked, autocast) if isinstance(n, ast.IfExp))
-    if any(inner is autocast for choice in chosen for inner in ast.walk(choice)):
+    choices = (n for n in nodes_around(interpreter.linked, autocast) if isinstance(n, ast.IfExp))
+    if any(inner is autocast for choice in choices for inner in ast.walk(choice)):
         return  # another condition chooses between it and no context
     is_always_on = other is None and not re.search(rf"\b{re.escape(name)}\b", tests)
     if is_always_on or (other and other.rpartition(".")[2] != name):
         interpreter.report(
             "AMP855",
             scaler,
-            f"this scaler is switched by {own}, but autocast at line {autocast.lineno}"
+            f"this scaler is switched by {switch}, but autocast at line {autocast.lineno}"
             + (f" by {other}" if other else " is always on")
             + ": with one on and the other off, float16 gradients are not scaled",
             "give both the same enabled=",
@@ -66,12 +66,12 @@ def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: 
 def _check_bfloat16(interpreter: Interpreter, entered: AutocastEntered, scaler: ast.Call) -> None:
     """Report a scaler that is on whichever dtype was chosen."""
     assert isinstance(entered.context.node, ast.Call)
-    given = next((k.value for k in entered.context.node.keywords if k.arg == "dtype"), None)
-    name = dotted_name(given) if given is not None else ""
+    dtype = next((k.value for k in entered.context.node.keywords if k.arg == "dtype"), None)
+    name = dotted_name(dtype) if dtype is not None else ""
     if scaler.keywords or not name:
         return
-    chosen = [ast.unparse(value) for choice, value in _choices(interpreter.script) if choice == name]
-    is_chosen = any("torch.bfloat16" in value and "torch.float16" in value for value in chosen)
+    values = [ast.unparse(value) for choice, value in _choices(interpreter.script) if choice == name]
+    is_chosen = any("torch.bfloat16" in value and "torch.float16" in value for value in values)
     tests = " ".join(tests_around(interpreter.linked, scaler)) if is_chosen else ""
     if is_chosen and not re.search(r"16|dtype|half|precision", tests):
         interpreter.report(
@@ -85,12 +85,12 @@ def _check_bfloat16(interpreter: Interpreter, entered: AutocastEntered, scaler: 
 
 def _switch(interpreter: Interpreter, call: ast.Call) -> str | None:
     """Return the setting that switches a call on; ``None`` without, empty if it is more than a name."""
-    given = _enabled(call)
-    if given is None:
+    enabled = _enabled(call)
+    if enabled is None:
         return "" if any(k.arg is None for k in call.keywords) or _has_flag(call) else None
-    if isinstance(given, ast.Constant):
+    if isinstance(enabled, ast.Constant):
         return ""
-    return _resolved(interpreter, dotted_name(given))
+    return _resolved(interpreter, dotted_name(enabled))
 
 
 def _enabled(call: ast.Call) -> ast.expr | None:
@@ -141,8 +141,8 @@ def _check_dtype(interpreter: Interpreter, entered: AutocastEntered, events: lis
             )
             return
     for name, value in _choices(interpreter.script):
-        written = ast.unparse(value)
-        if "torch.bfloat16" in written and "torch.float16" in written:
+        text = ast.unparse(value)
+        if "torch.bfloat16" in text and "torch.float16" in text:
             interpreter.report(
                 "AMP856",
                 call,

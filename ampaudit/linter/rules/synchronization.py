@@ -37,7 +37,7 @@ def check_synchronized_batch(interpreter: Interpreter, events: list[Event]) -> N
         if step.loop is None:
             continue
         tests = [g.node.test for g in step.guards_inside(step.loop) if isinstance(g.node, ast.If)]
-        steps = [found for test in tests if (found := _remainder_of(test)) is not None]
+        steps = [remainder for test in tests if (remainder := _remainder_of(test)) is not None]
         if len(steps) != 1 or not steps[0].is_equal:
             continue
         for node, unsynchronized in _conditions_of_no_sync(step.loop):
@@ -57,16 +57,16 @@ def check_synchronized_batch(interpreter: Interpreter, events: list[Event]) -> N
 
 def _conditions_of_no_sync(loop: ast.AST) -> list[tuple[ast.AST, _Remainder]]:
     """Return the conditions under which a loop chooses ``no_sync``, with what they test."""
-    found: list[tuple[ast.AST, _Remainder]] = []
+    conditions: list[tuple[ast.AST, _Remainder]] = []
     for node in ast.walk(loop):
         if not isinstance(node, ast.If | ast.IfExp):
             continue
-        chosen, otherwise = _names_no_sync(node.body), _names_no_sync(node.orelse)
+        in_body, in_orelse = _names_no_sync(node.body), _names_no_sync(node.orelse)
         tested = _remainder_of(node.test)
-        if tested is not None and chosen != otherwise:
-            is_equal = tested.is_equal == chosen
-            found.append((node, _Remainder(tested.dividend, tested.divisor, tested.value, is_equal)))
-    return found
+        if tested is not None and in_body != in_orelse:
+            is_equal = tested.is_equal == in_body
+            conditions.append((node, _Remainder(tested.dividend, tested.divisor, tested.value, is_equal)))
+    return conditions
 
 
 def _names_no_sync(code: ast.AST | list[ast.stmt]) -> bool:
@@ -77,7 +77,7 @@ def _names_no_sync(code: ast.AST | list[ast.stmt]) -> bool:
 def _remainder_of(test: ast.expr) -> _Remainder | None:
     """Return what a comparison of a remainder with a number tests; ``None`` for other conditions."""
     if isinstance(test, ast.BoolOp):  # as in ``n > 1 and (i + 1) % n != 0``
-        parts = [found for part in test.values if (found := _remainder_of(part)) is not None]
+        parts = [remainder for part in test.values if (remainder := _remainder_of(part)) is not None]
         return parts[0] if len(parts) == 1 and isinstance(test.op, ast.And) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return None

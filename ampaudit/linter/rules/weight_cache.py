@@ -35,8 +35,8 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
         if block is None:
             continue
         stale = {id(e.node) for e in events if isinstance(e, StepEvent | Backward) and _is_inside(e, block)}
-        for key, found in list(interpreter.diagnostics.items()):
-            if key[0] in ("AMP840", "AMP841") and id(found.node) in stale:
+        for key, diagnostic in list(interpreter.diagnostics.items()):
+            if key[0] in ("AMP840", "AMP841") and id(diagnostic.node) in stale:
                 del interpreter.diagnostics[key]
         interpreter.report(
             "AMP852",
