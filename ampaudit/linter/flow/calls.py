@@ -6,13 +6,11 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import file_number
-from ampaudit.linter.flow import objects, optimizers, tensors
-from ampaudit.linter.flow import scalers as scaling
-from ampaudit.linter.flow import torch_calls as torchcalls
+from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_calls
 from ampaudit.linter.flow.arguments import Arguments
 from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
-from ampaudit.linter.flow.events import ThreadStarted
-from ampaudit.linter.flow.gradient_uses import gradient_method, gradient_norm, is_norm_function
+from ampaudit.linter.flow.events import SchedulerStep, ThreadStarted
+from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.joining import choice_of_dtypes, join_items
 from ampaudit.linter.flow.losses import call_loss_function
@@ -83,15 +81,17 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         target = next((value for value in arguments.all() if isinstance(value, Function | BoundMethod)), None)
         interpreter.record(ThreadStarted(interpreter.at(node), target, interpreter.autocast))
     if isinstance(base, Scaler):
-        return scaling.scaler_method(interpreter, node, base, name, arguments)
+        return scalers.scaler_method(interpreter, node, base, name, arguments)
     if isinstance(base, Optimizer):
         return optimizers.optimizer_method(interpreter, node, base, name, arguments)
     if isinstance(base, Model):
         return objects.model_method(interpreter, node, base, name, arguments)
     if isinstance(base, Scheduler):
-        return objects.scheduler_method(interpreter, node, base, name, arguments)
+        if name == "step" and not arguments.all():  # a step with arguments is not one of torch's schedulers
+            interpreter.record(SchedulerStep(interpreter.at(node)))
+        return UNKNOWN
     if isinstance(base, LossGradients):
-        return gradient_norm(interpreter, node, base) if is_norm_function(name) else base
+        return gradient_norm(interpreter, node, base) if name in NORM_FUNCTIONS else base
     if isinstance(base, GradAttribute):
         return gradient_method(interpreter, node, name)
     if isinstance(base, Tensor):
@@ -161,21 +161,17 @@ def _call_partial(interpreter: Interpreter, node: ast.Call, partial: Partial, co
 
 def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: Arguments) -> Value:
     check_trainer_model(interpreter, node, arguments)
-    if isinstance(function, Function):
-        if not _is_followed(interpreter, function.info, arguments):
+    if isinstance(function, Function | BoundMethod):
+        info = function.info
+        if not _is_followed(interpreter, info, arguments):
             return UNSCALED_TENSOR
-        return inline_call(interpreter, function.info, node, arguments.named(), None, function.frame)
-    if isinstance(function, BoundMethod):
-        owner = None if function.info.is_static else function.owner
-        return (
-            inline_call(interpreter, function.info, node, arguments.named(), owner)
-            if _is_followed(interpreter, function.info, arguments)
-            else UNSCALED_TENSOR
-        )
+        frame = function.frame if isinstance(function, Function) else None
+        owner = function.owner if isinstance(function, BoundMethod) and not info.is_static else None
+        return inline_call(interpreter, info, node, arguments.named(), owner, frame)
     if isinstance(function, Class):
         return objects.make_instance(interpreter, node, function.info, arguments)
     if isinstance(function, ImportedName):
-        return torchcalls.call_imported(interpreter, node, function.path, arguments)
+        return torch_calls.call_imported(interpreter, node, function.path, arguments)
     if isinstance(function, Model):
         return call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
@@ -183,7 +179,9 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: 
     if isinstance(function, Managed):
         return Tensor(model_calls=None, node=node)
     if isinstance(function, Instance):
-        return _called_instance(interpreter, node, function)
+        methods = (interpreter.bound_method(function, name) for name in ("__call__", "forward"))
+        method = next(filter(None, methods), None)
+        return UNKNOWN if method is None else _function(interpreter, node, method)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
 
 
@@ -193,11 +191,3 @@ def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Argume
         isinstance(value, Tensor) and value.cast for value in arguments.all()
     )
     return info.relevant or (is_16_bit and not file_number(info.node))
-
-
-def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) -> Value:
-    for name in ("__call__", "forward"):
-        method = interpreter.bound_method(owner, name)
-        if method is not None:
-            return _function(interpreter, node, method)
-    return UNKNOWN

@@ -140,9 +140,10 @@ def truth_of(interpreter: Interpreter, node: ast.expr) -> bool | None:
     return bool(value.value) if isinstance(value, Truth | LiteralValue) else None
 
 
-def _alternatives(interpreter: Interpreter, node: ast.BoolOp) -> Value:
-    for value in node.values:
-        interpreter.evaluate(value)
+def _parts(interpreter: Interpreter, node: ast.BoolOp | ast.Slice | ast.Yield) -> Value:
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.expr):
+            interpreter.evaluate(part)
     return UNKNOWN
 
 
@@ -225,11 +226,8 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     key = interpreter.evaluate(node.slice)
     if isinstance(base, KnownItems) and isinstance(node.slice, ast.Constant) and not base.repeated:
         index = node.slice.value
-        return (
-            base.items[index]
-            if isinstance(index, int) and -len(base.items) <= index < len(base.items)
-            else UNKNOWN
-        )
+        is_valid = isinstance(index, int) and -len(base.items) <= index < len(base.items)
+        return base.items[index] if is_valid else UNKNOWN  # type: ignore[index]
     if isinstance(base, LossGradients | Parameters | Managed | KnownItems):
         return item_of(base)
     if isinstance(base, Tensor):
@@ -266,17 +264,6 @@ def _formatted_string(interpreter: Interpreter, node: ast.JoinedStr) -> Value:
     return LiteralValue(f"{text}0") if text in ("cuda:", "xpu:", "mps:") else UNKNOWN
 
 
-def _yield(interpreter: Interpreter, node: ast.Yield) -> Value:
-    interpreter.evaluate(node.value)
-    return UNKNOWN
-
-
-def _slice(interpreter: Interpreter, node: ast.Slice) -> Value:
-    for part in (node.lower, node.upper, node.step):
-        interpreter.evaluate(part)
-    return UNKNOWN
-
-
 EXPRESSIONS: Handlers = {
     ast.Name: _name,
     ast.Constant: _constant,
@@ -285,7 +272,7 @@ EXPRESSIONS: Handlers = {
     ast.BinOp: _binary,
     ast.UnaryOp: _unary,
     ast.Compare: _comparison,
-    ast.BoolOp: _alternatives,
+    ast.BoolOp: _parts,
     ast.IfExp: _conditional,
     ast.Lambda: _lambda,
     ast.Tuple: _sequence,
@@ -301,6 +288,6 @@ EXPRESSIONS: Handlers = {
     ast.Starred: _operand,
     ast.FormattedValue: _operand,
     ast.JoinedStr: _formatted_string,
-    ast.Yield: _yield,
-    ast.Slice: _slice,
+    ast.Yield: _parts,
+    ast.Slice: _parts,
 }

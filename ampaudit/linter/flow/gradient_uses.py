@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = [
+    "NORM_FUNCTIONS",
     "advice_for",
     "are_distinct",
     "clear_gradients",
@@ -38,7 +39,6 @@ __all__ = [
     "gradient_method",
     "gradient_norm",
     "has_single_optimizer",
-    "is_norm_function",
     "is_unscaled",
     "replace_gradients",
     "still_scaled",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-_NORM_FUNCTIONS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
+NORM_FUNCTIONS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
 
 
 # the gradient itself, or a multiple of it: the scale can be taken out afterwards as well
@@ -116,15 +116,9 @@ def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Valu
     if name in _KEEPS_GRADIENT:
         interpreter.record(GradientRead(interpreter.at(node)))
         return GradAttribute()
-    if name in _HARMLESS_ON_GRADIENTS:
-        return UNSCALED_TENSOR
-    use_gradient(interpreter, node)
+    if name not in _HARMLESS_ON_GRADIENTS:
+        use_gradient(interpreter, node)
     return UNSCALED_TENSOR
-
-
-def is_norm_function(name: str) -> bool:
-    """Return whether a method or function is a norm or power."""
-    return name in _NORM_FUNCTIONS
 
 
 def gradient_contributions(interpreter: Interpreter) -> frozenset[Contribution] | None:

@@ -17,7 +17,7 @@ from ampaudit.linter.flow.managed_events import (
 )
 from ampaudit.linter.flow.scaler_checks import check_adapters
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def managed_method(
     elif name == "zero_grad":
         interpreter.record(ManagedZeroGrad(interpreter.at(node), base))
         state.gradients = AccumulatedGradients()
-    elif name == "update" and framework is not None and _is_scaler(node):
+    elif name == "update" and framework is not None and "scaler" in receiver_name(node):
         interpreter.record(ManagedUpdate(interpreter.at(node), base))
     elif name == "fit":
-        _check_fitted(interpreter, base, arguments.get(0, "model"))
+        _check_model(interpreter, base, arguments.get(0, "model"))
     elif name == "prepare" and base.scales and interpreter.linked.mentions(r"inject\(|add_adapter"):
         check_adapters(interpreter, node)
     elif name == "prepare" and not interpreter.linked.mentions(_TRAINS_COPIES):
@@ -88,17 +88,12 @@ _TRAINS_COPIES: Final = (
 )
 
 
-def _is_scaler(node: ast.Call) -> bool:
-    """Return whether a method is called on the framework's scaler, by its name."""
-    return isinstance(node.func, ast.Attribute) and "scaler" in dotted_name(node.func.value)
-
-
 def check_trainer_model(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Check the model that a trainer gets with its arguments; adapters have parameters of their own."""
     trainer_arguments = arguments.get(1, "args")
     is_trainer = dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords
     if is_trainer and isinstance(trainer_arguments, Managed):
-        _check_fitted(interpreter, trainer_arguments, arguments.get(0, "model"))
+        _check_model(interpreter, trainer_arguments, arguments.get(0, "model"))
 
 
 def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
@@ -122,7 +117,7 @@ def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arg
 _IGNITE_SCALER: Final = 8  # positional arguments, among which it may be
 
 
-def _check_fitted(interpreter: Interpreter, trainer: Managed, model: Value | None) -> None:
+def _check_model(interpreter: Interpreter, trainer: Managed, model: Value | None) -> None:
     if isinstance(model, Model):
         _check_dtype(interpreter, trainer, model.key)
 

@@ -11,7 +11,7 @@ from ampaudit.linter.diagnostic import key_of
 from ampaudit.linter.flow.contexts import ContextManager
 from ampaudit.linter.flow.definitions import ClassInfo, Instance
 from ampaudit.linter.flow.devices import move_model
-from ampaudit.linter.flow.events import PrecisionChosen, SchedulerStep, ZeroGrad
+from ampaudit.linter.flow.events import PrecisionChosen, ZeroGrad
 from ampaudit.linter.flow.facts import (
     BFLOAT16_WEIGHTS,
     CAST_BY_DTYPE,
@@ -23,6 +23,7 @@ from ampaudit.linter.flow.facts import (
 )
 from ampaudit.linter.flow.fields import bind_fields
 from ampaudit.linter.flow.gradient_uses import clear_gradients
+from ampaudit.linter.flow.gradients import clip, unknown_backward
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.model_calls import call_model, guessed_model, method_of
 from ampaudit.linter.flow.tensors import dtype_named, requested_dtype
@@ -32,7 +33,6 @@ from ampaudit.linter.flow.values import (
     KnownItems,
     Model,
     Parameters,
-    Scheduler,
     Tensor,
     Value,
 )
@@ -47,8 +47,6 @@ __all__ = [
     "make_instance",
     "make_model",
     "model_method",
-    "scheduler_method",
-    "wrap_model",
 ]
 
 MODULE_METHODS: Final = frozenset(
@@ -88,11 +86,6 @@ def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:
     return tuple(layer for part in parts for layer in (part or ("",)))
 
 
-def wrap_model(model: Model, wrapper: str) -> Model:
-    """Return a model inside a parallel wrapper, which has the same parameters."""
-    return replace(model, wrapper=wrapper)
-
-
 def check_apex_models(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Check that ``amp.initialize`` gets models that are not wrapped yet, since it refuses others."""
     models = arguments.get(0, "models")
@@ -127,8 +120,6 @@ def model_method(
         interpreter.record(ZeroGrad(interpreter.at(node), ""))
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
-        from ampaudit.linter.flow.gradients import clip
-
         return clip(interpreter, node, arguments)
     if name == "no_sync":
         return ContextManager("no_sync")
@@ -139,8 +130,6 @@ def model_method(
     if model.instance is None and model.key.startswith("name ") and name not in _WITHOUT_FORWARD:
         model = guessed_model(interpreter, node, model, arguments, name)
     if _TRAINS.search(name) and method_of(model, name) is None:
-        from ampaudit.linter.flow.gradients import unknown_backward
-
         unknown_backward(interpreter)
         return UNKNOWN
     if name in _WITHOUT_FORWARD or "optim" in name:
@@ -170,15 +159,6 @@ def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arg
     ):
         interpreter.state.set_fact(HALF_WEIGHTS, PERHAPS, model.key)
         interpreter.state.set_fact(BFLOAT16_WEIGHTS, None, model.key)
-
-
-def scheduler_method(
-    interpreter: Interpreter, node: ast.Call, scheduler: Scheduler, name: str, arguments: Arguments
-) -> Value:
-    """Interpret a method of a scheduler; a step with arguments is not one of torch's schedulers."""
-    if name == "step" and not arguments.all():
-        interpreter.record(SchedulerStep(interpreter.at(node)))
-    return UNKNOWN
 
 
 def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:

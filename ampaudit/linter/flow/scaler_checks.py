@@ -29,7 +29,7 @@ from ampaudit.linter.flow.gradient_uses import (
 )
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
 from ampaudit.linter.flow.statement_context import in_same_function, nodes_around
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.values import Optimizer, Scaler
 
 if TYPE_CHECKING:
@@ -188,19 +188,15 @@ def check_unscaled_by_another(
 
 def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contribution) -> None:
     node = item.node
-    fix = None
-    near = in_same_function(interpreter.linked, step, node) and isinstance(step.func, ast.Attribute)
-    text = dotted_name(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text:
-        receiver = node.func.value
-        if isinstance(receiver, ast.Name | ast.Attribute):
-            fix = Fix.at(node, "scale loss", text)
+    text = receiver_name(step) if in_same_function(interpreter.linked, step, node) else ""
+    function = node.func if isinstance(node, ast.Call) else None
+    is_named = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name | ast.Attribute)
     interpreter.report(
         "AMP802",
         node,
         "backward runs on the unscaled loss, but the scaler divides the gradients by the scale",
         f"write {text or 'scaler'}.scale(loss).backward()",
-        fix,
+        Fix.at(node, "scale loss", text) if is_named and text else None,
     )
 
 
@@ -253,10 +249,8 @@ def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
 
 def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
     """Report a second step of an optimizer, or a step before any loss was scaled."""
-    if (
-        interpreter.state.get(UNUSED, scaler.key) is True
-        and gradient_contributions(interpreter) == NO_CONTRIBUTIONS
-    ):
+    is_unused = interpreter.state.get(UNUSED, scaler.key) is True
+    if is_unused and gradient_contributions(interpreter) == NO_CONTRIBUTIONS:
         interpreter.report(
             "AMP826",
             node,
@@ -264,11 +258,8 @@ def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimize
             "call it after backward on a scaled loss",
         )
     stepped = interpreter.state.get(STEPPED, scaler.key, optimizer.key) is Stepped.BY_SCALER
-    if (
-        stepped
-        and not optimizer.one_of_several
-        and (interpreter.is_first_iteration or has_update(interpreter, scaler))
-    ):
+    is_current = interpreter.is_first_iteration or has_update(interpreter, scaler)
+    if stepped and not optimizer.one_of_several and is_current:
         interpreter.report(
             "AMP824",
             node,

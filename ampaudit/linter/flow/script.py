@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -13,7 +13,13 @@ from typing import TypeAlias
 from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
 from ampaudit.linter.flow.relevance import MATTERS, MATTERS_TO_IMPORTERS, matching_lines
-from ampaudit.linter.flow.syntax import condition_of, dotted_name, nested_blocks
+from ampaudit.linter.flow.syntax import (
+    condition_of,
+    dotted_name,
+    keyword_value,
+    last_component,
+    nested_blocks,
+)
 
 __all__ = ["Script", "ScriptTooLong", "parse", "read_script"]
 
@@ -58,7 +64,7 @@ class NameUsage:
         if "unscale_" in used:
             return True
         if "scale" not in used:
-            return "scaler" in _last(text).lower() and {"step", "update"} <= set(used)
+            return "scaler" in last_component(text).lower() and {"step", "update"} <= set(used)
         return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
 
     def is_optimizer(self, text: str) -> bool:
@@ -66,7 +72,7 @@ class NameUsage:
         if any(text in arguments and self.is_scaler(scaler) for scaler, arguments in self.stepped.items()):
             return True
         used = self.methods.get(text, set())
-        return bool(_OPTIMIZER.search(_last(text))) and bool(used & {"zero_grad", "step"})
+        return bool(_OPTIMIZER.search(last_component(text))) and bool(used & {"zero_grad", "step"})
 
     def kind(self, text: str) -> str:
         """Return what a name stands for; empty if its uses do not tell."""
@@ -87,23 +93,19 @@ class NameUsage:
         if self._names is None:
             stepped = {text for arguments in self.stepped.values() for text in arguments}
             texts = {text for text in (*self.methods, *stepped) if self.is_optimizer(text)}
-            self._names = frozenset(map(_last, texts))
+            self._names = frozenset(map(last_component, texts))
         return self._names
 
     def is_scheduler(self, text: str) -> bool:
         """Return whether a name is named like a scheduler and stepped."""
-        return bool(_SCHEDULER.search(_last(text))) and "step" in self.methods.get(text, ())
+        return bool(_SCHEDULER.search(last_component(text))) and "step" in self.methods.get(text, ())
 
     def is_model(self, text: str) -> bool:
         """Return whether a name is named like a model and used like one."""
         used = self.methods.get(text, set())
-        name = _last(text)
+        name = last_component(text)
         is_named = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
         return bool(is_named) and bool(used & _OF_MODELS)
-
-
-def _last(text: str) -> str:
-    return text.rpartition(".")[2]
 
 
 @dataclass
@@ -186,12 +188,25 @@ class Script:
     @cached_property
     def changing(self) -> frozenset[str]:
         """The attributes that several functions set to ``True`` or ``False``: a state, and no settings."""
-        return changing_attributes(self.assignments)
+        functions: dict[str, set[ast.AST | None]] = {}
+        for item in self.assignments:
+            is_boolean = isinstance(item.value, ast.Constant) and isinstance(item.value.value, bool)
+            if "." in item.name and is_boolean:
+                functions.setdefault(item.name, set()).add(item.function)
+        return frozenset(name for name, places in functions.items() if len(places) > 1)
 
     @cached_property
     def settings(self) -> dict[str, tuple[str, bool]]:
-        """The setting that each name follows, and whether it is true where the setting is."""
-        return followed_settings(self.assignments)
+        """The setting that each name follows, and whether it is true where the setting is.
+
+        A name follows another that it is assigned from, once, or ``not`` that. What is ``None`` unless a
+        condition holds, such as a scaler, follows the condition.
+        """
+        by_name: dict[str, list[Assignment]] = {}
+        for item in self.assignments:
+            by_name.setdefault(item.name, []).append(item)
+        followed = ((name, _followed_setting(items)) for name, items in by_name.items())
+        return {name: setting for name, setting in followed if setting is not None and setting[0] != name}
 
     @cached_property
     def defaults(self) -> dict[str, object]:
@@ -199,7 +214,7 @@ class Script:
         defaults: dict[str, object] = {}
         for node in self.nodes():
             if isinstance(node, ast.Call) and dotted_name(node.func).endswith("add_argument"):
-                default = next((k.value for k in node.keywords if k.arg == "default"), None)
+                default = keyword_value(node, "default")
                 options = [a.value for a in node.args if isinstance(a, ast.Constant)]
                 name = str(options[-1]).lstrip("-").replace("-", "_") if options else ""
             elif isinstance(node, ast.AnnAssign):
@@ -333,15 +348,10 @@ def _walk_expressions(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _record_call(usage: NameUsage, node: ast.Call) -> None:
-    if not isinstance(node.func, ast.Attribute):
-        text = dotted_name(node.func)
-        if text:
-            usage.methods.setdefault(text, set()).add("(call)")
-        return
-    text = dotted_name(node.func.value)
-    whole = f"{text}.{node.func.attr}" if text else ""
-    if whole:
-        usage.methods.setdefault(whole, set()).add("(call)")
+    if text := dotted_name(node.func):
+        usage.methods.setdefault(text, set()).add("(call)")
+    if text and isinstance(node.func, ast.Attribute):
+        text = dotted_name(node.func.value)
         if node.func.attr != "scale" or node.args or node.keywords:  # that of a scaler is given a loss
             usage.methods.setdefault(text, set()).add(node.func.attr)
         if node.func.attr in ("step", "unscale_") and node.args and (argument := dotted_name(node.args[0])):
@@ -387,28 +397,6 @@ def assignments_in(tree: ast.Module) -> list[Assignment]:
             names = filter(None, map(dotted_name, node.targets))
             assignments += [Assignment(name, node.value, condition, function) for name in names]
     return assignments
-
-
-def changing_attributes(assignments: Iterable[Assignment]) -> frozenset[str]:
-    """Return the attributes that several functions set to ``True`` or ``False``: a state, and no settings."""
-    functions: dict[str, set[ast.AST | None]] = {}
-    for item in assignments:
-        if "." in item.name and isinstance(item.value, ast.Constant) and isinstance(item.value.value, bool):
-            functions.setdefault(item.name, set()).add(item.function)
-    return frozenset(name for name, places in functions.items() if len(places) > 1)
-
-
-def followed_settings(assignments: Iterable[Assignment]) -> dict[str, Condition]:
-    """Return the setting that each name follows, and whether it is true where the setting is.
-
-    A name follows another that it is assigned from, once, or ``not`` that. What is ``None`` unless a
-    condition holds, such as a scaler, follows the condition.
-    """
-    by_name: dict[str, list[Assignment]] = {}
-    for item in assignments:
-        by_name.setdefault(item.name, []).append(item)
-    followed = ((name, _followed_setting(items)) for name, items in by_name.items())
-    return {name: setting for name, setting in followed if setting is not None and setting[0] != name}
 
 
 def _followed_setting(items: list[Assignment]) -> Condition | None:

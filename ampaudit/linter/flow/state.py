@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -29,6 +30,7 @@ __all__ = [
     "LoopExits",
     "State",
     "join",
+    "join_all",
 ]
 
 
@@ -217,6 +219,14 @@ def join(one: State | None, other: State | None) -> State | None:
     one.share()  # neither may write to what the joined state has of them
     other.share()
     return State(facts, scopes, one.gradients.joined(other.gradients))
+
+
+def join_all(states: Iterable[State | None]) -> State | None:
+    """Join the states of several paths."""
+    joined: State | None = None
+    for state in states:
+        joined = join(joined, state)
+    return joined
 
 
 def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:

@@ -15,7 +15,7 @@ from ampaudit.linter.flow.half_ops import check_same_dtype
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.module_names import module_of
-from ampaudit.linter.flow.state import LoopExits, State, join
+from ampaudit.linter.flow.state import LoopExits, State, join, join_all
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["STATEMENTS"]
 
 
-def _repeat(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, item: Value | None) -> None:
+def _repeat(
+    interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, item: Value = UNKNOWN
+) -> None:
     """Execute the body twice, so that the state after one iteration meets the next."""
     entry = interpreter.state.copy()
     breaks: list[State] = []
@@ -47,7 +49,7 @@ def _repeat(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, 
         interpreter.repetitions += again
         before = interpreter.state.copy()
         if isinstance(node, ast.For | ast.AsyncFor):
-            interpreter.assign_item(node.target, item if item is not None else UNKNOWN)
+            interpreter.assign_item(node.target, item)
         else:
             interpreter.evaluate(node.test)
         loop = LoopExits()
@@ -57,21 +59,16 @@ def _repeat(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, 
         interpreter.loops.pop()
         interpreter.repetitions -= again
         breaks += loop.breaks
-        after = interpreter.path_state
-        for state in loop.continues:
-            after = join(after, state)
-        interpreter.path_state = after
+        after = interpreter.path_state = join_all([interpreter.path_state, *loop.continues])
         if after is None or after.equals(before):
             break
-    for state in breaks:
-        interpreter.path_state = join(interpreter.path_state, state)
+    interpreter.path_state = join_all([interpreter.path_state, *breaks])
     if interpreter.path_state is None:  # every path leaves the function; but the loop may not run at all
         interpreter.path_state = entry
     interpreter.execute(node.orelse)
 
 
-def execute_for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
-    """Execute a ``for`` loop."""
+def _for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
     items = interpreter.evaluate(node.iter)
     if isinstance(items, KnownItems) and not items.repeated and _are_objects(items) and not node.orelse:
         _unroll(interpreter, node, items)
@@ -100,30 +97,14 @@ def _unroll(interpreter: Interpreter, node: ast.For | ast.AsyncFor, items: Known
         interpreter.execute(node.body)
         interpreter.loops.pop()
         breaks += loop.breaks
-        for state in loop.continues:
-            interpreter.path_state = join(interpreter.path_state, state)
-    for state in breaks:
-        interpreter.path_state = join(interpreter.path_state, state)
+        interpreter.path_state = join_all([interpreter.path_state, *loop.continues])
+    interpreter.path_state = join_all([interpreter.path_state, *breaks])
 
 
-def execute_while(interpreter: Interpreter, node: ast.While) -> None:
-    """Execute a ``while`` loop."""
-    _repeat(interpreter, node, None)
-
-
-def execute_break(interpreter: Interpreter, node: ast.Break) -> None:
-    """Leave the innermost loop."""
-    del node
+def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -> None:
     if interpreter.loops:
-        interpreter.loops[-1].breaks.append(interpreter.state)
-    interpreter.path_state = None
-
-
-def execute_continue(interpreter: Interpreter, node: ast.Continue) -> None:
-    """Go on with the next iteration."""
-    del node
-    if interpreter.loops:
-        interpreter.loops[-1].continues.append(interpreter.state)
+        exits = interpreter.loops[-1]
+        (exits.breaks if isinstance(node, ast.Break) else exits.continues).append(interpreter.state)
     interpreter.path_state = None
 
 
@@ -246,13 +227,10 @@ def _try(interpreter: Interpreter, node: ast.Try) -> None:
         with interpreter.guarded("if", handler):
             interpreter.execute(handler.body)
         ends.append(interpreter.path_state)
-    joined: State | None = None
-    for state in ends:
-        joined = join(joined, state)
-    interpreter.path_state = joined
+    interpreter.path_state = join_all(ends)
     if node.finalbody:
         has_left = interpreter.path_state is None
-        interpreter.path_state = interpreter.path_state if interpreter.path_state is not None else before
+        interpreter.path_state = interpreter.path_state or before
         interpreter.execute(node.finalbody)
         interpreter.path_state = None if has_left else interpreter.path_state
 
@@ -260,13 +238,13 @@ def _try(interpreter: Interpreter, node: ast.Try) -> None:
 def _match(interpreter: Interpreter, node: ast.Match) -> None:
     interpreter.evaluate(node.subject)
     before = interpreter.state
-    joined: State | None = before.copy()
+    ends: list[State | None] = [before.copy()]
     for case in node.cases:
         interpreter.path_state = before.copy()
         with interpreter.guarded("if", case):
             interpreter.execute(case.body)
-        joined = join(joined, interpreter.path_state)
-    interpreter.path_state = joined
+        ends.append(interpreter.path_state)
+    interpreter.path_state = join_all(ends)
 
 
 def _return(interpreter: Interpreter, node: ast.Return) -> None:
@@ -315,9 +293,8 @@ def _import_all(interpreter: Interpreter, module: str) -> None:
 
 
 def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-    definition = interpreter.script.functions.get(node.name)
-    info = definition if definition is not None and definition.node is node else None
-    if info is None:
+    info = interpreter.script.functions.get(node.name)
+    if info is None or info.node is not node:
         info = FunctionInfo(node, None, interpreter.script.is_relevant(node))
     interpreter.state.bind(interpreter.frame, node.name, Function(info, interpreter.frame))
 
@@ -333,9 +310,9 @@ STATEMENTS: Handlers = {
     ast.AnnAssign: _annotated,
     ast.AugAssign: _augmented,
     ast.If: _if,
-    ast.For: execute_for,
-    ast.AsyncFor: execute_for,
-    ast.While: execute_while,
+    ast.For: _for,
+    ast.AsyncFor: _for,
+    ast.While: _repeat,
     ast.With: _with,
     ast.AsyncWith: _with,
     ast.Try: _try,
@@ -343,8 +320,8 @@ STATEMENTS: Handlers = {
     ast.Match: _match,
     ast.Return: _return,
     ast.Raise: _raise,
-    ast.Break: execute_break,
-    ast.Continue: execute_continue,
+    ast.Break: _leave_iteration,
+    ast.Continue: _leave_iteration,
     ast.Delete: _delete,
     ast.Assert: _assert,
     ast.Import: _import,

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import ast
 
-__all__ = ["condition_of", "dotted_name", "enters_autocast", "nested_blocks", "sets_own_context"]
+__all__ = [
+    "condition_of",
+    "covers_line",
+    "dotted_name",
+    "enters_autocast",
+    "keyword_value",
+    "last_component",
+    "nested_blocks",
+    "receiver_name",
+    "sets_own_context",
+    "simple_name",
+]
 
 
 def condition_of(test: ast.expr) -> tuple[str, bool] | None:
@@ -44,6 +55,32 @@ def dotted_name(node: ast.AST) -> str:
     else:
         head = node.id if isinstance(node, ast.Name) else ""
     return ".".join([head, *reversed(parts)]) if head else ""
+
+
+def last_component(name: str) -> str:
+    """Return the last component of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def simple_name(node: ast.expr) -> str:
+    """Return a name, or the name of an attribute without its object; empty for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def receiver_name(node: ast.AST) -> str:
+    """Return the dotted name ``x`` of a call ``x.method(...)``; empty for other nodes."""
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return dotted_name(node.func.value) if is_method else ""  # type: ignore[attr-defined]
+
+
+def keyword_value(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the expression of a keyword argument."""
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def covers_line(node: ast.stmt | ast.expr, line: int) -> bool:
+    """Return whether a line is among those of a node."""
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def enters_autocast(node: ast.With) -> bool:

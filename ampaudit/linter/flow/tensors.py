@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.events import NumberRead
 from ampaudit.linter.flow.gradient_uses import gradient_norm
+from ampaudit.linter.flow.gradients import backward
 from ampaudit.linter.flow.half_ops import (
     check_half_exp,
     check_half_kernel,
@@ -74,13 +74,11 @@ def autocast_dtype(interpreter: Interpreter) -> str:
     autocast = interpreter.autocast
     if autocast.enabled is not True:
         return ""
-    return autocast.dtype or _default_dtype(autocast)
+    default = _DEFAULT_DTYPES.get(autocast.device or "") if autocast.dtype == "" else None
+    return autocast.dtype or default or "16-bit"
 
 
-def _default_dtype(autocast: Autocast) -> str:
-    if autocast.dtype == "" and autocast.device in ("cuda", "cpu"):
-        return "float16" if autocast.device == "cuda" else "bfloat16"
-    return "16-bit"
+_DEFAULT_DTYPES: Final = {"cuda": "float16", "cpu": "bfloat16"}
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
@@ -165,14 +163,11 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
     first = tensors[0]
     if isinstance(node.op, ast.Mult | ast.Div):
         # an unscaled factor or divisor: gradients have the scale still, unless it is the scale itself
-        scaled = (
-            MAYBE
-            if len(tensors) == 1 and first.scaler_key != UNSCALED and not _is_number(left, right)
-            else first.scaler_key
-        )
+        has_number = any(isinstance(value, LiteralValue) for value in (left, right))
+        is_unsure = len(tensors) == 1 and first.scaler_key != UNSCALED and not has_number
         return replace(
             first,
-            scaler_key=scaled,
+            scaler_key=MAYBE if is_unsure else first.scaler_key,
             rounded=first_rounded(tensors),
             divided=first.divided if _is_weight(node, left) else True,
             upcast=None,
@@ -215,10 +210,6 @@ def _dtype_of_pair(left: Value, right: Value) -> str:
     return dtypes.pop() if len(dtypes) == 1 else ""
 
 
-def _is_number(left: Value, right: Value) -> bool:
-    return isinstance(left, LiteralValue) or isinstance(right, LiteralValue)
-
-
 def common_scale(values: Sequence[Value]) -> str:
     """Return the scaler whose scale all of some values have, or ``MAYBE``."""
     kinds = {
@@ -235,8 +226,6 @@ def tensor_method(
     """Interpret a method of a tensor."""
     interpreter.record_dtypes(node, [base])
     if name == "backward":
-        from ampaudit.linter.flow.gradients import backward
-
         return backward(interpreter, node, base, arguments)
     if name in ("item", "tolist"):
         interpreter.record(NumberRead(interpreter.at(node), base))

@@ -14,7 +14,7 @@ from ampaudit.linter.flow.contexts import ContextManager
 from ampaudit.linter.flow.devices import device_of
 from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, NumberRead, ThreadStarted
 from ampaudit.linter.flow.frameworks import framework_of
-from ampaudit.linter.flow.gradient_uses import gradient_method, gradient_norm, is_norm_function
+from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.half_ops import (
     check_half_exp,
     check_half_fft,
@@ -102,14 +102,13 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return optimizers.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):
         return objects.make_model(interpreter, node, path, arguments)
-    if path == "copy.deepcopy" and isinstance(arguments.get(0, "x"), StateDict):
-        return arguments.positional[0] if arguments.positional else UNKNOWN
-    if path == "copy.deepcopy" and isinstance(model := arguments.get(0, "x"), Model):
-        return replace(model, key=key_of(node), node=node)
-    if path in _PASS_THROUGH:
+    copied = arguments.get(0, "x") if path == "copy.deepcopy" else None
+    if isinstance(copied, Model):
+        return replace(copied, key=key_of(node), node=node)
+    if path in _PASS_THROUGH or isinstance(copied, StateDict):
         return arguments.positional[0] if arguments.positional else UNKNOWN
     if path.startswith("builtins."):
-        return call_builtin(interpreter, node, name, arguments)
+        return _call_builtin(interpreter, node, name, arguments)
     return unknown_call(interpreter, node, path, arguments)
 
 
@@ -117,7 +116,8 @@ def _call_torch(
     interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments
 ) -> Value:
     made_in = arguments.keywords.get("dtype", UNKNOWN)
-    if path.startswith("torch.nn.") and name[:1].isupper() and tensors.dtype_named(made_in) == "float16":
+    is_class = name[:1].isupper()
+    if is_class and path.startswith("torch.nn.") and tensors.dtype_named(made_in) == "float16":
         interpreter.record(HalfLayer(interpreter.at(node)))
     if path == "torch.einsum" and not _sums(arguments.get(0, "equation")):
         return tensors.outer_product(interpreter, node, arguments.all())
@@ -142,21 +142,16 @@ def _call_torch(
         return data or UNKNOWN
     if path.startswith("torch.optim.lr_scheduler."):
         return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
-    if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
+    if is_class and path.startswith("torch.optim.") and "swa" not in path:
         return optimizers.optimizer_value(interpreter, node, name, arguments)
     if path.startswith("torch.nn.") and name.endswith("Loss"):
         return LossFunction(name, node, reduction_of(arguments))
-    if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
+    if is_class and path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")):
         inner = arguments.get(0, "module")
         model = inner if isinstance(inner, Model) else Model(key_of(node), node)
         (interpreter.sharded if name.startswith("Fully") else interpreter.replicated).add(model.key)
-        return objects.wrap_model(model, name)
-    if (
-        path.startswith("torch.nn.")
-        and name[:1].isupper()
-        and "functional" not in path
-        and "utils" not in path
-    ):
+        return replace(model, wrapper=name)
+    if is_class and path.startswith("torch.nn.") and "functional" not in path and "utils" not in path:
         return objects.make_model(interpreter, node, path, arguments)
     return _function(interpreter, node, path, name, arguments)
 
@@ -166,7 +161,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     inner = item_of(first) if isinstance(first, KnownItems) else first
     if isinstance(inner, LossGradients):
-        return gradient_norm(interpreter, node, inner) if is_norm_function(name) else inner
+        return gradient_norm(interpreter, node, inner) if name in NORM_FUNCTIONS else inner
     if isinstance(inner, GradAttribute) and "distributed" not in path:
         return gradient_method(interpreter, node, name)
     if name.startswith("_foreach_"):
@@ -249,10 +244,6 @@ def _start_thread(interpreter: Interpreter, node: ast.Call, arguments: Arguments
     return UNKNOWN
 
 
-def _null_context(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    return ContextManager("null")
-
-
 def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "mode")
     return ContextManager("no_grad" if isinstance(value, LiteralValue) and value.value is False else "unsure")
@@ -278,10 +269,8 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "torch.inference_mode": _context("no_grad"),
     "torch.enable_grad": _context("grad"),
     "torch.set_grad_enabled": _grad_mode,
-    "contextlib.nullcontext": _null_context,
-    "torch.autograd.grad": lambda interpreter, node, arguments: gradients.autograd_grad(
-        interpreter, node, arguments
-    ),
+    "contextlib.nullcontext": _context("null"),
+    "torch.autograd.grad": gradients.autograd_grad,
     "torch.save": _save,
     "torch.device": _device,
     "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
@@ -299,8 +288,7 @@ def _chain(arguments: Arguments) -> Value:
     return Parameters(models)
 
 
-def call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
-    """Interpret ``str``, ``zip`` and the like."""
+def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
         interpreter.record(NumberRead(interpreter.at(node), first))
@@ -312,21 +300,12 @@ def call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     if name == "sum" and isinstance(first, KnownItems | Tensor):
         return item_of(first)
     if name in ("enumerate", "zip"):
-        return KnownItems(
-            (
-                KnownItems(
-                    (
-                        UNKNOWN if name == "enumerate" else item_of(first),
-                        *map(item_of, ([first] if name == "enumerate" else arguments.positional[1:])),
-                    )
-                ),
-            ),
-            repeated=True,
-        )
+        of_each = [item_of(value) for value in arguments.positional] or [UNKNOWN]
+        pair = (UNKNOWN, of_each[0]) if name == "enumerate" else tuple(of_each)
+        return KnownItems((KnownItems(pair),), repeated=True)
     if name == "next" and isinstance(first, Parameters):
         return first
-    return (
-        UNSCALED_TENSOR
-        if name in ("len", "range", "int", "str", "min", "max", "round", "abs", "print")
-        else UNKNOWN
-    )
+    return UNSCALED_TENSOR if name in _NUMBERS_AND_TEXTS else UNKNOWN
+
+
+_NUMBERS_AND_TEXTS: Final = frozenset("len range int str min max round abs print".split())

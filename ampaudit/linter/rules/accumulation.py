@@ -22,6 +22,7 @@ from ampaudit.linter.flow.events import (
     ZeroGrad,
     of_type,
 )
+from ampaudit.linter.flow.syntax import covers_line
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -93,7 +94,7 @@ def side_of(condition: ast.AST, node: ast.AST) -> str:
     for name in ("body", "orelse"):
         part = getattr(condition, name, [])
         statements = part if isinstance(part, list) else [part]
-        if any(s.lineno <= line <= (s.end_lineno or s.lineno) for s in statements):
+        if any(covers_line(statement, line) for statement in statements):
             return name
     return ""
 
@@ -105,10 +106,7 @@ def _gates(loop: ast.AST | None, backwards: list[Backward], steps: list[StepEven
     per_step = [
         {g.node for g in e.guards_inside(loop) if g.kind == "if" and _tests_remainder(g)} for e in steps
     ]
-    shared = set.intersection(*per_step)
-    return {
-        gate for gate in shared if not any(gate in {g.node for g in e.guards_inside(loop)} for e in backwards)
-    }
+    return set.intersection(*per_step) - {g.node for e in backwards for g in e.guards_inside(loop)}
 
 
 def _is_conditional(loop: ast.AST | None, event: Event) -> bool:
@@ -161,8 +159,7 @@ def _check_zero_grad(interpreter: Interpreter, always: list[Event]) -> None:
 
 def _check_division(interpreter: Interpreter, backwards: list[Backward]) -> None:
     for event in backwards:
-        loss = event.loss
-        if loss.loss and loss.divided is False:
+        if event.loss.loss and event.loss.divided is False:
             _report_undivided(interpreter, event, Certainty.KNOWN)
 
 

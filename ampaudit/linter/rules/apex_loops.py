@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
 
 __all__ = ["check_apex_loops"]
 
@@ -58,14 +58,11 @@ def _keeps_masters(script: Script) -> Certainty:
     """Return how certain it is that apex keeps float32 copies of float16 parameters, as O2 does."""
     for node in script.nodes():
         if isinstance(node, ast.Call) and dotted_name(node.func).endswith("amp.initialize"):
-            level = next((k.value for k in node.keywords if k.arg == "opt_level"), None)
+            level = keyword_value(node, "opt_level")
             if isinstance(level, ast.Constant):
                 return Certainty.KNOWN if _MASTERS.search(str(level.value)) else Certainty.UNKNOWN
-            return (
-                Certainty.LIKELY
-                if level is not None and re.search(r"['\"]O2['\"]", script.text)
-                else Certainty.UNKNOWN
-            )
+            mentions_level = level is not None and re.search(r"['\"]O2['\"]", script.text)
+            return Certainty.LIKELY if mentions_level else Certainty.UNKNOWN
     return Certainty.UNKNOWN
 
 
@@ -81,9 +78,8 @@ def _check_function(
     inside = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
     uses_masters = bool(blocks) and "master_params" in ast.unparse(function)
     for node in ast.walk(function) if blocks else ():
-        if not isinstance(node, ast.Call) or not dotted_name(node.func).rpartition(".")[2].startswith(
-            "clip_grad"
-        ):
+        name = last_component(dotted_name(node.func)) if isinstance(node, ast.Call) else ""
+        if not isinstance(node, ast.Call) or not name.startswith("clip_grad"):
             continue
         if id(node) in inside:
             yield Diagnostic(
@@ -98,8 +94,7 @@ def _check_function(
                 "AMP807",
                 node,
                 "with O2, the optimizer steps with apex's float32 copies of the parameters: this clips "
-                "the others,"
-                " whose gradients are not used",
+                "the others, whose gradients are not used",
                 "clip amp.master_params(optimizer)",
                 certainty=certainty,
             )

@@ -10,7 +10,7 @@ from typing import Final
 from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.flow.definitions import FunctionInfo
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, enters_autocast
+from ampaudit.linter.flow.syntax import dotted_name, enters_autocast, last_component, simple_name
 
 __all__ = ["check_autograd_functions"]
 
@@ -28,7 +28,7 @@ def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
     if "autocast" not in script.text or "Function" not in script.text:
         return
     for info in script.classes.values():
-        if not any(base.rpartition(".")[2] == "Function" for base in info.bases):
+        if not any(last_component(base) == "Function" for base in info.bases):
             continue
         forward, backward = info.methods.get("forward"), info.methods.get("backward")
         if forward is None or backward is None:
@@ -37,13 +37,10 @@ def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
         if has == [False, True]:  # backward raises, whatever it computes
             yield _diagnostic(info.node, forward, backward, has)
             continue
-        if not (_multiplies(forward) or _multiplies(backward)):
+        chooses_dtypes = not any(has) and _OWN_DTYPES.search(ast.unparse(info.node))
+        if all(has) or chooses_dtypes or not (_multiplies(forward) or _multiplies(backward)):
             continue
-        if not any(has) and _OWN_DTYPES.search(ast.unparse(info.node)):
-            continue
-        if not _runs_under_autocast(script, info.node.name):
-            continue
-        if not all(has):
+        if _runs_under_autocast(script, info.node.name):
             yield _diagnostic(info.node, forward, backward, has)
 
 
@@ -74,13 +71,7 @@ def _multiplies(info: FunctionInfo) -> bool:
     for node in ast.walk(info.node):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return True
-        if isinstance(node, ast.Call) and dotted_name(node.func).rpartition(".")[2] in _PRODUCTS:
-            return True
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in _PRODUCTS
-        ):
+        if isinstance(node, ast.Call) and simple_name(node.func) in _PRODUCTS:
             return True
     return False
 

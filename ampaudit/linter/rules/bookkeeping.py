@@ -29,8 +29,8 @@ from ampaudit.linter.flow.events import (
     SchedulerStep,
     of_type,
 )
-from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict
+from ampaudit.linter.flow.syntax import last_component, receiver_name
+from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -176,10 +176,11 @@ def check_updates_and_checkpoints(interpreter: Interpreter, events_by_entry: lis
 
 def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
     updated = {e.scaler for e in of_type(events, ScalerUpdate)}
-    texts = {_last_component(interpreter.scalers[key].text) for key in updated if key in interpreter.scalers}
+    # another object may have the same scaler, under the same last component of its name
+    texts = {last_component(interpreter.scalers[key].text) for key in updated if key in interpreter.scalers}
     scaled = {e.scaler for e in of_type(events, ScalerScale)}
     elsewhere = {
-        _last_component(text)
+        last_component(text)
         for script in interpreter.linked.scripts
         for text, used in script.usage.methods.items()
         if "update" in used
@@ -191,10 +192,10 @@ def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
             scaler is None
             or key in updated | interpreter.escaped
             or key not in scaled
-            or _last_component(scaler.text) in texts - {""}
+            or last_component(scaler.text) in texts - {""}
         ):
             continue
-        if _last_component(scaler.text) not in elsewhere and ("name " not in key or not updated):
+        if last_component(scaler.text) not in elsewhere and ("name " not in key or not updated):
             interpreter.report(
                 "AMP804",
                 step.node,
@@ -205,17 +206,14 @@ def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
         return
 
 
-def _last_component(text: str) -> str:
-    """Return the last component of a name: another object may have the same scaler."""
-    return text.rpartition(".")[2]
-
-
 def _update_after_fix(step: ScalerStep) -> Fix | None:
-    statement, node = step.statement, step.node
-    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    text = dotted_name(node.func.value) if called and isinstance(node.func, ast.Attribute) else ""  # type: ignore[attr-defined]
-    alone = isinstance(statement, ast.Expr) and statement.value is step.node
-    if not alone or not text or not step.optimizer or statement is None:
+    statement, text = step.statement, receiver_name(step.node)
+    if (
+        not isinstance(statement, ast.Expr)
+        or statement.value is not step.node
+        or not text
+        or not step.optimizer
+    ):
         return None
     return Fix.at(statement, "insert after", f"{text}.update()")
 
@@ -223,10 +221,6 @@ def _update_after_fix(step: ScalerStep) -> Fix | None:
 def _in_call(event: Event) -> bool:
     """Return whether an event happens in a function that is called from elsewhere."""
     return any(guard.kind == "call" and isinstance(guard.node, ast.Call) for guard in event.guards)
-
-
-def _saved_states(entries: DictLiteral) -> set[str]:
-    return {value.kind for value in entries.items if isinstance(value, StateDict)}
 
 
 def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
@@ -243,7 +237,7 @@ def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -
     whose = f"that of {names}" if saved and names else "the scaler's"
     for event, events in ((e, entry) for entry in events_by_entry for e in of_type(entry, CheckpointSaved)):
         entries = event.entries
-        if "optimizer" in _saved_states(entries):
+        if any(isinstance(value, StateDict) and value.kind == "optimizer" for value in entries.items):
             interpreter.report(
                 "AMP820",
                 _place_here(event, entries.node),

@@ -23,8 +23,8 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.managed_events import ManagedZeroGrad
 from ampaudit.linter.flow.statement_context import assigned_texts
-from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.rules.accumulation import branch_of, excludes
+from ampaudit.linter.flow.syntax import dotted_name, last_component
+from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -92,7 +92,7 @@ def check_stepped_either_way(interpreter: Interpreter, one: list[Event], other: 
 def _may_zero_itself(interpreter: Interpreter, step: StepEvent) -> bool:
     """Return whether an optimizer is of a class that is not known, and that may zero the gradients."""
     values = interpreter.script.assigned.get(step.optimizer.removeprefix("name "), ())
-    classes = (dotted_name(v.func).rpartition(".")[2] for v in values if isinstance(v, ast.Call))
+    classes = (last_component(dotted_name(v.func)) for v in values if isinstance(v, ast.Call))
     return step.optimizer.startswith("name ") and any(name[:1].isupper() for name in classes)
 
 
@@ -123,8 +123,7 @@ def _check_exchanged(
                 "AMP829",
                 step.node,
                 f"this optimizer was stepped at line {getattr(again[0].node, 'lineno', 0)} already, and "
-                "another,"
-                " whose gradients are zeroed in this loop, is never stepped",
+                "another, whose gradients are zeroed in this loop, is never stepped",
                 "step each optimizer after the backward of its own loss",
                 certainty=Certainty.LIKELY,
             )
@@ -136,16 +135,16 @@ def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None
     for event in of_type(events, ScalerUnscale):
         later = [e for e in updates if e.scaler == event.scaler]
         extra = [_guards_beyond(event, e) for e in later]
-        if not later or any(guards is None or not guards for guards in extra):
+        conditions = [guards[0].node for guards in extra if guards]
+        if not later or len(conditions) < len(extra):
             continue
-        first = next(guards[0] for guards in extra if guards)
-        together = all(guards is not None and guards[0].node is first.node for guards in extra)
-        sides = {_side_of(first.node, e.node) for e in later}
-        if together and len(sides) == 1 and _is_computed(interpreter, first.node, event):
+        first, together = conditions[0], len(set(conditions)) == 1
+        sides = {side_of(first, e.node) == "orelse" for e in later}
+        if together and len(sides) == 1 and _is_computed(interpreter, first, event):
             interpreter.report(
                 "AMP828",
-                _leaves_at(first.node) or later[0].node,
-                f"update() is left out where the condition of line {getattr(first.node, 'lineno', 0)} skips "
+                _leaves_at(first) or later[0].node,
+                f"update() is left out where the condition of line {getattr(first, 'lineno', 0)} skips "
                 "the step: the next unscale_() raises",
                 "call scaler.update() after the condition, whether the step was skipped or not",
                 certainty=Certainty.LIKELY,
@@ -167,12 +166,6 @@ def _guards_beyond(event: Event, other: Event) -> list[Guard] | None:
         return None
     beyond = other.guards[shared:]
     return None if any(g.kind != "if" for g in beyond) else list(beyond)
-
-
-def _side_of(condition: ast.AST, node: ast.AST) -> str:
-    line = getattr(node, "lineno", 0)
-    orelse = getattr(condition, "orelse", [])
-    return "orelse" if any(s.lineno <= line <= (s.end_lineno or line) for s in orelse) else "body"
 
 
 def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> bool:

@@ -17,7 +17,7 @@ from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
 from ampaudit.linter.flow.dtype_uses import DtypeUses
 from ampaudit.linter.flow.relevance import matching_lines
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
+from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks, simple_name
 from ampaudit.linter.flow.torch_names import (
     BFLOAT16_ROUNDS_TO_ONE,
     FLOAT16_ROUNDS_TO_ONE,
@@ -59,8 +59,9 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     if finder.named:
         names = "|".join(map(re.escape, finder.named))
         lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
+    modules = [c.node for c in script.classes.values() if c.derives("Module", "LightningModule")]
     for statement in _innermost_statements(script.tree.body, lines):
-        module = any(_contains_line(node, statement.lineno) for node in _modules(script))
+        module = any(covers_line(node, statement.lineno) for node in modules)
         is_likely = statement.lineno in uses.half_lines or (module and bool(uses.half_lines))
         likely = Certainty.LIKELY if is_likely else Certainty.UNKNOWN
         for diagnostic in finder.check(statement, module or bool(float16) or bool(bfloat16)):
@@ -84,19 +85,11 @@ _BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
 _EXTREME = re2.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}|\d ?\*\* ?\d|finfo\(")
 
 
-def _modules(script: Script) -> Iterator[ast.ClassDef]:
-    return (c.node for c in script.classes.values() if c.derives("Module", "LightningModule"))
-
-
-def _contains_line(statement: ast.stmt, line: int) -> bool:
-    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
-
-
 def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[ast.stmt]:
     """Yield the innermost statements that contain any of some lines."""
     for statement in body:
         at = bisect_left(lines, statement.lineno)
-        if at == len(lines) or not _contains_line(statement, lines[at]):
+        if at == len(lines) or not covers_line(statement, lines[at]):
             continue
         blocks = nested_blocks(statement)
         if not blocks:
@@ -165,9 +158,8 @@ def _as_float(value: float) -> float:
 
 def _power(base: float, exponent: float) -> float:
     """Return a power; 0 stands for one that no script writes, or that is complex or too large."""
-    if base < 0 and not exponent.is_integer():
-        return 0.0
-    if not 0 < abs(base) <= _MAX_BASE or abs(exponent) > _MAX_EXPONENT:
+    is_complex = base < 0 and not exponent.is_integer()
+    if is_complex or not 0 < abs(base) <= _MAX_BASE or abs(exponent) > _MAX_EXPONENT:
         return 0.0
     try:
         return float(base**exponent)
@@ -200,7 +192,7 @@ def _is_float32(node: ast.AST) -> bool:
         node = node.operand
     if not isinstance(node, ast.Call):
         return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    name = simple_name(node.func)
     if name in _FLOAT32_FUNCTIONS or "float32" in ast.unparse(node):
         return True
     return (
@@ -261,14 +253,16 @@ class ConstantFinder:
         value = self._literal(node)
         return value is not None and _FLOAT16_MAX < abs(value) < float("inf")
 
-    def _mask_diagnostic(self, node: ast.AST, place: ast.expr, fix: Fix | None) -> UnfitNumber:
+    def _mask_diagnostic(self, value: ast.expr, text: str = "", node: ast.AST | None = None) -> UnfitNumber:
+        """Report a mask at a node, by default the value itself, that fills the tensor with a name."""
+        limit = "min" if (self._literal(value) or 0) < 0 else "max"
         return UnfitNumber(
             "AMP860",
-            node,
-            f"{self._literal(place):g} is outside the range of float16, whose minimum "
+            node or value,
+            f"{self._literal(value):g} is outside the range of float16, whose minimum "
             "is -65504: filling with it raises, a product is -inf",
             "use torch.finfo(x.dtype).min of the tensor to fill",
-            fix,
+            Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}") if text else None,
         )
 
     def _check_fill(self, node: ast.Call) -> Iterator[UnfitNumber]:
@@ -279,26 +273,17 @@ class ConstantFinder:
             for value in values:
                 receiver = node.args[0] if index == 2 and node.args else node.func.value
                 if self._too_large(value) and not _is_float32(receiver):
-                    text = dotted_name(receiver)
-                    yield self._mask_diagnostic(value, value, self._finfo_fix(value, text) if text else None)
+                    yield self._mask_diagnostic(value, dotted_name(receiver))
         elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
             for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
                 # two numbers create a float32 tensor, which promotes what it is added to
                 if self._too_large(value) and self._literal(other) is None and not _is_float32(other):
-                    yield self._mask_diagnostic(
-                        value,
-                        value,
-                        self._finfo_fix(value, dotted_name(other)) if dotted_name(other) else None,
-                    )
-
-    def _finfo_fix(self, value: ast.expr, text: str) -> Fix:
-        limit = "min" if (self._literal(value) or 0) < 0 else "max"
-        return Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}")
+                    yield self._mask_diagnostic(value, dotted_name(other))
 
     def _check_product(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
             if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_float32(other):
-                yield self._mask_diagnostic(node, value, None)
+                yield self._mask_diagnostic(value, node=node)
 
     def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[UnfitNumber]:
         # a large positive number initializes the search for a minimum, mostly outside 16 bits
@@ -306,7 +291,7 @@ class ConstantFinder:
         if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
             name = dotted_name(target.value)
             if name and not name.startswith("np"):
-                yield self._mask_diagnostic(node.value, node.value, self._finfo_fix(node.value, name))
+                yield self._mask_diagnostic(node.value, name)
 
     def _rounds_to_zero(self, node: ast.AST) -> bool:
         value = self._literal(node)
@@ -320,10 +305,10 @@ class ConstantFinder:
             value = None if eps is None else 1 - eps
         return value is not None and 1 - limit <= value < 1
 
-    def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> UnfitNumber:
+    def _eps_diagnostic(self, value: ast.expr) -> UnfitNumber:
         return UnfitNumber(
             "AMP861",
-            node,
+            value,
             f"{self._literal(value):g} rounds to zero in float16, whose smallest number is 6e-8",
             "use at least 1e-6, or compute this in float32",
         )
@@ -331,7 +316,7 @@ class ConstantFinder:
     def _check_sum(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
             if self._rounds_to_zero(value) and self._literal(other) is None and not _is_float32(other):
-                yield self._eps_diagnostic(value, value)
+                yield self._eps_diagnostic(value)
 
     def _check_clamp(self, node: ast.Call) -> Iterator[UnfitNumber]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -343,7 +328,7 @@ class ConstantFinder:
         values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
         for value in values:
             if self._rounds_to_zero(value) and not _is_float32(receiver):
-                yield self._eps_diagnostic(value, value)
+                yield self._eps_diagnostic(value)
         largest = node.args[-1:] if name.startswith(("clamp", "clip")) and len(node.args) > 1 else []
         dtype = "bfloat16" if position_of(node) in self.bfloat16 else "float16"
         limit, below, most = _BELOW_ONE[dtype]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.flow.events import Event, HalfLayer, ScalerStep, ScalerUnscale, of_type
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value
 from ampaudit.linter.flow.torch_names import DTYPES, MAKES_TENSORS, canonical_name
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
     for node in script.nodes() if dtypes else ():
         if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
             continue
-        if isinstance(node.target, ast.Subscript) and any(map(_is_slice, ast.walk(node.target.slice))):
+        if isinstance(node.target, ast.Subscript) and any(
+            isinstance(part, ast.Slice) for part in ast.walk(node.target.slice)
+        ):
             continue  # a region, of which each element may get few numbers
         name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
         if name in dtypes:
@@ -58,16 +60,12 @@ def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
             )
 
 
-def _is_slice(node: ast.AST) -> bool:
-    return isinstance(node, ast.Slice)
-
-
 def _dtype(script: Script, value: ast.expr) -> str:
     """Return the 16-bit dtype in which ``torch.zeros`` and the like make a tensor; empty otherwise."""
     function = dotted_name(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
     if not isinstance(value, ast.Call) or function not in MAKES_TENSORS:
         return ""
-    dtype_argument = next((keyword.value for keyword in value.keywords if keyword.arg == "dtype"), None)
+    dtype_argument = keyword_value(value, "dtype")
     name = "" if dtype_argument is None else dotted_name(dtype_argument)
     values = script.assigned.get(name, [])
     name = dotted_name(values[0]) if len(values) == 1 else name

@@ -22,7 +22,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.frameworks import FRAMEWORKS, Framework
 from ampaudit.linter.flow.managed_events import ManagedBackward, ManagedClip, ManagedStep, ManagedUpdate
 from ampaudit.linter.flow.statement_context import nodes_around, tests_around
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import covers_line, dotted_name
 from ampaudit.linter.flow.values import Managed, Tensor
 from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of
 
@@ -182,18 +182,13 @@ def _check_accumulated(interpreter: Interpreter, event: ManagedClip) -> None:
     tests = tests_around(interpreter.linked, event.node)
     name = managed.framework.name if managed.framework is not None else ""
     accumulates = any(".accumulate(" in text for text in blocks)
-    if (
-        name == "Accelerate"
-        and accumulates
-        and managed.scales
-        and not any("sync" in text or "%" in text for text in tests)
-    ):
+    is_gated = any("sync" in text or "%" in text for text in tests)
+    if name == "Accelerate" and accumulates and managed.scales and not is_gated:
         interpreter.report(
             "AMP810",
             event.node,
             "the gradients are clipped for every batch, but the step runs only for some: each call "
-            "unscales, and"
-            " with fp16 the second raises",
+            "unscales, and with fp16 the second raises",
             "clip only 'if accelerator.sync_gradients:'",
             certainty=managed.scales,
         )
@@ -248,7 +243,7 @@ def check_training_step(interpreter: Interpreter, info: ClassInfo, events: list[
 
 
 def _is_in(node: ast.AST, method: FunctionInfo) -> bool:
-    return method.node.lineno <= getattr(node, "lineno", 0) <= (method.node.end_lineno or 0)
+    return covers_line(method.node, getattr(node, "lineno", 0))
 
 
 def _check_after_backward(

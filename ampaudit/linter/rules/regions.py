@@ -23,6 +23,7 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
+from ampaudit.linter.flow.syntax import simple_name
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -78,10 +79,8 @@ def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix 
     index = block.body.index(event.statement)
     tail = block.body[index:]
     calls = [node.func for statement in tail for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
-    if not names <= _NEEDS_NO_AUTOCAST:
-        return None
-    return Fix.at(block, "end block", str(index))
+    needs_none = set(map(simple_name, calls)) <= _NEEDS_NO_AUTOCAST
+    return Fix.at(block, "end block", str(index)) if needs_none else None
 
 
 def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
@@ -152,18 +151,14 @@ def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
             target = event.target
             text = ast.unparse(target.info.node) if isinstance(target, Function | BoundMethod) else "autocast"
             if "autocast" not in text and _CALLS_A_MODEL.search(text):
-                _report_thread(
-                    interpreter,
-                    event,
-                    "autocast applies to the current thread; the new thread starts without it",
-                )
+                cause = "autocast applies to the current thread; the new thread starts without it"
+                _report_thread(interpreter, event, cause)
         elif isinstance(event, ModelCall) and event.model.wrapper == "DataParallel":
-            autocast = event.autocast
             info = interpreter.script.classes.get(event.model.origin)
             # a class of another file may enter autocast itself
             unknown = info is None and not event.model.origin.startswith(("torch.", "torchvision."))
             enters_autocast = unknown or (info is not None and "autocast" in ast.unparse(info.node))
-            if autocast.enabled is True and autocast.dtype == "bfloat16" and not enters_autocast:
+            if event.autocast.enabled is True and event.autocast.dtype == "bfloat16" and not enters_autocast:
                 cause = (
                     "DataParallel's threads inherit that autocast is enabled, "
                     "but not its dtype: the replicas run in float16"

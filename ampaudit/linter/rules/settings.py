@@ -11,7 +11,7 @@ from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, ScalerScale, of_type
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.statement_context import in_same_function, nodes_around, tests_around
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -44,14 +44,14 @@ def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: 
     if file_number(scaler) or file_number(autocast):
         return  # another file may name the same setting otherwise
     tests = " ".join(tests_around(interpreter.linked, autocast))
-    name = switch.rpartition(".")[2]
+    name = last_component(switch)
     if "." not in switch and not in_same_function(interpreter.linked, scaler, autocast):
         return  # a parameter of the function that makes it
     choices = (n for n in nodes_around(interpreter.linked, autocast) if isinstance(n, ast.IfExp))
     if any(inner is autocast for choice in choices for inner in ast.walk(choice)):
         return  # another condition chooses between it and no context
     is_always_on = other is None and not re.search(rf"\b{re.escape(name)}\b", tests)
-    if is_always_on or (other and other.rpartition(".")[2] != name):
+    if is_always_on or (other and last_component(other) != name):
         interpreter.report(
             "AMP855",
             scaler,
@@ -66,7 +66,7 @@ def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: 
 def _check_bfloat16(interpreter: Interpreter, entered: AutocastEntered, scaler: ast.Call) -> None:
     """Report a scaler that is on whichever dtype was chosen."""
     assert isinstance(entered.context.node, ast.Call)
-    dtype = next((k.value for k in entered.context.node.keywords if k.arg == "dtype"), None)
+    dtype = keyword_value(entered.context.node, "dtype")
     name = dotted_name(dtype) if dtype is not None else ""
     if scaler.keywords or not name:
         return
@@ -85,28 +85,17 @@ def _check_bfloat16(interpreter: Interpreter, entered: AutocastEntered, scaler: 
 
 def _switch(interpreter: Interpreter, call: ast.Call) -> str | None:
     """Return the setting that switches a call on; ``None`` without, empty if it is more than a name."""
-    enabled = _enabled(call)
+    enabled = keyword_value(call, "enabled")
     if enabled is None:
-        return "" if any(k.arg is None for k in call.keywords) or _has_flag(call) else None
+        has_flag = len(call.args) > 1 or any(not isinstance(a, ast.Constant) for a in call.args)
+        return "" if has_flag or any(k.arg is None for k in call.keywords) else None
     if isinstance(enabled, ast.Constant):
         return ""
-    return _resolved(interpreter, dotted_name(enabled))
-
-
-def _enabled(call: ast.Call) -> ast.expr | None:
-    return next((k.value for k in call.keywords if k.arg == "enabled"), None)
-
-
-def _has_flag(call: ast.Call) -> bool:
-    return len(call.args) > 1 or any(not isinstance(a, ast.Constant) for a in call.args)
-
-
-def _resolved(interpreter: Interpreter, name: str) -> str:
-    """Return the setting that a name was assigned from; empty if that is an expression."""
+    name = dotted_name(enabled)
     values = interpreter.script.assigned.get(name)
     if not values:
         return name
-    return dotted_name(values[0]) if len(values) == 1 else ""
+    return dotted_name(values[0]) if len(values) == 1 else ""  # an expression that is no name
 
 
 def _choices(script: Script) -> Iterator[tuple[str, ast.expr]]:
@@ -129,7 +118,8 @@ def _check_dtype(interpreter: Interpreter, entered: AutocastEntered, events: lis
         return
     for scale in of_type(events, ScalerScale):
         scaler = interpreter.scalers.get(scale.scaler)
-        switch = _enabled(scaler.node) if scaler is not None and isinstance(scaler.node, ast.Call) else None
+        call_of_scaler = scaler.node if scaler is not None else None
+        switch = keyword_value(call_of_scaler, "enabled") if isinstance(call_of_scaler, ast.Call) else None
         if switch is not None and _TESTS_DTYPE.search(ast.unparse(switch)):
             interpreter.report(
                 "AMP856",

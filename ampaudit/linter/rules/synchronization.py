@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.events import Event, StepEvent, of_type
@@ -19,14 +19,12 @@ class _Remainder:
     """A condition such as ``(i + 1) % n == 0``: whether ``i`` leaves a remainder when it is divided by ``n``.
 
     Attributes:
-        dividend: the count, as text without the offset.
-        divisor: as text.
+        count: Dividend, without its offset, and divisor, as text.
         value: the remainder of the count itself, from which the offset is subtracted.
         is_equal: whether the condition holds for this remainder, and not for the others.
     """
 
-    dividend: str
-    divisor: str
+    count: tuple[str, str]
     value: int
     is_equal: bool
 
@@ -41,10 +39,7 @@ def check_synchronized_batch(interpreter: Interpreter, events: list[Event]) -> N
         if len(steps) != 1 or not steps[0].is_equal:
             continue
         for node, unsynchronized in _conditions_of_no_sync(step.loop):
-            same_count = (unsynchronized.dividend, unsynchronized.divisor) == (
-                steps[0].dividend,
-                steps[0].divisor,
-            )
+            same_count = unsynchronized.count == steps[0].count
             if same_count and unsynchronized.is_equal == (unsynchronized.value == steps[0].value):
                 interpreter.report(
                     "AMP866",
@@ -65,7 +60,7 @@ def _conditions_of_no_sync(loop: ast.AST) -> list[tuple[ast.AST, _Remainder]]:
         tested = _remainder_of(node.test)
         if tested is not None and in_body != in_orelse:
             is_equal = tested.is_equal == in_body
-            conditions.append((node, _Remainder(tested.dividend, tested.divisor, tested.value, is_equal)))
+            conditions.append((node, replace(tested, is_equal=is_equal)))
     return conditions
 
 
@@ -90,9 +85,8 @@ def _remainder_of(test: ast.expr) -> _Remainder | None:
     value = _relative_to(right, ast.unparse(left.right))
     if value is None:
         return None
-    return _Remainder(
-        ast.unparse(count), ast.unparse(left.right), value - offset, isinstance(test.ops[0], ast.Eq)
-    )
+    texts = (ast.unparse(count), ast.unparse(left.right))
+    return _Remainder(texts, value - offset, isinstance(test.ops[0], ast.Eq))
 
 
 def _without_offset(count: ast.expr) -> tuple[ast.expr, int]:
