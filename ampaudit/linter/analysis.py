@@ -85,7 +85,7 @@ def analyze(
     """Return the diagnostics of a script in the order of its lines, and the imported names at its end.
 
     Args:
-        linked: the parsed module with the files that it imports, whose diagnostics are last.
+        linked: Parsed script with the files that it imports, whose diagnostics come last.
         earlier_names: Values of the names that earlier code blocks define.
     """
     try:
@@ -180,15 +180,15 @@ def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: 
         if info is None:
             interpreter.execute(interpreter.linked.main.tree.body)
         else:
-            arguments = {} if entry.owner is not None else _never_given(interpreter.linked.main, info)
+            arguments = {} if entry.owner is not None else _never_passed(interpreter.linked.main, info)
             inline_call(interpreter, info, info.node, arguments, None if info.is_static else entry.owner)
     interpreter.stack.clear()
     _finish(interpreter, events_by_entry, earlier)
     return interpreter.path_state or State()
 
 
-def _never_given(script: Script, info: FunctionInfo) -> dict[str, Value]:
-    """Return the parameters that are ``None`` in every call of a function, which has that as default."""
+def _never_passed(script: Script, info: FunctionInfo) -> dict[str, Value]:
+    """Return the parameters with default ``None`` that no call of the function passes."""
     name, arguments = info.node.name, info.node.args
     optional = [d for d in (*arguments.defaults, *arguments.kw_defaults) if isinstance(d, ast.Constant)]
     if not script.is_called(name) or not any(default.value is None for default in optional):

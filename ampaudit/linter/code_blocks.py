@@ -23,11 +23,11 @@ class CodeBlock:
     """Python code that is analyzed together.
 
     Attributes:
-        text: the code.
-        start: line of the file, from 1, of the first line; 0 for a notebook.
-        indent: columns by which the code is indented in the file.
-        marks: for a notebook, the line of each code cell's mark in ``text`` and the cell's number from 1.
-        is_example: whether the block stands in prose, where code that does not parse is no error.
+        text: Code.
+        start: Line of the file, from 1, at which the code starts; 0 for a notebook.
+        indent: Indentation of the code in the file, in columns.
+        marks: Line of each code cell's mark in ``text`` and the number of the cell from 1; empty for files.
+        is_example: Whether the block is part of prose, where invalid code is not an error.
     """
 
     text: str
@@ -55,7 +55,7 @@ def extract_code_blocks(text: str, suffix: str) -> list[CodeBlock]:
     """Extract the Python code of a file, whose suffix says whether it is a notebook or Markdown.
 
     Raises:
-        Unreadable: the suffix is ``.ipynb``, and the text is not a notebook.
+        Unreadable: The suffix is ``.ipynb``, but the text is not a notebook.
     """
     if suffix == ".ipynb":
         return _from_notebook(text)

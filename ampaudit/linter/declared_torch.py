@@ -30,9 +30,9 @@ class DeclaredTorch:
     """The versions of torch that a project allows.
 
     Attributes:
-        oldest: the least version; empty if nothing says so.
-        newest: the greatest version, or the one behind it; empty if nothing says so.
-        file: that says so.
+        oldest: Lowest allowed version; empty without a lower bound.
+        newest: Upper bound, inclusive or exclusive; empty without one.
+        file: File that declares the bounds.
     """
 
     oldest: str = ""

@@ -39,7 +39,7 @@ def key_of(node: ast.AST) -> str:
 
 
 class Certainty(IntEnum):
-    """How certain a fact is: what is likely gives warnings at most, what is unknown gives nothing."""
+    """Certainty of a fact: a likely mistake is at most a warning, an uncertain one at most a note."""
 
     UNKNOWN = 0
     LIKELY = 1
@@ -56,15 +56,15 @@ class Applicability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A change of the source that resolves a diagnostic, as data; ``lint.fixes`` applies it.
+    """A change of the source that resolves a diagnostic, as data; ``linter.fixes`` applies it.
 
     Attributes:
-        kind: name of the change, such as ``insert before``.
-        line: line of the node to change, from 1.
-        column: its column in UTF-8 bytes, from 0, as ``ast`` counts.
-        details: arguments of the change; for ``replace expression`` the new code, and line and column
+        kind: Name of the change, such as ``insert before``.
+        line: Line of the node to change, from 1.
+        column: Column of the node in UTF-8 bytes, from 0, as ``ast`` counts.
+        details: Arguments of the change; for ``replace expression`` the new code, and line and column
             (in characters) of the old expression's end.
-        is_safe: whether what it writes certainly works there.
+        is_safe: Whether the new code certainly works there.
     """
 
     kind: str
@@ -90,12 +90,12 @@ class Diagnostic:
     """One mistake in a script.
 
     Attributes:
-        code: code of the rule.
-        node: where it is.
-        cause: what is wrong, in one sentence.
-        advice: what to write instead.
-        fix: a change that resolves it, if there is one.
-        certainty: whether it is known or likely.
+        code: Code of the rule.
+        node: Node at which to report it.
+        cause: Description of the mistake in one sentence.
+        advice: Remedy.
+        fix: Change that resolves it, if there is one.
+        certainty: Certainty of the mistake.
     """
 
     code: str

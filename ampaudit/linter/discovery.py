@@ -30,9 +30,9 @@ def find_files(
     directory that cannot be listed, which reading them will report.
 
     Args:
-        paths: files, directories and globs.
-        exclude: globs that match whole paths or single components of them.
-        gitignore: whether to skip what git ignores below directories.
+        paths: Files, directories and globs.
+        exclude: Globs that match whole paths or single components of them.
+        gitignore: Whether to skip what git ignores below directories.
     """
     visited: set[str] = set()
     for text in paths:
@@ -59,7 +59,7 @@ def _expand(text: str) -> list[Path]:
 
 
 def leaves_tree(path: Path, paths: Sequence[str]) -> bool:
-    """Return whether a file was found through a link that leads out of the directories that were given."""
+    """Return whether a file is outside of the given directories, so that a link led to it."""
     if str(path) in {str(Path(text)) for text in paths}:
         return False  # the user named it
     real = Path(os.path.realpath(path))
@@ -103,7 +103,7 @@ class IgnoredFiles:
     """The ``.gitignore`` files of the directories around a path, the innermost of which decides.
 
     Args:
-        directory: where the search for files begins. Files of directories above it count up to the one
+        directory: Directory in which the search begins. Files of its parents count up to the one
             that holds ``.git``.
     """
 

@@ -22,7 +22,7 @@ _SINCE: Final = {"autocast": _OLD, "GradScaler": "2.3", "custom_fwd": "2.4", "cu
 
 
 def with_safety(script: Script, diagnostic: Diagnostic) -> Diagnostic:
-    """Return a diagnostic whose fix says whether the script allows it."""
+    """Return a diagnostic with the safety of its fix in this script."""
     fix = diagnostic.fix
     if fix is None or fix.line >= LINES_PER_FILE:  # that would change an imported file
         return replace(diagnostic, fix=None)
@@ -172,7 +172,7 @@ def _names_of(targets: Sequence[ast.expr]) -> set[str]:
 
 
 def _binds(statement: ast.stmt, name: str, conditions: dict[str, bool]) -> bool:
-    """Return whether a statement binds a name on every path that goes on behind it."""
+    """Return whether a statement binds a name on every path that continues after it."""
     if isinstance(statement, ast.Assign):
         return name in _names_of(statement.targets)
     if isinstance(statement, ast.AnnAssign):
@@ -200,7 +200,7 @@ def _binds(statement: ast.stmt, name: str, conditions: dict[str, bool]) -> bool:
 
 
 def _binds_after(blocks: Blocks, line: int, name: str) -> bool:
-    """Return whether the function around a line binds a name at it or behind it."""
+    """Return whether the function around a line binds a name at this line or later."""
     functions = [owner for owner, _ in blocks if isinstance(owner, _FUNCTIONS)]
     body = functions[-1].body if functions else blocks[0][1]
     nodes = (node for statement in body for node in ast.walk(statement))
@@ -212,7 +212,7 @@ def _binds_after(blocks: Blocks, line: int, name: str) -> bool:
 
 
 def _is_used_beside(blocks: Blocks, line: int, name: str) -> bool:
-    """Return whether a statement that runs whenever the line does uses a name."""
+    """Return whether a name is used by a statement that runs whenever the line runs."""
     for owner, block in reversed(blocks):
         for statement in block:
             if not _is_in([statement], line) and any(name == used for used in _used(statement)):

@@ -22,7 +22,7 @@ def apply_fixes(text: str, fixes: Sequence[Fix]) -> str:
     """Apply fixes to a script, except those whose node is not found.
 
     Raises:
-        libcst.ParserSyntaxError: libcst cannot parse the script.
+        libcst.ParserSyntaxError: The script is not valid for libcst.
     """
     return _apply(text, fixes)[0]
 
@@ -31,7 +31,7 @@ def apply_every_fix(text: str, fixes: Sequence[Fix]) -> str | None:
     """Apply fixes to a script; return ``None`` unless each can be applied.
 
     Raises:
-        libcst.ParserSyntaxError: libcst cannot parse the script.
+        libcst.ParserSyntaxError: The script is not valid for libcst.
     """
     after, applied = _apply(text, fixes)
     return after if applied == set(fixes) else None
@@ -215,7 +215,7 @@ def _replace(original: Node, node: Node, fix: Fix) -> Node:
 
 
 def _end_block(original: Node, node: Node, fix: Fix) -> Node:
-    """Move the statements from an index on behind the ``with`` block; without any left, remove the block."""
+    """Move the statements from an index on out of the ``with`` block; remove a block that becomes empty."""
     if not isinstance(original, cst.With) or not isinstance(node.body, cst.IndentedBlock):
         return node
     index = int(fix.details[0])
@@ -269,7 +269,7 @@ class AmpRenames:
     """The renames in one script: whole imports with every use of their names, and single uses.
 
     Args:
-        fixes: the fixes of kind ``rename import`` and ``rename use``.
+        fixes: Fixes of kind ``rename import`` and ``rename use``.
     """
 
     def __init__(self, fixes: Sequence[Fix]) -> None:

@@ -34,15 +34,15 @@ def lint(
     """Find mistakes in mixed-precision training loops by reading them; nothing in them is run.
 
     Args:
-        paths: scripts, notebooks, Markdown, directories or globs.
-        config: the options as one record.
-        **options: fields of ``LintConfig``, which override those of ``config``.
+        paths: Scripts, notebooks, Markdown, directories or globs.
+        config: Options as one record.
+        **options: Fields of ``LintConfig``, which override those of ``config``.
 
     Returns:
         The report, including files that could not be read.
 
     Raises:
-        UsageError: a code does not exist.
+        UsageError: A code does not exist.
     """
     selected = LintConfig.given(config, options)
     names = given_paths(paths, "paths")
@@ -53,7 +53,7 @@ def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int 
     """Put the report of some files together; ``fixed`` mistakes were repaired in them.
 
     Raises:
-        InputError: the baseline is no report of lint.
+        InputError: The baseline is not a report of lint.
     """
     every: Iterable[LintFinding] = _all_findings(linted)
     if config.baseline is not None:
@@ -103,14 +103,14 @@ def _with_imported(findings: list[LintFinding], more: list[LintFinding]) -> list
 def without_baseline(findings: Iterable[LintFinding], path: Path) -> Iterator[LintFinding]:
     """Suppress as many findings of each kind as an earlier report has.
 
-    A finding is found again by its file, function, code and line of source, wherever the line is now.
+    Findings are matched by file, function, code and source, whatever their line numbers are now.
 
     Args:
-        findings: of all files.
-        path: of a report as JSON.
+        findings: Findings of all files.
+        path: JSON report of an earlier run.
 
     Raises:
-        InputError: it is no report of lint.
+        InputError: The file is not a report of lint.
     """
     earlier = read_document(path)
     if not isinstance(earlier, LintReport):

@@ -59,17 +59,17 @@ class LintedFile:
     """The result of linting one file.
 
     Attributes:
-        path: path as it was given.
-        findings: findings that remain after fixes.
-        unread: parts that could not be read.
-        before: original text.
-        after: text with fixes applied.
-        encoding: encoding of the file.
-        fixed: number of findings that were fixed.
-        is_elsewhere: whether it was not to be fixed, since a link leads to it out of the given directories.
-        was_read: whether anything in it could be read.
-        elsewhere: what is wrong in files that it imports, as it shows from here, with their paths and texts.
-        imported: the findings of that.
+        path: Path as passed by the user.
+        findings: Findings that remain after fixes.
+        unread: Parts that could not be read.
+        before: Original text.
+        after: Text with fixes applied.
+        encoding: Encoding of the file.
+        fixed: Number of findings that were fixed.
+        is_elsewhere: Whether a link leads out of the given directories, so that the file is not fixed.
+        was_read: Whether anything in it could be read.
+        elsewhere: Paths, texts and diagnostics of imported files, as far as this file reveals mistakes there.
+        imported: Findings in imported files.
     """
 
     path: str
@@ -93,17 +93,17 @@ def lint_files(
     jobs: int = 1,
     on_progress: Progress = silent,
 ) -> Iterator[LintedFile]:
-    """Lint every file that files, directories and globs name; fix none that a link finds elsewhere.
+    """Lint files, and the files in directories and globs; fix none to which a link leads elsewhere.
 
     Args:
-        paths: files, directories and globs.
-        config: what to lint and what to report.
-        fix: whether to apply fixes to the texts; no file is written.
-        jobs: processes; one of them if there are few files.
-        on_progress: called with the number of files done.
+        paths: Files, directories and globs.
+        config: Options of the command.
+        fix: Whether to apply fixes to the texts; no file is written.
+        jobs: Number of processes; few files are linted in one.
+        on_progress: Callback that gets the number of finished files.
 
     Raises:
-        UsageError: a code does not exist.
+        UsageError: A code does not exist.
     """
     selection = RuleSelection.of(config)
     files = list(find_files(paths, config.exclude, gitignore=config.gitignore))
@@ -140,10 +140,10 @@ def lint_file(
     """Lint one file; an error of reading it becomes part of the result.
 
     Args:
-        path: the file.
-        selection: the rules that are enabled.
-        fix: whether to apply fixes to the text.
-        tree: the files among which imports are followed.
+        path: File to lint.
+        selection: Enabled rules.
+        fix: Whether to apply fixes to the text.
+        tree: Files among which imports are followed.
     """
     name = str(path)
     try:
@@ -219,11 +219,11 @@ def lint_text(
 
 @dataclass(slots=True)
 class _Analyzer:
-    """Analyzes code at a path, in which names may be known, among files that it may import.
+    """Analyzes texts of one file, given the names of earlier blocks and the files that it may import.
 
     Attributes:
-        defined: the names at the end of what was analyzed last.
-        elsewhere: what is wrong in imported files, with their paths and texts.
+        defined: Names at the end of the text analyzed last.
+        elsewhere: Paths, texts and diagnostics of imported files.
     """
 
     path: str
@@ -239,7 +239,7 @@ class _Analyzer:
 
         linked = LinkedScript(read_script(text), self.path, self.tree)
         ordered, self.defined = analyze(linked, self.names)
-        by_file = linked.in_their_files(ordered)
+        by_file = linked.group_by_file(ordered)
         self.elsewhere = [
             (self.tree.paths[number - 1], script.text, by_file[number])
             for number, script in linked.imported.items()
@@ -281,7 +281,7 @@ def _analyze(linted: LintedFile, block: CodeBlock, analyzer: _Analyzer) -> tuple
 
 
 def _record_parse_error(linted: LintedFile, block: CodeBlock, error: Exception) -> int | None:
-    """Record why a block cannot be read, unless it is an example in prose; return the cell it is in."""
+    """Record a parse error, unless the block is an example in prose; return the number of its cell."""
     line, cell = block.locate(getattr(error, "lineno", None) or 1)
     if not block.is_example:
         where = f"cell {cell}: " if cell is not None else ""
@@ -395,7 +395,7 @@ def lines_of_cells(text: str) -> dict[int, list[int]]:
     """Return the line in the file of each line of each cell, by the cell's number from 1.
 
     Args:
-        text: a notebook, which is valid JSON.
+        text: Notebook as valid JSON.
     """
     rows_by_cell: defaultdict[int, list[int]] = defaultdict(list)
     levels: list[_Level] = []
@@ -423,7 +423,7 @@ def _next(level: _Level) -> None:
 
 
 def _take(rows_by_cell: dict[int, list[int]], path: list[str | int], value: str, line: int) -> None:
-    """Note the lines of a string, if it is the source of a cell or a piece of it."""
+    """Add the lines of a string to its cell, if it is the source of a cell or a part of it."""
     if len(path) in (3, 4) and path[0] == "cells" and path[2] == "source" and isinstance(path[1], int):
         rows = rows_by_cell[path[1] + 1]
         for number, text in enumerate(value.split("\n")):
@@ -435,15 +435,15 @@ def _take(rows_by_cell: dict[int, list[int]], path: list[str | int], value: str,
 
 
 class Run(Protocol):
-    """Calls a function with each item, and yields what it returns, in order."""
+    """A ``map`` that may use several processes."""
 
     def __call__(self, function: Callable[[Item], Result], items: Sequence[Item], /) -> Iterator[Result]:
-        """Call it."""
+        """Yield the result for each item, in order."""
 
 
 @contextmanager
 def processes(count: int, prepare: Callable[[], None] = lambda: None) -> Iterator[Run]:
-    """Give a function like ``map``; with one process, it runs here.
+    """Provide a ``map`` over some processes; with one, it runs in this process.
 
     Each process calls ``prepare`` first.
     Other processes are copies of this one where that is possible, and import the main module elsewhere.
@@ -471,7 +471,7 @@ def available_cores() -> int:
 
 
 def _start(prepare: Callable[[], None]) -> None:
-    """Prepare a process, and leave an interruption to the one that has started it."""
+    """Initialize a worker process, which leaves interrupts to its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     prepare()

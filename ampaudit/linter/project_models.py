@@ -33,15 +33,15 @@ class ModelClass:
     """A class of a model.
 
     Attributes:
-        name: of the class.
-        file: that defines it.
-        line: where.
-        required: arguments that it cannot be made without.
-        arguments: how the project calls it, in literals; ``None`` if it never does.
-        called_at: file and line of that call.
-        inputs: an expression for its inputs.
-        because: why these.
-        trains: the line at which importing its file trains; 0 if nothing does.
+        name: Name of the class.
+        file: File that defines it.
+        line: Line of the definition, from 1.
+        required: Names of the required constructor arguments.
+        arguments: Literal arguments of a call in the project; ``None`` without such a call.
+        called_at: File and line of that call.
+        inputs: Expression that creates inputs.
+        because: Reason for these inputs.
+        trains: Line of a backward pass that importing its file would run; 0 without one.
     """
 
     name: str
@@ -125,7 +125,7 @@ def _is_model(base: ast.expr, model_names: set[str]) -> bool:
 
 def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
     constructor = _method(node, "__init__")
-    required = tuple(_needed_arguments(constructor))
+    required = tuple(_required_arguments(constructor))
     model = ModelClass(node.name, file.path, node.lineno, required, trains=_training_line(file.tree))
     names = [a.arg for a in constructor.args.args[1:]] if constructor is not None else []
     defaults = constructor.args.defaults if constructor is not None else []
@@ -139,10 +139,10 @@ def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
                 arguments = _arguments(call, other.constants)
                 if arguments is not None:
                     place = f"{other.path.as_posix()}:{call.lineno}"
-                    model = replace(model, arguments=_in_words(arguments), called_at=place)
+                    model = replace(model, arguments=_argument_list(arguments), called_at=place)
                     values |= dict(zip(names, arguments[0], strict=False)) | arguments[1]
     inputs, because = _inputs(node, constructor, values, file.constants, files)
-    if others := _needed_arguments(_method(node, "forward"))[1:]:
+    if others := _required_arguments(_method(node, "forward"))[1:]:
         inputs, because = f"{inputs}{', ...' * len(others)}", f"{because}; fill in {', '.join(others)}"
     return replace(model, inputs=inputs, because=because)
 
@@ -151,8 +151,8 @@ def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     return next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == name), None)
 
 
-def _needed_arguments(method: ast.FunctionDef | None) -> list[str]:
-    """Return the names of the arguments without defaults, but for self."""
+def _required_arguments(method: ast.FunctionDef | None) -> list[str]:
+    """Return the names of the parameters without defaults, except self."""
     if method is None:
         return []
     names = [argument.arg for argument in method.args.args[1:]]
@@ -166,7 +166,7 @@ def _arguments(call: ast.Call, constants: dict[str, Any]) -> tuple[list[Any], di
     return None if None in args or None in kwargs.values() or "" in kwargs else (args, kwargs)
 
 
-def _in_words(arguments: tuple[list[Any], dict[str, Any]]) -> str:
+def _argument_list(arguments: tuple[list[Any], dict[str, Any]]) -> str:
     return ", ".join(
         [*map(repr, arguments[0]), *(f"{name}={value!r}" for name, value in arguments[1].items())]
     )
@@ -186,7 +186,7 @@ def _inputs(
             arguments = _arguments(tensor, file.constants) if tensor is not None else None
             if tensor is not None and arguments is not None:
                 place = f"{file.path.as_posix()}:{tensor.lineno}"
-                return f"torch.{_last_name(tensor.func)}({_in_words(arguments)})", f"as in {place}"
+                return f"torch.{_last_name(tensor.func)}({_argument_list(arguments)})", f"as in {place}"
     for layer in ast.walk(constructor) if constructor is not None else ():
         name = _last_name(layer.func) if isinstance(layer, ast.Call) else ""
         if not isinstance(layer, ast.Call) or name not in (*_FIRST, "Embedding"):

@@ -87,7 +87,7 @@ def _unused_suppression(path: str, block: CodeBlock, comment: Comment) -> LintFi
 
 
 def severity_of(diagnostic: Diagnostic) -> Severity:
-    """Return the severity of a rule; what is likely is a warning at most, what is not known a note."""
+    """Return the severity of a diagnostic: at most a warning if it is likely, a note if it is uncertain."""
     if diagnostic.certainty == Certainty.UNKNOWN:
         return Severity.NOTE
     severity = Severity(all_pages()[diagnostic.code].severity)
@@ -120,15 +120,15 @@ def _to_finding(
         cell=cell,
         function=function,
         cause=diagnostic.cause,
-        advice=diagnostic.advice + _torch_in_the_way(diagnostic.fix, selection),
+        advice=diagnostic.advice + _version_conflict(diagnostic.fix, selection),
         fixable=how == Applicability.SAFE,
         fixable_unsafely=how == Applicability.UNSAFE,
         source=lines[first - 1].strip("\r"),
     )
 
 
-def _torch_in_the_way(fix: Fix | None, selection: RuleSelection) -> str:
-    """Return why a fix is not offered, if the project allows versions of torch for which it is wrong."""
+def _version_conflict(fix: Fix | None, selection: RuleSelection) -> str:
+    """Return why a fix is not offered, if the project allows versions of torch that it does not support."""
     if fix is None or applicability(fix, selection.torch) != Applicability.NONE:
         return ""
     return f"; that needs torch {needed_torch(fix)}, and {selection.torch.file} allows {selection.torch}"

@@ -27,12 +27,12 @@ class RuleSelection:
     """The rules that are enabled.
 
     Attributes:
-        select: codes or prefixes to enable.
-        ignore: codes or prefixes to disable.
-        notes: whether rules that give notes are enabled although no code or prefix selects them.
-        per_file: globs of files with codes or prefixes to disable there.
-        unsafe_fixes: whether fixes that may need another look are applied as well.
-        torch: the versions of torch that the file's project allows.
+        select: Codes or prefixes to enable.
+        ignore: Codes or prefixes to disable.
+        notes: Whether rules of severity note are enabled without being selected.
+        per_file: Globs of files with codes or prefixes to disable there.
+        unsafe_fixes: Whether to apply fixes that need review as well.
+        torch: Versions of torch that the file's project allows.
     """
 
     select: tuple[str, ...] = (LINTED,)
@@ -47,7 +47,7 @@ class RuleSelection:
         """Parse comma-separated lists such as ``AMP807,AMP82``.
 
         Raises:
-            UsageError: a code or prefix matches no rule, or an entry about files has no codes.
+            UsageError: A code or prefix matches no rule, or a per-file entry has no codes.
         """
         selected = tuple(_parse_codes(config.select))
         notes = config.notes or config.fail_on == "note" or LINTED in selected

@@ -28,7 +28,7 @@ class Unreadable(Exception):
     """A file that cannot be read as Python; the message is one line.
 
     Attributes:
-        line: where, if that is known.
+        line: Line of the problem, from 1; 1 if unknown.
     """
 
     def __init__(self, reason: str, line: int = 1) -> None:
@@ -40,7 +40,7 @@ def decode(data: bytes) -> tuple[str, str]:
     """Decode a source file as Python does; return its text and its encoding.
 
     Raises:
-        Unreadable: the file is binary, too large, or not in the encoding that it declares.
+        Unreadable: The file is binary, too large, or not in its declared encoding.
     """
     if len(data) > MAX_SOURCE_BYTES:
         raise Unreadable(f"larger than {MAX_SOURCE_BYTES // 1_000_000} MB")

@@ -79,10 +79,10 @@ _KNOWN_PACKAGES: Final = frozenset({"torch", "apex", *MANAGING_PACKAGES})
 
 
 class SourceTree:
-    """The Python files that are linted, and what is known of other projects' modules.
+    """The linted Python files, and stubs of some modules of other projects.
 
     Args:
-        files: their paths.
+        files: Paths of the linted files.
     """
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
@@ -92,8 +92,8 @@ class SourceTree:
         self._parsed: dict[int, Script | None] = {}
         self._known = dict(enumerate(KNOWN_MODULES, len(self.paths) + 1))
 
-    def is_given(self, number: int) -> bool:
-        """Return whether a file is one of those that are linted, and no known module."""
+    def is_linted(self, number: int) -> bool:
+        """Return whether a number stands for a linted file rather than for a known module."""
         return number <= len(self.paths)
 
     def name_of(self, number: int) -> str:

@@ -15,9 +15,9 @@ class Arguments:
     """The arguments of a call.
 
     Attributes:
-        positional: values by position.
-        keywords: values by name.
-        node: the call.
+        positional: Values by position.
+        keywords: Values by name.
+        node: Call expression.
     """
 
     positional: list[Value]

@@ -1,4 +1,4 @@
-"""Knows on which device a model is, and checks that autocast is for it."""
+"""Tracks the device of each model, and checks that autocast is for this device."""
 
 from __future__ import annotations
 

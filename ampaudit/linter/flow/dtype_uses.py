@@ -17,8 +17,8 @@ class DtypeUses:
     """Ops by the dtype of an operand.
 
     Attributes:
-        ops: the certainty of each op's dtype, by dtype.
-        half_lines: first lines of statements under float16 autocast.
+        ops: Certainty of each op's dtype, by dtype.
+        half_lines: First lines of statements under float16 autocast.
     """
 
     ops: dict[str, dict[ast.AST, Certainty]] = field(default_factory=dict)

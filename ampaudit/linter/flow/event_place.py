@@ -21,9 +21,9 @@ class EventPlace:
     """Where something happens.
 
     Attributes:
-        node: the expression.
-        guards: the guards around it, outermost first.
-        statement: the statement that contains it.
+        node: Expression.
+        guards: Guards around it, outermost first.
+        statement: Statement that contains it.
     """
 
     node: ast.AST

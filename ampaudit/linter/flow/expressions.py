@@ -129,7 +129,7 @@ def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
 
 
 def truth_of(interpreter: Interpreter, node: ast.expr) -> bool | None:
-    """Evaluate a condition and return what it is if the script itself decides that, as ``False and x``."""
+    """Evaluate a condition; return its truth if the script determines it, as in ``False and x``."""
     if isinstance(node, ast.BoolOp):
         truths = [truth_of(interpreter, value) for value in node.values]
         decisive = isinstance(node.op, ast.Or)  # the truth of one operand that decides the whole

@@ -17,19 +17,19 @@ class Framework:
     """A framework that manages precision.
 
     Attributes:
-        name: as its users call it.
-        constructors: dotted names of what creates its objects.
-        precision: keyword of the constructor that sets the precision.
-        scaled: values of it for which the loss is scaled.
-        unscaled: values of it for which it is not.
-        backward: what to call instead of ``loss.backward()``.
-        clip: what to call instead of torch's clipping; empty if its own configuration clips.
-        unscale: what to call before the gradients are read; empty if only clipping unscales.
-        keeps_gradients: whether ``.grad`` holds the scaled gradients after its backward.
-        divisor: setting by which its backward divides the loss; empty if it does not.
-        is_float32: whether it computes in float32 if the precision is not given.
-        bases: names of the classes of which users derive their loops.
-        step: the method of these that computes the gradients of a batch.
+        name: Name in messages.
+        constructors: Dotted names of the classes and functions that create its objects.
+        precision: Keyword of the constructor that sets the precision.
+        scaled: Precisions for which the loss is scaled.
+        unscaled: Precisions for which the loss is not scaled.
+        backward: Replacement of ``loss.backward()``.
+        clip: Replacement of torch's clipping; empty if its configuration clips.
+        unscale: Call that must precede reading gradients; empty if only clipping unscales.
+        keeps_gradients: Whether ``.grad`` holds the scaled gradients after its backward.
+        divisor: Setting by which its backward divides the loss; empty if it does not divide.
+        is_float32: Whether float32 is the default precision.
+        bases: Base classes of user-defined training loops.
+        step: Method of a training loop that computes the gradients of a batch.
     """
 
     name: str

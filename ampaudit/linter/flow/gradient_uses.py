@@ -14,8 +14,8 @@ from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, 
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     in_same_function,
+    location_suffix,
     nodes_around,
-    said_where,
 )
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -69,7 +69,7 @@ def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradie
         interpreter.report(
             "AMP837",
             place,
-            f"these gradients{said_where(node, place)} are scaled by the loss scale, "
+            f"these gradients{location_suffix(node, place)} are scaled by the loss scale, "
             "so the penalty measures the scale and not the model",
             "multiply them by 1 / scaler.get_scale() first",
         )
@@ -95,7 +95,7 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
         interpreter.report(
             "AMP808",
             place,
-            f"the gradients used{said_where(node, place, 'here')} are still scaled by the loss scale",
+            f"the gradients used{location_suffix(node, place, 'here')} are still scaled by the loss scale",
             advice_for(interpreter, "read")
             or "call scaler.unscale_(optimizer) once, before the gradients are first used",
             certainty=certainty,

@@ -36,7 +36,7 @@ from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     following_step,
     is_handled,
-    said_where,
+    location_suffix,
 )
 from ampaudit.linter.flow.values import (
     MAYBE,
@@ -141,7 +141,7 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
 
 
 def check_sharded(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
-    """Check that torch does not clip what FSDP shards, whose norm each process sees a part of."""
+    """Report clipping by torch of gradients that FSDP shards: each process sees a part of their norm."""
     parameters = arguments.get(0, "parameters")
     models = parameters.models if isinstance(parameters, Parameters) else None
     tests = [ast.unparse(guard.node.test) for guard in interpreter.guards if isinstance(guard.node, ast.If)]
@@ -172,7 +172,7 @@ def clip(
         interpreter.report(
             "AMP807",
             place,
-            f"the gradients are clipped{said_where(node, place)} while they are still scaled by the "
+            f"the gradients are clipped{location_suffix(node, place)} while they are still scaled by the "
             "loss scale",
             advice_for(interpreter, "clip")
             or "call scaler.unscale_(optimizer) and clip right before scaler.step(optimizer)",

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def check_half_exp(interpreter: Interpreter, node: ast.Call, value: Value) -> bool:
-    """Check that no exponential of unbounded values is computed in float16; return whether one is."""
+    """Report an exponential of unbounded values in float16; return whether it is one."""
     if not isinstance(value, Tensor) or value.cast != "float16" or interpreter.autocast.enabled is not False:
         return False
     method = node.func.value if isinstance(node.func, ast.Attribute) and not node.args else None
@@ -98,7 +98,7 @@ def check_rounded_angles(interpreter: Interpreter, value: Value) -> None:
 
 
 def check_rounded_timesteps(interpreter: Interpreter, value: Value) -> None:
-    """Check that a model, which takes sines and cosines of them, is not given times in 16 bits."""
+    """Report times in 16 bits that are passed to a model, which takes sines and cosines of them."""
     cast = value.rounded if isinstance(value, Tensor) else None
     is_cast = isinstance(cast, ast.Call) and _TIMES.search(ast.unparse(cast.func).lower()) is not None
     if is_cast and interpreter.linked.mentions(r"\.backward\("):

@@ -42,12 +42,12 @@ def inline_call(
     """Interpret the body of a function and return the value of the call.
 
     Args:
-        interpreter: the interpreter at the call.
-        info: the function or method.
-        node: the call.
+        interpreter: Interpreter at the call.
+        info: Function or method to interpret.
+        node: Call, or the definition itself for an entry point.
         arguments: Values by parameter name or, as text, by position.
-        owner: the instance whose method it is.
-        frame: where the function is defined; by default at the top of its file.
+        owner: Instance to which a method is bound.
+        frame: Frame that defines the function; by default that of its module.
     """
     is_away = len(interpreter.stack) >= _MAX_DEPTH or not interpreter.linked.holds(info.node)
     if is_away or info in interpreter.stack:
@@ -157,7 +157,7 @@ def _bind_parameters(
         elif value is None and default is not None and dotted_name(default) in DTYPES:
             value = ImportedName(dotted_name(default))
         if isinstance(value, LiteralValue) and not value.is_given:
-            value = _given(value, info, is_called and "**" not in values)
+            value = _literal_argument(value, info, is_called and "**" not in values)
         value = UNKNOWN if value is None else value
         if argument.annotation is not None and value is UNKNOWN:
             is_alone = annotation_texts.count(ast.unparse(argument.annotation)) == 1
@@ -176,8 +176,8 @@ def _bind_parameters(
             interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)
 
 
-def _given(value: LiteralValue, info: FunctionInfo, is_certain: bool) -> Value:
-    """Return a literal that a call, or the default of a parameter, gives to a function.
+def _literal_argument(value: LiteralValue, info: FunctionInfo, is_certain: bool) -> Value:
+    """Return the value of a parameter from a literal argument or default.
 
     A boolean is a setting that somebody may change in the file, or pass otherwise from another one.
     """

@@ -56,7 +56,7 @@ Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
 class Recorder:
-    """What was found so far, and where the flow is: its statement, and the guards around it."""
+    """The diagnostics and events so far, and the current statement with the guards around it."""
 
     def __init__(self) -> None:
         self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
@@ -125,10 +125,10 @@ class Interpreter(Recorder):
     """An abstract interpreter at one point of a script.
 
     Args:
-        linked: the parsed script with the files that it imports.
-        statements: handlers by kind of statement.
-        expressions: handlers by kind of expression.
-        assumptions: conditions, by text, that are assumed to be true or false.
+        linked: Parsed script with the files that it imports.
+        statements: Handlers by kind of statement.
+        expressions: Handlers by kind of expression.
+        assumptions: Assumed truth of conditions, by their text.
         imported: Values of names that earlier code defines, such as the imports of another cell.
     """
 
@@ -227,7 +227,7 @@ class Interpreter(Recorder):
 
     def placed(self, node: ast.AST) -> ast.AST:
         """Return where to report a node: one in a known module, where that is called."""
-        return self.linked.in_given_file(node, self.calls)
+        return self.linked.in_linted_file(node, self.calls)
 
     # execution
 
@@ -350,7 +350,7 @@ class Interpreter(Recorder):
                 self.assign(target.value, entries.with_item(name, value))
 
     def _check_replaced(self, target: ast.Attribute, old: Value | None, new: Value) -> None:
-        """Record a scaler that training makes anew although the object has one, perhaps a restored one."""
+        """Record that a method replaces the scaler of its object, which may have been restored."""
         both_made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
         if both_made and old != new and self.stack and self.repetitions == 0:
             self.record(ScalerReplaced(self.at(target), self.stack[-1].node.name))

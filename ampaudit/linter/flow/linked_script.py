@@ -26,10 +26,10 @@ class LinkedScript:
     """A script with the files that it imports.
 
     Attributes:
-        main: the script.
-        path: its path.
-        tree: the files among which imports are followed.
-        imported: the imported files by number; each after those that it imports.
+        main: Script itself.
+        path: Path of the script.
+        tree: Files among which imports are followed.
+        imported: Imported files by number, each after the files that it imports.
     """
 
     main: Script
@@ -49,7 +49,7 @@ class LinkedScript:
             visited.add(number)
             target = self.tree.parse(number)
             if target is not None:
-                path = str(self.tree.paths[number - 1]) if self.tree.is_given(number) else ""
+                path = str(self.tree.paths[number - 1]) if self.tree.is_linted(number) else ""
                 self._visit(target, path, visited)
                 self.imported[number] = target
         for info in script.classes.values():
@@ -88,10 +88,10 @@ class LinkedScript:
         number = file_number(node)
         return number == 0 or number in self.imported
 
-    def in_given_file(self, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
-        """Return a node or, if it is in a known module, the innermost call in a file that leads there."""
+    def in_linted_file(self, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
+        """Return a node or, if it is in a known module, the innermost call in a linted file that leads there."""
         places = (node, *reversed(calls))
-        return next((place for place in places if self.tree.is_given(file_number(place))), node)
+        return next((place for place in places if self.tree.is_linted(file_number(place))), node)
 
     def script_of(self, node: ast.AST) -> Script:
         """Return the script that a node is in."""
@@ -101,8 +101,8 @@ class LinkedScript:
         """Return the file that a module's name means in a script, if it is followed."""
         return self.imported.get(script.modules.get(name, 0))
 
-    def in_their_files(self, diagnostics: list[Diagnostic]) -> dict[int, list[Diagnostic]]:
-        """Return diagnostics by the number of their file, at its lines; elsewhere only what is known."""
+    def group_by_file(self, diagnostics: list[Diagnostic]) -> dict[int, list[Diagnostic]]:
+        """Group diagnostics by file number, at the lines of that file; in imported files, keep known ones."""
         by_file: dict[int, list[Diagnostic]] = {}
         for item in diagnostics:
             number = file_number(item.node)
@@ -111,19 +111,19 @@ class LinkedScript:
         return by_file
 
     def _moved(self, item: Diagnostic, number: int) -> Diagnostic:
-        """Return a diagnostic at the lines of its file, without a fix if it is not in the script."""
+        """Return a diagnostic with the line numbers of its file, and without a fix outside of the script."""
 
-        def said(match: re.Match[str]) -> str:
+        def located(match: re.Match[str]) -> str:
             other, line = divmod(int(match[1]), LINES_PER_FILE)
             if other == number:
                 return f"line {line}"
-            if not self.tree.is_given(other):
+            if not self.tree.is_linted(other):
                 return self.tree.name_of(other)
             return f"line {line} of {self.tree.name_of(other) if other else Path(self.path).name}"
 
         if not self.imported:
             return item
-        cause = _LINE.sub(said, item.cause)
+        cause = _LINE.sub(located, item.cause)
         if number == 0:
             return replace(item, cause=cause)
         place = ast.copy_location(ast.Pass(), item.node)

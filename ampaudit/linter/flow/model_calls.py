@@ -87,7 +87,7 @@ def call_model(
 def guessed_model(
     interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str
 ) -> Model:
-    """Return a model that a caller elsewhere makes as one of the file's only class for it."""
+    """Return a model that is created elsewhere as an instance of the only model class of the file."""
     root = interpreter.script.root_module
     forward = None if root is None else root.method(method)
     if root is None or forward is None or len(arguments.all()) > len(forward.node.args.args) - 1:
@@ -134,7 +134,7 @@ def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
 
 
 def _has_own_switch(interpreter: Interpreter) -> bool:
-    """Return whether another condition than the one that is assumed enables autocast."""
+    """Return whether a condition other than the assumed one enables autocast."""
     call = interpreter.autocast.node
     if not interpreter.assumptions or not interpreter.autocast.conditional or not isinstance(call, ast.Call):
         return False

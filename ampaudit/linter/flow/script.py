@@ -49,8 +49,8 @@ class NameUsage:
     """The methods that are called on names, and the optimizers that are passed to scalers.
 
     Attributes:
-        methods: names of methods, by dotted name.
-        stepped: arguments of ``x.step(...)`` and ``x.unscale_(...)``, by x.
+        methods: Names of methods, by dotted name.
+        stepped: Arguments of ``x.step(...)`` and ``x.unscale_(...)``, by x.
     """
 
     methods: dict[str, set[str]] = field(default_factory=dict)
@@ -113,15 +113,15 @@ class Script:
     """A parsed module.
 
     Attributes:
-        tree: syntax tree.
-        text: source text.
-        functions: functions at module level, by name.
-        classes: all classes, by name.
-        usage: how names are used.
-        imports: dotted names of all imports.
-        relevant_lines: numbers of the lines that matter, in order.
-        number: of the file among those that are linted, if another script imports it; else zero.
-        modules: numbers of the files that it imports, by the dotted names of their modules.
+        tree: Syntax tree.
+        text: Source text.
+        functions: Functions at module level, by name.
+        classes: All classes, by name.
+        usage: How names are used.
+        imports: Dotted names of all imports.
+        relevant_lines: Numbers of the lines that matter, in order.
+        number: Number among the linted files if another script imports this one; else zero.
+        modules: Numbers of the imported files, by dotted module name.
     """
 
     tree: ast.Module
@@ -262,8 +262,8 @@ def parse(text: str) -> ast.Module:
     """Parse a text.
 
     Raises:
-        ScriptTooLong: it has too many tokens.
-        SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
+        ScriptTooLong: The text has too many tokens.
+        SyntaxError, ValueError, RecursionError, MemoryError: The text cannot be parsed.
     """
     import gc
     import warnings
@@ -285,7 +285,7 @@ def read_script(text: str, number: int = 0) -> Script:
     """Parse a module and collect what it defines; ``number`` is that of an imported file.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
+        SyntaxError, ValueError, RecursionError, MemoryError: The text cannot be parsed.
     """
     script, start = Script(parse(text), text, number), number * LINES_PER_FILE
     if start:
@@ -370,10 +370,10 @@ class Assignment:
     """An assignment to a name.
 
     Attributes:
-        name: dotted name.
-        value: the expression.
-        condition: that of the innermost ``if`` around it, if it is about one name.
-        function: the innermost function around it.
+        name: Dotted name.
+        value: Assigned expression.
+        condition: Condition of the innermost ``if`` around it, if that tests one name.
+        function: Innermost function around it.
     """
 
     name: str

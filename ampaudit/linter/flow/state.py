@@ -39,10 +39,10 @@ class Contribution:
     """One backward pass whose gradients are in ``.grad``.
 
     Attributes:
-        scaler: key of the scaler that scaled the loss; empty if unscaled.
-        node: the call of ``backward``.
+        scaler: Key of the scaler that scaled the loss; empty if unscaled.
+        node: Call of ``backward``.
         computed_under: 16-bit dtype of autocast when the loss was computed; empty without.
-        models: keys of the models that the loss depends on; ``None`` if unknown.
+        models: Keys of the models that the loss depends on; ``None`` if unknown.
     """
 
     scaler: str
@@ -56,8 +56,8 @@ class AccumulatedGradients:
     """What is in ``.grad``.
 
     Attributes:
-        contributions: the backward passes.
-        certainty: of all of them; ``LIKELY`` if a path, or code that is not known, may differ.
+        contributions: Backward passes.
+        certainty: Certainty of the contributions; ``LIKELY`` if a path or unknown code may change them.
     """
 
     contributions: frozenset[Contribution] = frozenset()
@@ -72,7 +72,7 @@ class AccumulatedGradients:
         return replace(self, contributions=self.contributions | {new})
 
     def weakened(self) -> AccumulatedGradients:
-        """Return the gradients after code that hardly, but possibly, changes them."""
+        """Return the gradients after code that may, but probably does not, change them."""
         return replace(self, certainty=Certainty.LIKELY) if self.contributions else UNKNOWN_GRADIENTS
 
     def joined(self, other: AccumulatedGradients) -> AccumulatedGradients:
@@ -176,7 +176,7 @@ class State:
         self._owned.discard(scope)
 
     def forget(self, name: str) -> None:
-        """Remove what is known of the model that a name meant, which now means another."""
+        """Remove the facts about the model that a name stood for before it was bound again."""
         for kind in _OF_MODELS:
             self.facts.pop((kind, f"name {name}"), None)
 

@@ -1,4 +1,4 @@
-"""Answers where a statement stands, so that a fix writes only names that are in scope."""
+"""Finds the context of a statement: its function, the tests and scalers around it, what follows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = [
     "following_step",
     "in_same_function",
     "is_handled",
+    "location_suffix",
     "nodes_around",
-    "said_where",
     "scaler_in_scope",
     "tests_around",
 ]
@@ -47,8 +47,8 @@ def scaler_in_scope(script: Script, node: ast.AST) -> str:
 def call_beside_scaler(linked: LinkedScript, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
     """Return the innermost of a node and the calls that lead to it whose function decides the order.
 
-    That is one that unscales, or else one with a scaler at hand: a helper that clips may be right, and
-    called in the wrong place. A method has the scalers that other methods of its class use.
+    This is a function that unscales or, if none does, one with a scaler in scope: a helper that clips may be
+    right but called in the wrong place. A method has the scalers that other methods of its class use.
     """
     around = [(place, linked.script_of(place)) for place in (node, *reversed(calls))]
     decides = (p for p, script in around if any(c == "unscale_" for _, c in _scaler_calls(script, p)))
@@ -66,8 +66,8 @@ def _has_own_scaler(script: Script, node: ast.AST) -> bool:
     )
 
 
-def said_where(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
-    """Return the line of a node as words, if the diagnostic is at the call that leads to it."""
+def location_suffix(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
+    """Return the line of a node in words, if its diagnostic is at a call that leads to it."""
     here = f" {otherwise}" if otherwise else ""
     return here if place is node else f" at line {getattr(node, 'lineno', 0)}"
 

@@ -29,7 +29,7 @@ class StepBudget:
     """The steps that were taken.
 
     Attributes:
-        follows_imports: whether the script is analyzed with files that it imports.
+        follows_imports: Whether the script is analyzed with files that it imports.
     """
 
     follows_imports: bool
@@ -45,9 +45,9 @@ class StepBudget:
         """Take ``STEPS_AT_ONCE`` steps, in a state with a number of facts that each branch copies and joins.
 
         Raises:
-            ImportsTooLong: a limit is reached, perhaps because of imported files.
-            StepLimitReached: this entry point takes too many steps.
-            ScriptTooLong: the script takes too much work.
+            ImportsTooLong: A limit is reached while imports are followed.
+            StepLimitReached: The entry point takes too many steps.
+            ScriptTooLong: The script takes too much work.
         """
         self._steps += STEPS_AT_ONCE
         self._elsewhere += STEPS_AT_ONCE * is_elsewhere

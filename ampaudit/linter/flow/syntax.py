@@ -1,4 +1,4 @@
-"""Answers what an expression or a statement says, without knowing what its names stand for."""
+"""Answers questions about the syntax of expressions and statements, whatever their names stand for."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ImportedName:
 
 @dataclass(frozen=True, slots=True)
 class LiteralValue:
-    """The value of a literal; ``is_given`` if a call gives it, so that it is not assigned later."""
+    """The value of a literal; ``is_given`` if it is an argument of a call, and so not assigned later."""
 
     value: object
     is_given: bool = False
@@ -69,7 +69,7 @@ class LiteralValue:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """The result of a test that the script itself decides, as ``scaler is not None`` of one that it made."""
+    """The result of a test that the script determines, as in ``scaler is not None`` after creating it."""
 
     value: bool
 
@@ -121,7 +121,7 @@ class DictLiteral:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition; ``optional`` if it may be."""
+    """A gradient scaler; ``enabled`` is ``None`` if a condition decides, ``optional`` if it may be None."""
 
     key: str
     node: ast.AST | None = None
@@ -151,12 +151,12 @@ class Model:
     """A module.
 
     Attributes:
-        key: of the object.
-        node: the expression that creates it.
-        wrapper: the parallel class around it.
-        origin: dotted name of its class.
-        layers: classes of its layers of torch in order, itself if it is one; empty if unknown.
-        instance: the object, if its class is in a linted file.
+        key: Key of the object.
+        node: Expression that creates it.
+        wrapper: Parallel class around it, such as ``DataParallel``.
+        origin: Dotted name of its class.
+        layers: Classes of its torch layers in order, or its own class if it is a layer; empty if unknown.
+        instance: Instance, if a linted file defines its class.
     """
 
     key: str
@@ -172,11 +172,11 @@ class Parameters:
     """One or all parameters of models, or copies of them.
 
     Attributes:
-        models: keys of the models; ``None`` if unknown.
-        dtype: the dtype that they were cast to; empty if to none.
-        cast: the cast, if that is to 16 bits.
-        decayed: whether they were just multiplied in place.
-        is_copy: whether they are copies, or may be.
+        models: Keys of the models; ``None`` if unknown.
+        dtype: Dtype to which they were cast; empty without a cast.
+        cast: Cast to 16 bits.
+        decayed: Whether they were just multiplied in place.
+        is_copy: Whether they are copies, or may be.
     """
 
     models: frozenset[str] | None
@@ -212,18 +212,18 @@ class Tensor:
     """A tensor, or a structure of tensors that a model returned.
 
     Attributes:
-        scaler_key: key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
-        dtype: the dtype that it certainly has, else empty.
-        weights_dtype: the 16-bit dtype of the weights of the model that returned it, else empty.
-        computed_under: the 16-bit dtype of autocast when it was computed, else empty.
-        upcast: the call that has cast it to float32, if no op followed.
-        model_calls: the model calls that it depends on; ``None`` if unknown.
-        loss: the loss function that returned it, else empty.
-        divided: whether it was divided or multiplied; ``None`` if unknown.
-        sigmoid: the call of sigmoid that returned it.
-        rounded: the cast to 16 bits of the positions or times that it is computed from.
-        is_detached: whether it is detached from its graph.
-        node: the expression that created it.
+        scaler_key: Key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
+        dtype: Dtype, if it is certain; else empty.
+        weights_dtype: 16-bit dtype of the weights of the model that returned it, else empty.
+        computed_under: 16-bit dtype of autocast when it was computed, else empty.
+        upcast: Call that has cast it to float32, if no op followed.
+        model_calls: Model calls that it depends on; ``None`` if unknown.
+        loss: Loss function that returned it, else empty.
+        divided: Whether it was divided or multiplied; ``None`` if unknown.
+        sigmoid: Call of sigmoid that returned it.
+        rounded: Cast to 16 bits of the positions or times from which it is computed.
+        is_detached: Whether it is detached from its graph.
+        node: Expression that created it.
     """
 
     scaler_key: str = UNSCALED
@@ -294,9 +294,9 @@ class Managed:
     """An object that Accelerate, Lightning, Fabric or DeepSpeed manages.
 
     Attributes:
-        framework: what is known of the framework.
-        scales: how certain it is that it scales the loss.
-        divides: whether its backward divides the loss by the number of accumulated batches.
+        framework: Framework, if it is known which.
+        scales: Certainty that it scales the loss.
+        divides: Whether its backward divides the loss by the number of accumulated batches.
     """
 
     framework: Framework | None = None

@@ -182,7 +182,7 @@ _DIVIDES = re.compile(r"/|mean\(|\* *\(?1|\bcat\(|concat|gather|stack\(")
 def _check_inner_loop(
     interpreter: Interpreter, loop: ast.AST, backwards: list[Backward], events: list[Event]
 ) -> None:
-    """Check a loop over the batches of one step, which is behind it."""
+    """Check a loop over the batches of one step, which follows the loop."""
     if not isinstance(loop, ast.For) or not _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower()):
         return
     steps = [e for e in of_type(events, StepEvent) if not any(g.node is loop for g in e.guards)]

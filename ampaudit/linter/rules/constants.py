@@ -214,8 +214,8 @@ class ConstantFinder:
     """Finds the numbers that float16 cannot represent.
 
     Attributes:
-        named: values of names that stand for such numbers.
-        bfloat16: positions of ops with a bfloat16 operand.
+        named: Values of names that stand for such numbers.
+        bfloat16: Positions of ops with a bfloat16 operand.
     """
 
     named: dict[str, ast.expr]

@@ -1,4 +1,4 @@
-"""Rules on loops in which a framework scales the loss: what goes past it."""
+"""Rules on loops in which a framework scales the loss: calls that bypass the framework."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
         is_backward = isinstance(event, Backward | UnknownBackward)
         managed = _steps_next(events[index:]) if is_backward else None
         if managed is not None and managed.scales and not _is_alternative(interpreter, event):
-            _report_own_backward(interpreter, event, managed.framework, managed.scales)
+            _report_bypassing_backward(interpreter, event, managed.framework, managed.scales)
     _check_clipped(interpreter, events)
     _check_scaled_twice(interpreter, events)
     for backward in of_type(events, ManagedBackward):
@@ -86,7 +86,7 @@ def _check_clipped(interpreter: Interpreter, events: list[Event]) -> None:
 
 
 def _check_scaled_twice(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check that no own scaler scales the loss once more."""
+    """Report a scaler of the script that scales the loss a second time."""
     for event in of_type(events, ScalerScale):
         branch = branch_of(None, event)
         beside = [e for e in of_type(events, ManagedBackward) if not excludes(branch, branch_of(None, e))]
@@ -140,7 +140,7 @@ def _check_divided_twice(interpreter: Interpreter, event: ManagedBackward) -> No
 _COUNTS = re.compile(r"accum|grad_acc|\bgas\b", re.IGNORECASE)
 
 
-def _report_own_backward(
+def _report_bypassing_backward(
     interpreter: Interpreter, event: Event, framework: Framework | None, certainty: Certainty
 ) -> None:
     call = _backward_call(event)
@@ -210,7 +210,7 @@ def check_lightning_module(interpreter: Interpreter, info: ClassInfo, events: li
                 certainty=certainty,
             )
         for event in _backwards(events):
-            _report_own_backward(interpreter, event, framework, certainty)
+            _report_bypassing_backward(interpreter, event, framework, certainty)
 
 
 _AFTER_UNSCALING: Final = ("on_before_optimizer_step", "configure_gradient_clipping")
@@ -239,7 +239,7 @@ def check_training_step(interpreter: Interpreter, info: ClassInfo, events: list[
             continue
         for event in _backwards(events):
             if _is_in(event.node, step):
-                _report_own_backward(interpreter, event, framework, managed.scales)
+                _report_bypassing_backward(interpreter, event, framework, managed.scales)
 
 
 def _is_in(node: ast.AST, method: FunctionInfo) -> bool:

@@ -20,8 +20,8 @@ class _Remainder:
 
     Attributes:
         count: Dividend, without its offset, and divisor, as text.
-        value: the remainder of the count itself, from which the offset is subtracted.
-        is_equal: whether the condition holds for this remainder, and not for the others.
+        value: Remainder of the count itself, less the offset.
+        is_equal: Whether the condition holds for this remainder only, instead of for all others.
     """
 
     count: tuple[str, str]

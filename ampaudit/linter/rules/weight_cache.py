@@ -23,7 +23,7 @@ __all__ = ["check_cached_without_gradients", "check_weight_cache"]
 
 
 def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check for steps in a loop that is inside one autocast block, and forget the milder AMP840, AMP841.
+    """Report steps in a loop inside one autocast block, instead of the milder AMP840 and AMP841.
 
     Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
     ``aten/src/ATen/autocast_mode.cpp``: ``cached_cast`` and ``clear_cache``).
