@@ -98,7 +98,7 @@ def _analyze(
     linked: LinkedScript, earlier_names: Mapping[str, Value]
 ) -> tuple[list[Diagnostic], dict[str, Value]]:
     script = linked.main
-    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, {}, earlier_names)
+    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, earlier_names)
     events_by_entry: list[list[Event]] = []
     start = _imported(interpreter)
     end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, start))

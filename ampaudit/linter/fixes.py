@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import UnionType
 from typing import Any, Final, TypeAlias
 
 import libcst as cst
@@ -78,12 +79,19 @@ class _FixTransformer(cst.CSTTransformer):
             return result
         place = self.get_metadata(metadata.PositionProvider, original)
         for fix in self.fixes_at.get((place.start.line, place.start.column), ()):
-            if fix.kind == "replace expression" and fix.details[1:] == _end_of(place):
-                result = _with_parentheses_of(result, cst.parse_expression(fix.details[0]))
+            # expressions that start together end apart
+            if fix.kind == "replace expression" and fix.details[1:] == (
+                str(place.end.line),
+                str(place.end.column),
+            ):
+                new = cst.parse_expression(fix.details[0])
+                parentheses = {"lpar": [*result.lpar, *new.lpar], "rpar": [*new.rpar, *result.rpar]}
+                result = new.with_changes(**parentheses)
                 self.applied.add(fix)
                 continue
-            change = _CHANGE_BY_KIND.get(fix.kind)
-            if change is not None and result is not None and not isinstance(result, cst.FlattenSentinel):
+            types, change = _CHANGE_BY_KIND.get(fix.kind, ((), None))
+            is_node = result is not None and not isinstance(result, cst.FlattenSentinel)
+            if change is not None and is_node and isinstance(original, types):
                 changed = change(original, result, fix)
                 if changed is not result:
                     self.applied.add(fix)
@@ -111,21 +119,9 @@ _KINDS = (
 )
 
 
-def _end_of(place: metadata.CodeRange) -> tuple[str, str]:
-    """Return line and column of a node's end, which tells apart expressions that start together."""
-    return str(place.end.line), str(place.end.column)
-
-
-def _with_parentheses_of(node: Node, expression: Node) -> Node:
-    """Return an expression with the parentheses of another one around it."""
-    return expression.with_changes(lpar=[*node.lpar, *expression.lpar], rpar=[*expression.rpar, *node.rpar])
-
-
 def _is_call(node: Node, name: str) -> bool:
-    """Return whether a node is ``x.name(...)``, which tells apart the calls of a chain."""
-    return (
-        isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == name
-    )
+    """Return whether a call is ``x.name(...)``, which tells apart the calls of a chain."""
+    return isinstance(node.func, cst.Attribute) and bool(node.func.attr.value == name)
 
 
 def _scale_loss(original: Node, node: Node, fix: Fix) -> Node:
@@ -148,28 +144,22 @@ def _parse_statement(text: str) -> cst.SimpleStatementLine:
 
 
 def _insert_before(original: Node, node: Node, fix: Fix) -> Node:
-    if not isinstance(original, cst.SimpleStatementLine):
-        return node
     new = _parse_statement(fix.details[0]).with_changes(leading_lines=node.leading_lines)
     return cst.FlattenSentinel([new, node.with_changes(leading_lines=[])])
 
 
 def _insert_after(original: Node, node: Node, fix: Fix) -> Node:
-    if not isinstance(original, cst.SimpleStatementLine):
-        return node
     return cst.FlattenSentinel([node, _parse_statement(fix.details[0])])
 
 
 def _remove_statement(original: Node, node: Node, fix: Fix) -> Node:
     del fix
-    if not isinstance(original, cst.SimpleStatementLine) or len(original.body) != 1:
+    if len(original.body) != 1:
         return node
     return cst.RemoveFromParent()
 
 
 def _remove_keyword(original: Node, node: Node, fix: Fix) -> Node:
-    if not isinstance(original, cst.Call):
-        return node
     remaining = [a for a in node.args if a.keyword is None or a.keyword.value != fix.details[0]]
     if len(remaining) == len(node.args):
         return node
@@ -180,18 +170,12 @@ def _remove_keyword(original: Node, node: Node, fix: Fix) -> Node:
 
 def _set_keyword(original: Node, node: Node, fix: Fix) -> Node:
     name, value = fix.details
-    if not isinstance(original, cst.Call) or any(a.keyword and a.keyword.value == name for a in node.args):
+    last = original.func.attr if isinstance(original.func, cst.Attribute) else original.func
+    makes_scaler = isinstance(last, cst.Name) and last.value == "GradScaler"
+    if not makes_scaler or any(a.keyword and a.keyword.value == name for a in node.args):
         return node
-    if not _is_named(original.func, "GradScaler"):
-        return node
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    new = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+    new = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=_EQUAL)
     return node.with_changes(args=[*node.args, new])
-
-
-def _is_named(node: Node, name: str) -> bool:
-    last = node.attr if isinstance(node, cst.Attribute) else node
-    return isinstance(last, cst.Name) and last.value == name
 
 
 def _with_logits(original: Node, node: Node, fix: Fix) -> Node:
@@ -209,14 +193,12 @@ def _with_logits(original: Node, node: Node, fix: Fix) -> Node:
 
 
 def _replace(original: Node, node: Node, fix: Fix) -> Node:
-    if not isinstance(original, cst.UnaryOperation | cst.Float | cst.Integer | cst.Name):
-        return node
     return cst.parse_expression(fix.details[0])
 
 
 def _end_block(original: Node, node: Node, fix: Fix) -> Node:
     """Move the statements from an index on out of the ``with`` block; remove a block that becomes empty."""
-    if not isinstance(original, cst.With) or not isinstance(node.body, cst.IndentedBlock):
+    if not isinstance(node.body, cst.IndentedBlock):
         return node
     index = int(fix.details[0])
     body: list[Node] = list(node.body.body)
@@ -232,7 +214,7 @@ def _end_block(original: Node, node: Node, fix: Fix) -> Node:
 
 def _add_entry(original: Node, node: Node, fix: Fix) -> Node:
     """Append an entry, laid out as the one before it."""
-    if not isinstance(original, cst.Dict) or not node.elements:
+    if not node.elements:
         return node
     name, value = fix.details
     elements = list(node.elements)
@@ -250,18 +232,19 @@ def _add_entry(original: Node, node: Node, fix: Fix) -> Node:
     return node.with_changes(elements=[*elements[:-1], last.with_changes(comma=between), new])
 
 
-_CHANGE_BY_KIND: dict[str, Callable[[Node, Node, Fix], Node]] = {
-    "scale loss": _scale_loss,
-    "step by scaler": _step_by_scaler,
-    "insert before": _insert_before,
-    "insert after": _insert_after,
-    "remove statement": _remove_statement,
-    "remove keyword": _remove_keyword,
-    "set keyword": _set_keyword,
-    "with logits": _with_logits,
-    "replace": _replace,
-    "end block": _end_block,
-    "add entry": _add_entry,
+# the changes by kind of fix, each for nodes of some types
+_CHANGE_BY_KIND: dict[str, tuple[type | UnionType, Callable[[Node, Node, Fix], Node]]] = {
+    "scale loss": (cst.Call, _scale_loss),
+    "step by scaler": (cst.Call, _step_by_scaler),
+    "insert before": (cst.SimpleStatementLine, _insert_before),
+    "insert after": (cst.SimpleStatementLine, _insert_after),
+    "remove statement": (cst.SimpleStatementLine, _remove_statement),
+    "remove keyword": (cst.Call, _remove_keyword),
+    "set keyword": (cst.Call, _set_keyword),
+    "with logits": (cst.Call, _with_logits),
+    "replace": (cst.UnaryOperation | cst.Float | cst.Integer | cst.Name, _replace),
+    "end block": (cst.With, _end_block),
+    "add entry": (cst.Dict, _add_entry),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
+from ampaudit.linter.flow.syntax import keyword_value, simple_name
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 
 __all__ = ["ModelClass", "models_of"]
@@ -79,7 +80,7 @@ def models_of(paths: Iterable[Path]) -> list[ModelClass]:
         called
         for _, node in models.values()
         for call in ast.walk(node)
-        if isinstance(call, ast.Call) and (called := _last_name(call.func)) in models and called != node.name
+        if isinstance(call, ast.Call) and (called := simple_name(call.func)) in models and called != node.name
     }
     candidates = [_model(file, node, files) for name, (file, node) in models.items() if name not in contained]
     return sorted(candidates, key=lambda model: (model.arguments is None, bool(model.required)))
@@ -118,8 +119,8 @@ def _models_among(classes: dict[str, tuple[_File, ast.ClassDef]]) -> dict[str, t
 
 
 def _is_model(base: ast.expr, model_names: set[str]) -> bool:
-    return _last_name(base) in model_names or (
-        isinstance(base, ast.Attribute) and _last_name(base.value) == "nn"
+    return simple_name(base) in model_names or (
+        isinstance(base, ast.Attribute) and simple_name(base.value) == "nn"
     )
 
 
@@ -135,7 +136,7 @@ def _model(file: _File, node: ast.ClassDef, files: list[_File]) -> ModelClass:
     }
     for other in files:
         for call in ast.walk(other.tree):
-            if isinstance(call, ast.Call) and _last_name(call.func) == node.name and model.arguments is None:
+            if isinstance(call, ast.Call) and simple_name(call.func) == node.name and model.arguments is None:
                 arguments = _arguments(call, other.constants)
                 if arguments is not None:
                     place = f"{other.path.as_posix()}:{call.lineno}"
@@ -186,17 +187,13 @@ def _inputs(
             arguments = _arguments(tensor, file.constants) if tensor is not None else None
             if tensor is not None and arguments is not None:
                 place = f"{file.path.as_posix()}:{tensor.lineno}"
-                return f"torch.{_last_name(tensor.func)}({_argument_list(arguments)})", f"as in {place}"
+                return f"torch.{simple_name(tensor.func)}({_argument_list(arguments)})", f"as in {place}"
     for layer in ast.walk(constructor) if constructor is not None else ():
-        name = _last_name(layer.func) if isinstance(layer, ast.Call) else ""
+        name = simple_name(layer.func) if isinstance(layer, ast.Call) else ""
         if not isinstance(layer, ast.Call) or name not in (*_FIRST, "Embedding"):
             continue
-        keywords = {word.arg: word.value for word in layer.keywords}
-        size_node = (
-            layer.args[0]
-            if layer.args
-            else keywords.get(_FIRST[name][1] if name in _FIRST else "num_embeddings")
-        )
+        keyword = _FIRST[name][1] if name in _FIRST else "num_embeddings"
+        size_node = layer.args[0] if layer.args else keyword_value(layer, keyword)
         size = _literal(size_node, constants | values) if size_node is not None else None
         if isinstance(size, int) and size > 0:
             because = f"what its first layer, nn.{name}, takes; other sizes are a guess"
@@ -209,22 +206,18 @@ def _inputs(
 def _calls_of_models(file: _File) -> Iterator[ast.Call]:
     """Yield calls of what is named like a model, with one argument."""
     for call in ast.walk(file.tree):
-        if isinstance(call, ast.Call) and len(call.args) == 1 and _last_name(call.func) in ("model", "net"):
+        if isinstance(call, ast.Call) and len(call.args) == 1 and simple_name(call.func) in ("model", "net"):
             yield call
 
 
 def _random_call(node: ast.expr, file: _File) -> ast.Call | None:
     """Return the call that makes a random tensor, also where a variable of the file has it."""
     if isinstance(node, ast.Name):
-        assigned = (
-            n.value for n in ast.walk(file.tree) if isinstance(n, ast.Assign) and _assigns(n, node.id)
-        )
-        node = next(assigned, node)
-    return node if isinstance(node, ast.Call) and _last_name(node.func) in _RANDOM else None
-
-
-def _assigns(node: ast.Assign, name: str) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+        assignments = (n for n in ast.walk(file.tree) if isinstance(n, ast.Assign))
+        targets = ((target, n.value) for n in assignments for target in n.targets)
+        name = node.id
+        node = next((value for t, value in targets if isinstance(t, ast.Name) and t.id == name), node)
+    return node if isinstance(node, ast.Call) and simple_name(node.func) in _RANDOM else None
 
 
 def _literal(node: ast.expr, constants: dict[str, Any]) -> Any:
@@ -237,10 +230,6 @@ def _literal(node: ast.expr, constants: dict[str, Any]) -> Any:
         return None
 
 
-def _last_name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
 def _training_line(tree: ast.Module) -> int:
     """Return the line of a backward pass that importing a file would run; 0 if there is none."""
     todo: list[ast.AST] = list(tree.body)
@@ -250,7 +239,7 @@ def _training_line(tree: ast.Module) -> int:
             continue
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
             continue
-        if isinstance(node, ast.Call) and _last_name(node.func) == "backward":
+        if isinstance(node, ast.Call) and simple_name(node.func) == "backward":
             return node.lineno
         todo += list(ast.iter_child_nodes(node))
     return 0

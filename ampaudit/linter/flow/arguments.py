@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
+from ampaudit.linter.flow.syntax import keyword_value
 from ampaudit.linter.flow.values import Value
 
 __all__ = ["Arguments"]
@@ -42,4 +43,4 @@ class Arguments:
         """Return the expression of an argument."""
         if index < len(self.node.args):
             return self.node.args[index]
-        return next((k.value for k in self.node.keywords if k.arg == name), None)
+        return keyword_value(self.node, name)

@@ -49,15 +49,16 @@ def make_autocast(
 def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
     """Report a call that leaves out the device type, which only the older names have by themselves."""
     first = arguments.get(0, "device_type")
-    imported = isinstance(node.func, ast.Attribute) or "torch.amp.autocast" in interpreter.script.imports
-    imported = imported or "torch.autocast" in interpreter.script.imports
+    imports = interpreter.script.imports & {"torch.amp.autocast", "torch.autocast"}
     is_flag = isinstance(first, DeviceValue) or (
         isinstance(first, LiteralValue) and isinstance(first.value, bool)
     )
     has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
     text = first.value if isinstance(first, LiteralValue) else None
     names_index = isinstance(text, str) and ":" in text  # a device, and not its type
-    if (imported and not has_more and (first is None or is_flag)) or names_index:
+    if (
+        (imports or isinstance(node.func, ast.Attribute)) and not has_more and (first is None or is_flag)
+    ) or names_index:
         interpreter.report(
             "AMP853",
             node,

@@ -10,7 +10,7 @@ from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.arguments import Arguments
 from ampaudit.linter.flow.definitions import ClassInfo, Instance
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     ImportedName,
@@ -85,7 +85,7 @@ def bind_fields(interpreter: Interpreter, owner: Instance, arguments: Arguments 
 def _default(interpreter: Interpreter, field: ast.AnnAssign) -> Value:
     """Return the default of a field if it is a dtype or another object; a caller may give other numbers."""
     if isinstance(field.value, ast.Call) and dotted_name(field.value.func).endswith("field"):
-        factory = next((k.value for k in field.value.keywords if k.arg == "default_factory"), None)
+        factory = keyword_value(field.value, "default_factory")
         if factory is None:
             return UNKNOWN
         return interpreter.evaluate(

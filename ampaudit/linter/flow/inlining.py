@@ -104,11 +104,10 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
 
 def _drop_names(interpreter: Interpreter) -> None:
     """Drop the names of a function that returns, unless a function defined in it may need them."""
-    names = interpreter.state.scopes.get(interpreter.frame, {}) if interpreter.path_state is not None else {}
-    if interpreter.path_state is not None and not any(
-        isinstance(v, Function) and v.frame > 0 for v in names.values()
-    ):
-        interpreter.path_state.drop_scope(interpreter.frame)
+    state, frame = interpreter.path_state, interpreter.frame
+    values = state.scopes.get(frame, {}).values() if state is not None else ()
+    if state is not None and not any(isinstance(value, Function) and value.frame > 0 for value in values):
+        state.drop_scope(frame)
 
 
 def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:

@@ -128,7 +128,6 @@ class Interpreter(Recorder):
         linked: Parsed script with the files that it imports.
         statements: Handlers by kind of statement.
         expressions: Handlers by kind of expression.
-        assumptions: Assumed truth of conditions, by their text.
         imported: Values of names that earlier code defines, such as the imports of another cell.
     """
 
@@ -137,13 +136,13 @@ class Interpreter(Recorder):
         linked: LinkedScript,
         statements: Handlers,
         expressions: Handlers,
-        assumptions: Mapping[str, bool],
         imported: Mapping[str, Value],
     ) -> None:
         super().__init__()
         self.linked, self.script = linked, linked.main  # the script that the flow is in
         self.statements, self.expressions = statements, expressions
-        self.assumptions, self.imported = dict(assumptions), imported
+        self.assumptions: dict[str, bool] = {}  # the assumed truth of conditions, by their text
+        self.imported = imported
         self.condition_counts: Counter[str] = Counter()  # how often each condition was met
         self.path_state: State | None = State()
         self.frame, self._frames = 0, 1
@@ -251,15 +250,13 @@ class Interpreter(Recorder):
             return UNKNOWN
         self._expressions += 1
         if not self._expressions % STEPS_AT_ONCE:
-            self.budget.spend(self._state_size(), self.script is not self.linked.main)
+            state = self.path_state
+            # each branch copies and joins the facts and names
+            size = 0 if state is None else len(state.facts) + len(state.scopes.get(self.frame, ()))
+            self.budget.spend(size, self.script is not self.linked.main)
         handler = self.expressions.get(type(node))
         value: Value = handler(self, node) if handler is not None else UNKNOWN
         return value
-
-    def _state_size(self) -> int:
-        """Return the number of facts and names, which each branch copies and joins."""
-        state = self.path_state
-        return 0 if state is None else len(state.facts) + len(state.scopes.get(self.frame, ()))
 
     # names
 
@@ -352,7 +349,7 @@ class Interpreter(Recorder):
     def _check_replaced(self, target: ast.Attribute, old: Value | None, new: Value) -> None:
         """Record that a method replaces the scaler of its object, which may have been restored."""
         both_made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
-        if both_made and old != new and self.stack and self.repetitions == 0:
+        if both_made and old != new and self.stack and self.is_first_iteration:
             self.record(ScalerReplaced(self.at(target), self.stack[-1].node.name))
 
     def assign_item(self, target: ast.expr, value: Value) -> None:

@@ -89,7 +89,7 @@ class LinkedScript:
         return number == 0 or number in self.imported
 
     def in_linted_file(self, node: ast.AST, calls: Sequence[ast.Call]) -> ast.AST:
-        """Return a node or, if it is in a known module, the innermost call in a linted file that leads there."""
+        """Return a node or, if that is in a known module, the innermost call of it in a linted file."""
         places = (node, *reversed(calls))
         return next((place for place in places if self.tree.is_linted(file_number(place))), node)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ampaudit.linter.diagnostic import Certainty, Fix
 from ampaudit.linter.flow import tensors
 from ampaudit.linter.flow.events import LossInside
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     LiteralValue,
@@ -77,26 +77,22 @@ def reduction_of(arguments: Arguments) -> str:
 
 def _is_off_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
     """Return whether the setting that enables autocast has a default somewhere, which is false."""
-    switches = (
-        [k.value for k in autocast.keywords if k.arg == "enabled"] if isinstance(autocast, ast.Call) else []
-    )
-    name = dotted_name(switches[0]).rpartition(".")[2] if switches else ""
+    switch = keyword_value(autocast, "enabled") if isinstance(autocast, ast.Call) else None
+    name = last_component(dotted_name(switch)) if switch is not None else ""
     return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
 
 
 def _check_binary_cross_entropy(
     interpreter: Interpreter, node: ast.Call, loss: LossFunction, first: Value
 ) -> None:
-    fix = None
     argument = node.args[0] if node.args else None
     direct = isinstance(first, Tensor) and first.sigmoid is argument and argument is not None
-    if direct and loss.name == "binary_cross_entropy" and isinstance(argument, ast.Call):
-        fix = Fix.at(node, "with logits")
+    is_fixable = direct and loss.name == "binary_cross_entropy" and isinstance(argument, ast.Call)
     interpreter.report(
         "AMP844",
         node,
         "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
         "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
-        fix,
+        Fix.at(node, "with logits") if is_fixable else None,
         certainty=Certainty.LIKELY if interpreter.autocast.conditional else Certainty.KNOWN,
     )

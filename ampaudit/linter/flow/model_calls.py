@@ -18,7 +18,7 @@ from ampaudit.linter.flow.facts import (
 from ampaudit.linter.flow.half_ops import check_rounded_timesteps, check_same_dtype
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.joining import flattened
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value
 from ampaudit.linter.flow.tensors import autocast_dtype
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
@@ -43,14 +43,9 @@ def call_model(
     """Interpret a forward pass, or another method, under the current autocast context."""
     cast = autocast_dtype(interpreter) if applies_to_device(interpreter, node, model) else ""
     root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
-    model_calls: frozenset[str] | None = frozenset({root})
-    for value in flattened(arguments.all()):
-        if isinstance(value, Tensor) and model_calls is not None:
-            model_calls = (
-                None
-                if value.model_calls is None and value.node is not None
-                else model_calls | (value.model_calls or frozenset())
-            )
+    tensors = [value for value in flattened(arguments.all()) if isinstance(value, Tensor)]
+    is_unsure = any(tensor.model_calls is None and tensor.node is not None for tensor in tensors)
+    model_calls = None if is_unsure else frozenset({root}).union(*(t.model_calls or () for t in tensors))
     interpreter.state.set_fact(FREED, None, root)
     called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
     called = called or interpreter.script.usage.is_model(dotted_name(node.func))
@@ -111,18 +106,14 @@ _NETWORKS: Final = ("segmentation_models_pytorch.", "timm.create_model", "monai.
 
 def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> None:
     """Check that a layer whose weights are float32 is not given what autocast has cast, outside of it."""
-    is_plain = bool(model.layers) and model.layers[0] in MATRIX_LAYERS
-    is_plain = is_plain and "dtype" not in _keywords(model.node)
+    has_dtype = isinstance(model.node, ast.Call) and any(k.arg == "dtype" for k in model.node.keywords)
+    is_plain = bool(model.layers) and model.layers[0] in MATRIX_LAYERS and not has_dtype
     state = interpreter.state
     is_cast = state.may_hold(HALF_WEIGHTS, model.key) or state.may_hold(BFLOAT16_WEIGHTS, model.key)
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     by_autocast = isinstance(first, Tensor) and first.computed_under != ""
     if interpreter.autocast.enabled is False and is_plain and not is_cast and by_autocast:
         check_same_dtype(interpreter, node, "this layer", [first, Tensor(dtype="float32")])
-
-
-def _keywords(node: ast.AST | None) -> set[str | None]:
-    return {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else set()
 
 
 def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
@@ -138,8 +129,8 @@ def _has_own_switch(interpreter: Interpreter) -> bool:
     call = interpreter.autocast.node
     if not interpreter.assumptions or not interpreter.autocast.conditional or not isinstance(call, ast.Call):
         return False
-    enabled = next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "enabled"), "")
-    return enabled not in interpreter.assumptions
+    enabled = keyword_value(call, "enabled")
+    return enabled is None or ast.unparse(enabled) not in interpreter.assumptions
 
 
 def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, node: ast.Call) -> Value:

@@ -91,6 +91,7 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         return
     check_zeroed(interpreter, optimizer)
     contributions = gradient_contributions(interpreter)
+    scalers = {item.scaler for item in contributions or ()}  # empty for a loss that is not scaled
     if state.get(STEPPED_LAST) == optimizer.key and not optimizer.one_of_several:
         interpreter.report(
             "AMP817",
@@ -101,7 +102,8 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         )
     elif (
         contributions
-        and _contains_scale(interpreter, contributions)
+        and scalers != {""}
+        and not state.may_hold(UNSCALED_AT)
         and (has_single_optimizer(interpreter) or len(contributions) == 1)
     ):
         _report_bypassed_scaler(
@@ -109,7 +111,7 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
             node,
             "the optimizer steps with scaled gradients, and nothing skips the step if they overflow",
         )
-    elif contributions and not any(item.scaler for item in contributions):
+    elif contributions and scalers == {""}:
         _check_scaling(interpreter, contributions)
     elif contributions and has_single_optimizer(interpreter) and _overflow_is_unchecked(interpreter):
         _report_bypassed_scaler(
@@ -119,9 +121,8 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         )
     for key in interpreter.scalers:
         # the script tests for overflow itself, or the mistake was just reported
-        if any(isinstance(fact, ast.AST) for _, fact in state.matching(UNSCALED_AT, key)) or _is_scaled_by(
-            contributions, key
-        ):
+        was_unscaled = any(isinstance(fact, ast.AST) for _, fact in state.matching(UNSCALED_AT, key))
+        if was_unscaled or key in scalers:
             state.set_fact(STEPPED, Stepped.PAST_SCALER, key, optimizer.key)
     state.set_fact(FRESH, None)
 
@@ -131,16 +132,6 @@ def _report_bypassed_scaler(interpreter: Interpreter, node: ast.Call, cause: str
     optimizer = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else "optimizer"
     fix = Fix.at(node, "step by scaler", scaler) if scaler else None
     interpreter.report("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", fix)
-
-
-def _is_scaled_by(contributions: frozenset[Contribution] | None, key: str) -> bool:
-    return any(item.scaler == key for item in contributions or ())
-
-
-def _contains_scale(interpreter: Interpreter, contributions: frozenset[Contribution]) -> bool:
-    """Return whether at least a part of the gradients is scaled, and none was unscaled."""
-    untouched = not interpreter.state.may_hold(UNSCALED_AT)
-    return untouched and any(item.scaler for item in contributions)
 
 
 def _overflow_is_unchecked(interpreter: Interpreter) -> bool:

@@ -95,29 +95,22 @@ _OF_MODELS: Final = (HALF_WEIGHTS, HALVED_IN_LOOP, BFLOAT16_WEIGHTS, FROZEN, DEV
 NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
+@dataclass(slots=True)
 class State:
     """Facts by key, and names by scope. A fact that differs between two joined paths becomes ``PERHAPS``.
 
     A copy shares its scopes until one side writes to them, so that branches cost what they change.
     """
 
-    __slots__ = ("_owned", "facts", "gradients", "scopes")
-
-    def __init__(
-        self,
-        facts: dict[FactKey, Any] | None = None,
-        scopes: dict[Scope, dict[str, Value]] | None = None,
-        gradients: AccumulatedGradients | None = None,
-    ) -> None:
-        self.gradients = AccumulatedGradients() if gradients is None else gradients
-        self.facts: dict[FactKey, Any] = {} if facts is None else facts
-        self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
-        self._owned: set[Scope] = set()
+    gradients: AccumulatedGradients = AccumulatedGradients()
+    facts: dict[FactKey, Any] = field(default_factory=dict)
+    scopes: dict[Scope, dict[str, Value]] = field(default_factory=dict)
+    _owned: set[Scope] = field(default_factory=set, init=False, compare=False)
 
     def copy(self) -> State:
         """Return a copy for another branch."""
         self.share()
-        return State(self.facts.copy(), self.scopes.copy(), self.gradients)
+        return State(self.gradients, self.facts.copy(), self.scopes.copy())
 
     def share(self) -> None:
         """Copy each scope before the next write to it."""
@@ -126,15 +119,12 @@ class State:
     def fork(self) -> State:
         """Return a state with the same names and models but no facts about gradients."""
         self.share()
-        return State({k: v for k, v in self.facts.items() if k[0] in _OF_MODELS}, self.scopes.copy())
+        facts = {key: fact for key, fact in self.facts.items() if key[0] in _OF_MODELS}
+        return State(facts=facts, scopes=self.scopes.copy())
 
     def may_hold(self, kind: FactKind[Any], *start: str) -> bool:
         """Return whether any fact with this prefix is, or may be, true."""
         return any(fact is not None for _, fact in self.matching(kind, *start))
-
-    def equals(self, other: State) -> bool:
-        """Return whether facts and names are equal."""
-        return self.gradients == other.gradients and self.facts == other.facts and self.scopes == other.scopes
 
     def get(self, kind: FactKind[T], *key: str) -> T | Perhaps | None:
         """Return a fact; ``None`` if it was never set."""
@@ -218,7 +208,7 @@ def join(one: State | None, other: State | None) -> State | None:
         scopes.setdefault(scope, names)
     one.share()  # neither may write to what the joined state has of them
     other.share()
-    return State(facts, scopes, one.gradients.joined(other.gradients))
+    return State(one.gradients.joined(other.gradients), facts, scopes)
 
 
 def join_all(states: Iterable[State | None]) -> State | None:

@@ -52,20 +52,26 @@ def _repeat(
             interpreter.assign_item(node.target, item)
         else:
             interpreter.evaluate(node.test)
-        loop = LoopExits()
-        interpreter.loops.append(loop)
         with interpreter.guarded("loop", node):
-            interpreter.execute(node.body)
-        interpreter.loops.pop()
+            breaks += _execute_body(interpreter, node)
         interpreter.repetitions -= again
-        breaks += loop.breaks
-        after = interpreter.path_state = join_all([interpreter.path_state, *loop.continues])
-        if after is None or after.equals(before):
+        after = interpreter.path_state
+        if after is None or after == before:
             break
     interpreter.path_state = join_all([interpreter.path_state, *breaks])
     if interpreter.path_state is None:  # every path leaves the function; but the loop may not run at all
         interpreter.path_state = entry
     interpreter.execute(node.orelse)
+
+
+def _execute_body(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While) -> list[State]:
+    """Execute the body of a loop once, and return the states in which it leaves the loop."""
+    exits = LoopExits()
+    interpreter.loops.append(exits)
+    interpreter.execute(node.body)
+    interpreter.loops.pop()
+    interpreter.path_state = join_all([interpreter.path_state, *exits.continues])
+    return exits.breaks
 
 
 def _for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
@@ -92,12 +98,7 @@ def _unroll(interpreter: Interpreter, node: ast.For | ast.AsyncFor, items: Known
         if interpreter.path_state is None:
             break
         interpreter.assign(node.target, item)
-        loop = LoopExits()
-        interpreter.loops.append(loop)
-        interpreter.execute(node.body)
-        interpreter.loops.pop()
-        breaks += loop.breaks
-        interpreter.path_state = join_all([interpreter.path_state, *loop.continues])
+        breaks += _execute_body(interpreter, node)
     interpreter.path_state = join_all([interpreter.path_state, *breaks])
 
 

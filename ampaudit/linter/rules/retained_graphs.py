@@ -19,14 +19,12 @@ def check_retained_graphs(interpreter: Interpreter, events: list[Event]) -> None
     for index, event in enumerate(uses):
         if not isinstance(event, Backward) or not event.retains_graph or not event.loss.model_calls:
             continue
-        later = [other for other in uses[index + 1 :] if other.loop is event.loop]
-        if later:
+        if any(other.loop is event.loop for other in uses[index + 1 :]):
             continue
-        node = event.node
         interpreter.report(
             "AMP836",
-            node,
+            event.node,
             "retain_graph=True keeps every activation, but no later backward uses this graph",
             "remove retain_graph",
-            Fix.at(node, "remove keyword", "retain_graph"),
+            Fix.at(event.node, "remove keyword", "retain_graph"),
         )
