@@ -209,9 +209,8 @@ def check_paired(interpreter: Interpreter, optimizer: Optimizer, step: ast.Call)
         interpreter.report(
             "AMP829",
             step,
-            "no loss of this iteration depends on the parameters of this optimizer: the scaler finds "
-            "no gradients"
-            " to check, and raises",
+            "no loss of this iteration depends on the parameters of this optimizer: the scaler finds no "
+            "gradients to check, and raises",
             "step the optimizer whose model the loss is computed with",
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
+from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks
 
 __all__ = [
     "assigned_texts",
@@ -59,11 +59,8 @@ def call_beside_scaler(linked: LinkedScript, node: ast.AST, calls: Sequence[ast.
 def _has_own_scaler(script: Script, node: ast.AST) -> bool:
     """Return whether the class around a node has a scaler in an attribute."""
     line = getattr(node, "lineno", 0)
-    return any(
-        script.has_scaler(info)
-        for info in script.classes.values()
-        if info.node.lineno <= line <= (info.node.end_lineno or line)
-    )
+    around = (info for info in script.classes.values() if covers_line(info.node, line))
+    return any(map(script.has_scaler, around))
 
 
 def location_suffix(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
@@ -81,7 +78,7 @@ def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
     return [
         text
         for n in nodes_around(linked, node)
-        if isinstance(n, ast.If) and n.lineno <= line <= (n.end_lineno or 0)
+        if isinstance(n, ast.If) and covers_line(n, line)
         for text in (ast.unparse(n.test), *assigned_texts(linked, node, n.test))
     ]
 
@@ -125,7 +122,7 @@ def enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
     line, function, pending = getattr(node, "lineno", 0), tree, list(tree.body)
     while pending:
         item = pending.pop()
-        if item.lineno <= line <= (item.end_lineno or item.lineno):
+        if covers_line(item, line):
             if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
                 function = item  # type: ignore[assignment]
             pending = [statement for block in nested_blocks(item) for statement in block]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 
 __all__ = [
+    "calls_method",
     "condition_of",
     "covers_line",
     "dotted_name",
     "enters_autocast",
+    "has_name",
     "keyword_value",
     "last_component",
     "nested_blocks",
@@ -83,9 +85,21 @@ def covers_line(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
+def has_name(node: ast.AST, text: str) -> bool:
+    """Return whether a name or attribute in a node contains a text."""
+    parts = (part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute))
+    return any(text in simple_name(part) for part in parts)
+
+
+def calls_method(node: ast.AST, name: str) -> bool:
+    """Return whether a node contains a call ``x.name(...)``."""
+    functions = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
+    return any(isinstance(function, ast.Attribute) and function.attr == name for function in functions)
+
+
 def enters_autocast(node: ast.With) -> bool:
     """Return whether a ``with`` statement names autocast."""
-    return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
+    return any(has_name(item.context_expr, "autocast") for item in node.items)
 
 
 def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:

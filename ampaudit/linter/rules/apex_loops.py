@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
+from ampaudit.linter.flow.syntax import calls_method, dotted_name, has_name, keyword_value, last_component
 
 __all__ = ["check_apex_loops"]
 
@@ -73,10 +73,10 @@ def _check_function(
         node
         for node in ast.walk(function)
         if isinstance(node, ast.With)
-        and any("scale_loss" in ast.unparse(item.context_expr) for item in node.items)
+        and any(has_name(item.context_expr, "scale_loss") for item in node.items)
     ]
     inside = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
-    uses_masters = bool(blocks) and "master_params" in ast.unparse(function)
+    uses_masters = bool(blocks) and has_name(function, "master_params")
     for node in ast.walk(function) if blocks else ():
         name = last_component(dotted_name(node.func)) if isinstance(node, ast.Call) else ""
         if not isinstance(node, ast.Call) or not name.startswith("clip_grad"):
@@ -89,7 +89,7 @@ def _check_function(
                 "of them",
                 "clip after the block",
             )
-        elif certainty and not uses_masters and node.args and ".parameters()" in ast.unparse(node.args[0]):
+        elif certainty and not uses_masters and node.args and calls_method(node.args[0], "parameters"):
             yield Diagnostic(
                 "AMP807",
                 node,

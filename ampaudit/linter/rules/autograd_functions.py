@@ -10,7 +10,7 @@ from typing import Final
 from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.flow.definitions import FunctionInfo
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, enters_autocast, last_component, simple_name
+from ampaudit.linter.flow.syntax import dotted_name, enters_autocast, has_name, last_component, simple_name
 
 __all__ = ["check_autograd_functions"]
 
@@ -33,7 +33,10 @@ def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
         forward, backward = info.methods.get("forward"), info.methods.get("backward")
         if forward is None or backward is None:
             continue
-        has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
+        has = [
+            any(has_name(decorator, name) for decorator in method.node.decorator_list)
+            for method, name in ((forward, "custom_fwd"), (backward, "custom_bwd"))
+        ]
         if has == [False, True]:  # backward raises, whatever it computes
             yield _diagnostic(info.node, forward, backward, has)
             continue
@@ -64,7 +67,7 @@ def _is_entered(script: Script, node: ast.FunctionDef | ast.ClassDef | ast.Assig
     if isinstance(node, ast.ClassDef):
         info = script.classes.get(node.name)
         return info is not None and info.derives("Module")
-    return node.name in inside or any("autocast" in ast.unparse(d) for d in node.decorator_list)
+    return node.name in inside or any(has_name(d, "autocast") for d in node.decorator_list)
 
 
 def _multiplies(info: FunctionInfo) -> bool:
@@ -74,10 +77,6 @@ def _multiplies(info: FunctionInfo) -> bool:
         if isinstance(node, ast.Call) and simple_name(node.func) in _PRODUCTS:
             return True
     return False
-
-
-def _decorated(info: FunctionInfo, name: str) -> bool:
-    return any(name in ast.unparse(decorator) for decorator in info.node.decorator_list)
 
 
 def _diagnostic(

@@ -72,9 +72,8 @@ def _check_compared(interpreter: Interpreter, event: Event) -> None:
         interpreter.report(
             "AMP827",
             event.node,
-            "the scale changes also when it grows, after 2,000 good steps: an unequal scale does not "
-            "mean that a"
-            " step was skipped",
+            "the scale changes also when it grows, after 2,000 good steps: an unequal scale does not mean "
+            "that a step was skipped",
             "compare with <: the step was skipped if scaler.get_scale() < scale_before",
         )
 

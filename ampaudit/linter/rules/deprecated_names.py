@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ampaudit.linter.diagnostic import Diagnostic, Fix
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, has_name
 from ampaudit.linter.flow.torch_names import DEPRECATED, canonical_name
 
 __all__ = ["check_deprecated_names"]
@@ -73,9 +73,10 @@ def _version_dependent(nodes: list[ast.AST]) -> set[int]:
     for node in nodes:
         decides = isinstance(node, ast.If | ast.IfExp) and _VERSION.search(ast.unparse(node.test))
         falls_back = isinstance(node, ast.Try) and any(
-            "ImportError" in ast.unparse(h.type) or "AttributeError" in ast.unparse(h.type)
-            for h in node.handlers
-            if h.type is not None
+            has_name(handler.type, error)
+            for handler in node.handlers
+            for error in ("ImportError", "AttributeError")
+            if handler.type is not None
         )
         if decides or falls_back:
             ids.update(map(id, ast.walk(node)))
@@ -119,7 +120,7 @@ def _called(nodes: list[ast.AST]) -> set[int]:
     ids = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            ids |= {id(d) for d in node.decorator_list if "custom_" in ast.unparse(d)}
+            ids |= {id(d) for d in node.decorator_list if has_name(d, "custom_")}
     return ids
 
 

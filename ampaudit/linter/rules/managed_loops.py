@@ -22,7 +22,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.frameworks import FRAMEWORKS, Framework
 from ampaudit.linter.flow.managed_events import ManagedBackward, ManagedClip, ManagedStep, ManagedUpdate
 from ampaudit.linter.flow.statement_context import nodes_around, tests_around
-from ampaudit.linter.flow.syntax import covers_line, dotted_name
+from ampaudit.linter.flow.syntax import calls_method, covers_line, dotted_name
 from ampaudit.linter.flow.values import Managed, Tensor
 from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of
 
@@ -51,12 +51,10 @@ def check_managed_loops(interpreter: Interpreter, events: list[Event]) -> None:
 
 def _is_alternative(interpreter: Interpreter, event: Event) -> bool:
     """Return whether a condition chooses between this backward and another, which is the framework's."""
-    for choice in nodes_around(interpreter.linked, event.node):
-        if isinstance(choice, ast.If) and (side := side_of(choice, event.node)):
-            other = choice.orelse if side == "body" else choice.body
-            if any(".backward(" in ast.unparse(statement) for statement in other):
-                return True
-    return False
+    choices = (n for n in nodes_around(interpreter.linked, event.node) if isinstance(n, ast.If))
+    sides = ((choice, side_of(choice, event.node)) for choice in choices)
+    others = (choice.orelse if side == "body" else choice.body for choice, side in sides if side)
+    return any(calls_method(statement, "backward") for other in others for statement in other)
 
 
 def _backwards(events: list[Event]) -> list[Event]:
@@ -173,15 +171,11 @@ def _backward_call(event: Event) -> ast.Call | None:
 def _check_accumulated(interpreter: Interpreter, event: ManagedClip) -> None:
     """Check that Accelerate clips only where it steps, as each call unscales."""
     managed = event.managed
-    blocks = [
-        ast.unparse(item.context_expr)
-        for g in event.guards
-        if isinstance(g.node, ast.With)
-        for item in g.node.items
-    ]
+    blocks = [guard.node for guard in event.guards if isinstance(guard.node, ast.With)]
     tests = tests_around(interpreter.linked, event.node)
     name = managed.framework.name if managed.framework is not None else ""
-    accumulates = any(".accumulate(" in text for text in blocks)
+    items = (item.context_expr for block in blocks for item in block.items)
+    accumulates = any(calls_method(item, "accumulate") for item in items)
     is_gated = any("sync" in text or "%" in text for text in tests)
     if name == "Accelerate" and accumulates and managed.scales and not is_gated:
         interpreter.report(
@@ -223,9 +217,10 @@ def _clips_before_step(info: ClassInfo, events: list[Event]) -> Iterator[ast.AST
         calls = [guard.node for guard in event.guards if guard.kind == "call"]
         if not any(_is_in(node, hook) for node in (event.node, *calls) for hook in hooks):
             yield event.node
-    called = "".join(ast.unparse(hook.node) for hook in hooks)
+    nodes = (node for hook in hooks for node in ast.walk(hook.node))
+    called = {dotted_name(node.func) for node in nodes if isinstance(node, ast.Call)}
     for name, method in info.methods.items():
-        for node in ast.walk(method.node) if f"self.{name}(" not in called and method not in hooks else ():
+        for node in ast.walk(method.node) if f"self.{name}" not in called and method not in hooks else ():
             if isinstance(node, ast.Call) and dotted_name(node.func) == "self.clip_gradients":
                 yield node
 

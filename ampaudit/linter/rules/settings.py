@@ -137,8 +137,7 @@ def _check_dtype(interpreter: Interpreter, entered: AutocastEntered, events: lis
                 "AMP856",
                 call,
                 "this autocast computes in its default dtype, float16 on CUDA, although line "
-                f"{value.lineno} chooses"
-                f" one as {name}",
+                f"{value.lineno} chooses one as {name}",
                 f"pass dtype={name}",
                 certainty=Certainty.LIKELY,
             )

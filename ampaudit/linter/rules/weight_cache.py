@@ -15,6 +15,7 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
+from ampaudit.linter.flow.syntax import has_name
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -94,7 +95,7 @@ def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]
 def _block_without_gradients(event: Event, start: int) -> ast.withitem | None:
     """Return the ``no_grad`` inside the autocast block that a call is in; None is for a decorator."""
     items = [item for g in event.guards[start + 1 :] if isinstance(g.node, ast.With) for item in g.node.items]
-    return next((i for i in items if "no_grad" in ast.unparse(i.context_expr)), None)
+    return next((i for i in items if has_name(i.context_expr, "no_grad")), None)
 
 
 def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
