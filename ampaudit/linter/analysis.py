@@ -30,11 +30,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.expressions import EXPRESSIONS
 from ampaudit.linter.flow.fields import instance_of_class
 from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.interpreter import (
-    NO_AUTOCAST,
-    UNKNOWN_AUTOCAST,
-    Interpreter,
-)
+from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
 from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from ampaudit.linter.flow.syntax import keyword_value
-from ampaudit.linter.flow.values import Value
+from ampaudit.linter.flow.values import UNKNOWN, Value
 
 __all__ = ["Arguments"]
 
@@ -30,6 +30,11 @@ class Arguments:
         if index < len(self.positional):
             return self.positional[index]
         return self.keywords.get(name)
+
+    @property
+    def first(self) -> Value:
+        """The first positional value; unknown if there is none."""
+        return self.positional[0] if self.positional else UNKNOWN
 
     def all(self) -> list[Value]:
         """Return all values."""

@@ -12,7 +12,7 @@ from ampaudit.linter.flow.devices import device_of
 from ampaudit.linter.flow.events import ScalerMade
 from ampaudit.linter.flow.facts import UNUSED
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.values import DeviceValue, LiteralValue, Scaler, Value
+from ampaudit.linter.flow.values import DeviceValue, LiteralValue, Scaler, Value, literal_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.arguments import Arguments
@@ -42,7 +42,7 @@ def make_autocast(
     )
     conditional = values["enabled"] is not None and not isinstance(values["enabled"], LiteralValue)
     cache = arguments.keywords.get("cache_enabled", LiteralValue(True))
-    caches = isinstance(cache, LiteralValue) and cache.value is True
+    caches = literal_of(cache) is True
     return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
 
 
@@ -50,11 +50,9 @@ def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Argu
     """Report a call that leaves out the device type, which only the older names have by themselves."""
     first = arguments.get(0, "device_type")
     imports = interpreter.script.imports & {"torch.amp.autocast", "torch.autocast"}
-    is_flag = isinstance(first, DeviceValue) or (
-        isinstance(first, LiteralValue) and isinstance(first.value, bool)
-    )
+    is_flag = isinstance(first, DeviceValue) or isinstance(literal_of(first), bool)
     has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
-    text = first.value if isinstance(first, LiteralValue) else None
+    text = literal_of(first)
     names_index = isinstance(text, str) and ":" in text  # a device, and not its type
     if (
         (imports or isinstance(node.func, ast.Attribute)) and not has_more and (first is None or is_flag)
@@ -76,7 +74,7 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
     assumed = interpreter.assumed_truth(expression)
     if assumed is None and isinstance(expression, ast.Subscript) and value == LiteralValue(True):
         return True
-    if assumed is None and isinstance(value, LiteralValue) and value.value is False:
+    if assumed is None and literal_of(value) is False:
         return None
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
 

@@ -6,13 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.facts import DEVICE, PERHAPS
-from ampaudit.linter.flow.values import (
-    UNKNOWN,
-    DeviceValue,
-    LiteralValue,
-    Model,
-    Value,
-)
+from ampaudit.linter.flow.values import UNKNOWN, DeviceValue, LiteralValue, Model, Value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.arguments import Arguments

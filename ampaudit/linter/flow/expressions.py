@@ -35,6 +35,7 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Truth,
     Value,
+    literal_of,
 )
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:
 
 def _dictionary(interpreter: Interpreter, node: ast.Dict) -> Value:
     keys = [interpreter.evaluate(key) for key in node.keys]
-    names = (key.value if isinstance(key, LiteralValue) else None for key in keys)
+    names = (literal_of(key) for key in keys)
     texts = tuple(name if isinstance(name, str) else None for name in names)
     return DictLiteral(tuple(interpreter.evaluate(value) for value in node.values), node, texts)
 

@@ -49,6 +49,7 @@ from ampaudit.linter.flow.values import (
     ScaleReading,
     Tensor,
     Value,
+    literal_of,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
     """Interpret ``loss.backward()``."""
     state = interpreter.state
     retain = arguments.get(1, "retain_graph")
-    retained = isinstance(retain, LiteralValue) and retain.value is True
+    retained = literal_of(retain) is True
     synchronizes = "no_sync" not in interpreter.grad_modes
     interpreter.record(Backward(interpreter.at(node), loss, retained, synchronizes, interpreter.autocast))
     _check_accumulated(interpreter, node, loss)
@@ -183,7 +184,7 @@ def clip(
     raises = arguments.keywords.get("error_if_nonfinite")
     scaled = bool(contributions) and any(item.scaler for item in contributions or ())
     handled = is_handled(interpreter.linked, node)
-    if scaled and not handled and isinstance(raises, LiteralValue) and raises.value is True:
+    if scaled and not handled and literal_of(raises) is True:
         interpreter.report(
             "AMP819",
             node,

@@ -16,15 +16,7 @@ from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.state import State, join
 from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
 from ampaudit.linter.flow.torch_names import DTYPES
-from ampaudit.linter.flow.values import (
-    UNKNOWN,
-    ImportedName,
-    LiteralValue,
-    Model,
-    Optimizer,
-    Scaler,
-    Value,
-)
+from ampaudit.linter.flow.values import UNKNOWN, ImportedName, LiteralValue, Model, Optimizer, Scaler, Value
 
 __all__ = ["follow_callback", "inline_call"]
 

@@ -37,6 +37,7 @@ from ampaudit.linter.flow.values import (
     Scheduler,
     Tensor,
     Value,
+    literal_of,
 )
 
 __all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter"]
@@ -343,7 +344,7 @@ class Interpreter(Recorder):
         elif isinstance(target, ast.Subscript):
             entries, key = self.evaluate(target.value), self.evaluate(target.slice)
             if isinstance(entries, DictLiteral) and dotted_name(target.value):
-                name = key.value if isinstance(key, LiteralValue) else None
+                name = literal_of(key)
                 self.assign(target.value, entries.with_item(name, value))
 
     def _check_replaced(self, target: ast.Attribute, old: Value | None, new: Value) -> None:

@@ -10,13 +10,7 @@ from ampaudit.linter.diagnostic import Certainty, Fix
 from ampaudit.linter.flow import tensors
 from ampaudit.linter.flow.events import LossInside
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
-from ampaudit.linter.flow.values import (
-    UNKNOWN,
-    LiteralValue,
-    LossFunction,
-    Tensor,
-    Value,
-)
+from ampaudit.linter.flow.values import LiteralValue, LossFunction, Tensor, Value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.arguments import Arguments
@@ -39,7 +33,7 @@ def call_loss_function(
 ) -> Value:
     """Interpret a loss function of torch."""
     tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    first = arguments.first
     autocast = interpreter.autocast
     record_loss(interpreter, node, tensor_arguments)
     if (

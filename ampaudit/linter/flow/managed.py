@@ -18,7 +18,7 @@ from ampaudit.linter.flow.managed_events import (
 from ampaudit.linter.flow.scaler_checks import check_adapters
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
-from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
+from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value, literal_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.arguments import Arguments
@@ -100,7 +100,7 @@ def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arg
     """Check that Ignite's training step, which has no scaler unless it is given one, scales the loss."""
     mode = arguments.keywords.get("amp_mode")
     under_autocast = node.func is not None and dotted_name(node.func).endswith("_amp")
-    if not under_autocast and not (isinstance(mode, LiteralValue) and mode.value == "amp"):
+    if not under_autocast and literal_of(mode) != "amp":
         return
     scaler = arguments.keywords.get("scaler")
     is_off = scaler is None or (isinstance(scaler, LiteralValue) and not scaler.value)

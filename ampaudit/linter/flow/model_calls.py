@@ -10,24 +10,14 @@ from ampaudit.linter.diagnostic import file_number, key_of
 from ampaudit.linter.flow.definitions import FunctionInfo, Instance
 from ampaudit.linter.flow.devices import applies_to_device
 from ampaudit.linter.flow.events import HalfUnderAutocast, ModelCall
-from ampaudit.linter.flow.facts import (
-    BFLOAT16_WEIGHTS,
-    FREED,
-    HALF_WEIGHTS,
-)
+from ampaudit.linter.flow.facts import BFLOAT16_WEIGHTS, FREED, HALF_WEIGHTS
 from ampaudit.linter.flow.half_ops import check_rounded_timesteps, check_same_dtype
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.joining import flattened
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value
 from ampaudit.linter.flow.tensors import autocast_dtype
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
-from ampaudit.linter.flow.values import (
-    UNKNOWN,
-    KnownItems,
-    Model,
-    Tensor,
-    Value,
-)
+from ampaudit.linter.flow.values import KnownItems, Model, Tensor, Value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.arguments import Arguments
@@ -110,7 +100,7 @@ def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, argumen
     is_plain = bool(model.layers) and model.layers[0] in MATRIX_LAYERS and not has_dtype
     state = interpreter.state
     is_cast = state.may_hold(HALF_WEIGHTS, model.key) or state.may_hold(BFLOAT16_WEIGHTS, model.key)
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    first = arguments.first
     by_autocast = isinstance(first, Tensor) and first.computed_under != ""
     if interpreter.autocast.enabled is False and is_plain and not is_cast and by_autocast:
         check_same_dtype(interpreter, node, "this layer", [first, Tensor(dtype="float32")])
@@ -156,7 +146,7 @@ def _ends_in_product(model: Model, arguments: Arguments) -> bool:
             return True
         if layer not in LAYERS_WITHOUT_DTYPE:
             return False
-    first = arguments.positional[0] if arguments.positional else None
+    first = arguments.first
     return bool(model.layers) and isinstance(first, Tensor) and bool(first.cast)
 
 

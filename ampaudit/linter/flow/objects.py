@@ -27,15 +27,7 @@ from ampaudit.linter.flow.gradients import clip, unknown_backward
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.model_calls import call_model, guessed_model, method_of
 from ampaudit.linter.flow.tensors import dtype_named, requested_dtype
-from ampaudit.linter.flow.values import (
-    UNKNOWN,
-    DtypeChoice,
-    KnownItems,
-    Model,
-    Parameters,
-    Tensor,
-    Value,
-)
+from ampaudit.linter.flow.values import UNKNOWN, DtypeChoice, KnownItems, Model, Parameters, Tensor, Value
 from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:

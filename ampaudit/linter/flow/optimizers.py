@@ -47,6 +47,7 @@ from ampaudit.linter.flow.values import (
     Parameters,
     StateDict,
     Value,
+    literal_of,
 )
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _check_eps(
     interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments, models: frozenset[str]
 ) -> None:
     value = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
-    eps = value.value if isinstance(value, LiteralValue) else None
+    eps = literal_of(value)
     halved = any(interpreter.state.trained_cast(HALF_WEIGHTS, model) for model in models)
     if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
         interpreter.report(
@@ -209,7 +210,7 @@ _OTHERWISE: Final = (
 def _check_bfloat16(interpreter: Interpreter, arguments: Arguments, models: frozenset[str] | None) -> None:
     """Report bfloat16 weights that an optimizer of torch changes by less than they can represent."""
     value, expression = arguments.get(1, "lr"), arguments.expression(1, "lr")
-    rate = value.value if isinstance(value, LiteralValue) else None
+    rate = literal_of(value)
     if rate is None and expression is not None:
         rate = interpreter.script.defaults.get(dotted_name(expression).rpartition(".")[2])
     if not isinstance(rate, float) or rate > _SMALL_LEARNING_RATE:

@@ -22,11 +22,7 @@ from ampaudit.linter.flow.facts import (
     Stepped,
     Zeroed,
 )
-from ampaudit.linter.flow.gradient_uses import (
-    are_distinct,
-    gradient_contributions,
-    has_single_optimizer,
-)
+from ampaudit.linter.flow.gradient_uses import are_distinct, gradient_contributions, has_single_optimizer
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
 from ampaudit.linter.flow.statement_context import in_same_function, nodes_around
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name

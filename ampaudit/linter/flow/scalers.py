@@ -33,10 +33,7 @@ from ampaudit.linter.flow.facts import (
     EarlyUpdate,
     Stepped,
 )
-from ampaudit.linter.flow.gradient_uses import (
-    gradient_contributions,
-    has_single_optimizer,
-)
+from ampaudit.linter.flow.gradient_uses import gradient_contributions, has_single_optimizer
 from ampaudit.linter.flow.scaler_checks import (
     check_adapters,
     check_bfloat16,

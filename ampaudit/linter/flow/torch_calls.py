@@ -59,6 +59,7 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Unknown,
     Value,
+    literal_of,
 )
 from ampaudit.linter.flow.weight_copies import average_in_list
 
@@ -106,7 +107,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if isinstance(copied, Model):
         return replace(copied, key=key_of(node), node=node)
     if path in _PASS_THROUGH or isinstance(copied, StateDict):
-        return arguments.positional[0] if arguments.positional else UNKNOWN
+        return arguments.first
     if path.startswith("builtins."):
         return _call_builtin(interpreter, node, name, arguments)
     return unknown_call(interpreter, node, path, arguments)
@@ -158,7 +159,7 @@ def _call_torch(
 
 def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments) -> Value:
     values = arguments.all()
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    first = arguments.first
     inner = item_of(first) if isinstance(first, KnownItems) else first
     if isinstance(inner, LossGradients):
         return gradient_norm(interpreter, node, inner) if name in NORM_FUNCTIONS else inner
@@ -197,7 +198,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
 
 def _sums(equation: Value | None) -> bool:
     """Return whether an equation of ``einsum`` sums over an index, so that it is a matrix product."""
-    text = equation.value if isinstance(equation, LiteralValue) else None
+    text = literal_of(equation)
     if not isinstance(text, str) or "->" not in text:
         return True
     indices, _, result = text.partition("->")
@@ -246,12 +247,12 @@ def _start_thread(interpreter: Interpreter, node: ast.Call, arguments: Arguments
 
 def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "mode")
-    return ContextManager("no_grad" if isinstance(value, LiteralValue) and value.value is False else "unsure")
+    return ContextManager("no_grad" if literal_of(value) is False else "unsure")
 
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "type")
-    text = value.value if isinstance(value, LiteralValue) else None
+    text = literal_of(value)
     has_index = arguments.get(1, "index") is not None or (isinstance(text, str) and ":" in text)
     return DeviceValue(device_of(value), has_index)
 
@@ -289,7 +290,7 @@ def _chain(arguments: Arguments) -> Value:
 
 
 def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
-    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    first = arguments.first
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
         interpreter.record(NumberRead(interpreter.at(node), first))
         return UNSCALED_TENSOR

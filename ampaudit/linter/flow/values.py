@@ -38,6 +38,7 @@ __all__ = [
     "Truth",
     "Unknown",
     "Value",
+    "literal_of",
 ]
 
 UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
@@ -65,6 +66,11 @@ class LiteralValue:
 
     value: object
     is_given: bool = False
+
+
+def literal_of(value: Value | None) -> object:
+    """Return what a literal stands for; ``None`` for other values as well."""
+    return value.value if isinstance(value, LiteralValue) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.facts import FROZEN
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.tensors import requested_dtype
-from ampaudit.linter.flow.values import UNKNOWN, LiteralValue, Parameters, Value
+from ampaudit.linter.flow.values import UNKNOWN, Parameters, Value, literal_of
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.arguments import Arguments
@@ -46,7 +46,7 @@ def copies_method(
 
 def freeze(interpreter: Interpreter, model: str, value: Value | None) -> None:
     """Record that the parameters of a model are frozen if a value is false, and trained if it is not."""
-    is_frozen = isinstance(value, LiteralValue) and value.value is False
+    is_frozen = literal_of(value) is False
     interpreter.state.set_fact(FROZEN, True if is_frozen else None, model)
 
 
