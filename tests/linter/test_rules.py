@@ -159,3 +159,11 @@ STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update
 def test_what_published_code_does_rightly_is_left_alone(text: str) -> None:
     """Each of these was an alarm in somebody's package, and wrong."""
     assert codes(text) == []
+
+
+def test_an_update_in_a_conditional_expression_is_read() -> None:
+    body = (
+        "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nscaler.step(optimizer)\n"
+        "scaler.update() if torch.isfinite(loss) else None"
+    )
+    assert codes(training_loop(body)) == []
