@@ -15,6 +15,7 @@ __all__ = [
     "Fix",
     "file_number",
     "key_of",
+    "line_of",
     "position_of",
     "remove_statement",
 ]
@@ -22,14 +23,19 @@ __all__ = [
 LINES_PER_FILE: Final = 1 << 24  # the lines of imported file n are counted from n times this
 
 
+def line_of(node: ast.AST) -> int:
+    """Return a node's line, from 1; zero for a node without position."""
+    return getattr(node, "lineno", 0)
+
+
 def file_number(node: ast.AST) -> int:
     """Return the number of the imported file that a node is in; zero for the script itself."""
-    return int(getattr(node, "lineno", 0)) // LINES_PER_FILE
+    return line_of(node) // LINES_PER_FILE
 
 
 def position_of(node: ast.AST) -> tuple[int, int]:
     """Return a node's line, from 1, and column in UTF-8 bytes, from 0; zeros for a node without position."""
-    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+    return line_of(node), getattr(node, "col_offset", 0)
 
 
 def key_of(node: ast.AST) -> str:

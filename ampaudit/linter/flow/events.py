@@ -77,6 +77,10 @@ class Event:
         """The innermost loop around the event."""
         return next((guard.node for guard in reversed(self.guards) if guard.kind == "loop"), None)
 
+    def is_inside(self, node: ast.AST) -> bool:
+        """Return whether a node, such as a loop or a block, is around the event."""
+        return any(guard.node is node for guard in self.guards)
+
     def guards_inside(self, loop: ast.AST | None) -> tuple[Guard, ...]:
         """Return the guards between a loop and the event; all guards if the event is not in that loop."""
         for index, guard in enumerate(self.guards):

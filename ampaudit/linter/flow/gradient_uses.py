@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.events import GradientRead, UnknownEffect
 from ampaudit.linter.flow.facts import FRESH, IDLE, LEFTOVER, UNSCALED_AT, UNUSED, UPDATED, ZEROED
 from ampaudit.linter.flow.frameworks import FRAMEWORKS
@@ -90,7 +90,7 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
     if _is_normalized(interpreter, node) or isinstance(interpreter.statement, ast.Assert):
         return
     place = call_beside_scaler(interpreter.linked, node, interpreter.calls)
-    line = getattr(place, "lineno", 0)
+    line = line_of(place)
     if certainty and not any(key[:2] == ("AMP808", line) for key in interpreter.diagnostics):
         interpreter.report(
             "AMP808",

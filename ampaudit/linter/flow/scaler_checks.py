@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix, position_of
+from ampaudit.linter.diagnostic import Certainty, Fix, line_of, position_of
 from ampaudit.linter.flow.events import ScalerUpdate, of_type
 from ampaudit.linter.flow.facts import (
     FROZEN,
@@ -94,7 +94,7 @@ def check_adapters(interpreter: Interpreter, node: ast.Call) -> None:
     for (model, *_), fact in state.matching(HALF_WEIGHTS):
         if not isinstance(fact, ast.AST) or state.get(FROZEN, model) is None:
             continue
-        line = getattr(fact, "lineno", 0)
+        line = line_of(fact)
         calls = (
             n for n in nodes_around(interpreter.linked, fact) if isinstance(n, ast.Call) and n.lineno < line
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from ampaudit.linter.diagnostic import line_of
 from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks
@@ -58,7 +59,7 @@ def call_beside_scaler(linked: LinkedScript, node: ast.AST, calls: Sequence[ast.
 
 def _has_own_scaler(script: Script, node: ast.AST) -> bool:
     """Return whether the class around a node has a scaler in an attribute."""
-    line = getattr(node, "lineno", 0)
+    line = line_of(node)
     around = (info for info in script.classes.values() if covers_line(info.node, line))
     return any(map(script.has_scaler, around))
 
@@ -66,7 +67,7 @@ def _has_own_scaler(script: Script, node: ast.AST) -> bool:
 def location_suffix(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
     """Return the line of a node in words, if its diagnostic is at a call that leads to it."""
     here = f" {otherwise}" if otherwise else ""
-    return here if place is node else f" at line {getattr(node, 'lineno', 0)}"
+    return here if place is node else f" at line {line_of(node)}"
 
 
 def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
@@ -74,7 +75,7 @@ def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
 
     A condition with names in it is followed by what the function assigns to these.
     """
-    line = getattr(node, "lineno", 0)
+    line = line_of(node)
     return [
         text
         for n in nodes_around(linked, node)
@@ -85,7 +86,7 @@ def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
 
 def is_handled(linked: LinkedScript, node: ast.AST) -> bool:
     """Return whether a node is in a block whose errors its function handles."""
-    line = getattr(node, "lineno", 0)
+    line = line_of(node)
     blocks = (n for n in nodes_around(linked, node) if isinstance(n, ast.Try) and n.handlers)
     return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in blocks)
 
@@ -119,7 +120,7 @@ _PROTOCOL = ("scale", "step", "update", "unscale_")
 
 def enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
     """Return the innermost function around a node, or the module."""
-    line, function, pending = getattr(node, "lineno", 0), tree, list(tree.body)
+    line, function, pending = line_of(node), tree, list(tree.body)
     while pending:
         item = pending.pop()
         if covers_line(item, line):

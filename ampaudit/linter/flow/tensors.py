@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.linter.diagnostic import line_of
 from ampaudit.linter.flow.events import NumberRead
 from ampaudit.linter.flow.gradient_uses import gradient_norm
 from ampaudit.linter.flow.gradients import backward
@@ -89,7 +90,7 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
             interpreter.report(
                 "AMP845",
                 value.upcast,
-                f"autocast casts this float32 tensor back to {cast} at line {getattr(node, 'lineno', 0)}",
+                f"autocast casts this float32 tensor back to {cast} at line {line_of(node)}",
                 "compute what needs float32 under 'with torch.autocast(device_type, enabled=False):'",
             )
     roots = all_model_calls(values)

@@ -6,7 +6,7 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.facts import FROZEN
 from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.tensors import requested_dtype
@@ -73,7 +73,7 @@ def _report_average(interpreter: Interpreter, node: ast.AST, copies: Parameters)
     interpreter.report(
         "AMP867",
         cast,
-        f"these copies of the weights are {dtype}, and line {getattr(node, 'lineno', 0)} averages them: "
+        f"these copies of the weights are {dtype}, and line {line_of(node)} averages them: "
         f"changes of less than {_SMALLEST_CHANGE[dtype]} of a weight are rounded away, and the average "
         "stands still",
         "keep the average in float32, and cast a copy of it where it is used",

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import (
     Backward,
@@ -39,7 +39,7 @@ def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
         for branch in dict.fromkeys(branch_of(None, e) for e in of_type(alone, Backward)):
             _check_branch(interpreter, None, branch, alone)
     for loop in dict.fromkeys(e.loop for e in of_type(events, Backward) if e.loop is not None):
-        inside = [e for e in events if any(g.node is loop for g in e.guards)]
+        inside = [e for e in events if e.is_inside(loop)]
         backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
         steps = of_type(inside, StepEvent)
         by_hand = interpreter.linked.mentions("all_reduce")
@@ -90,7 +90,7 @@ def excludes(one: Branch, other: Branch) -> bool:
 
 def side_of(condition: ast.AST, node: ast.AST) -> str:
     """Return in which part of a condition a node is."""
-    line = getattr(node, "lineno", 0)
+    line = line_of(node)
     for name in ("body", "orelse"):
         part = getattr(condition, name, [])
         statements = part if isinstance(part, list) else [part]
@@ -185,7 +185,7 @@ def _check_inner_loop(
     """Check a loop over the batches of one step, which follows the loop."""
     if not isinstance(loop, ast.For) or not _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower()):
         return
-    steps = [e for e in of_type(events, StepEvent) if not any(g.node is loop for g in e.guards)]
+    steps = [e for e in of_type(events, StepEvent) if not e.is_inside(loop)]
     if not steps or _DIVIDES.search("\n".join(map(ast.unparse, loop.body))):
         return
     for event in backwards:

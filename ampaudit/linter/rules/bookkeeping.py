@@ -84,7 +84,7 @@ def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> Non
         for index, guard in enumerate(creation.guards):
             if guard.kind != "loop":
                 continue
-            inside = [event for event in events if any(g.node is guard.node for g in event.guards)]
+            inside = [event for event in events if event.is_inside(guard.node)]
             # a loop around the call of the function that creates it may train one model per call
             outlives_call = index > (calls[-1] if calls else -1) or _optimizer_before(events, guard.node)
             trains = any(isinstance(event, Backward | ScalerScale) for event in inside)
@@ -100,7 +100,7 @@ def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> Non
 
 def _optimizer_before(events: list[Event], loop: ast.AST) -> bool:
     """Return whether an optimizer was made in the function of a loop, before it."""
-    around = next(e.guards for e in events if any(g.node is loop for g in e.guards))
+    around = next(e.guards for e in events if e.is_inside(loop))
     place = next(i for i, guard in enumerate(around) if guard.node is loop)
     outside = around[:place]
     creations = of_type(events, OptimizerMade)

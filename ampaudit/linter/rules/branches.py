@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import (
     Backward,
@@ -35,7 +35,7 @@ __all__ = ["check_branches", "check_stepped_either_way", "check_zeroed_either_wa
 def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
     """Check loops for gradients that one branch never zeroes, and for an update that one leaves out."""
     for loop in dict.fromkeys(e.loop for e in of_type(events, Backward) if e.loop is not None):
-        inside = [e for e in events if any(g.node is loop for g in e.guards)]
+        inside = [e for e in events if e.is_inside(loop)]
         _check_zeroed(interpreter, loop, inside)
         _check_exchanged(interpreter, loop, inside, events)
     _check_skipped_update(interpreter, events)
@@ -122,7 +122,7 @@ def _check_exchanged(
             interpreter.report(
                 "AMP829",
                 step.node,
-                f"this optimizer was stepped at line {getattr(again[0].node, 'lineno', 0)} already, and "
+                f"this optimizer was stepped at line {line_of(again[0].node)} already, and "
                 "another, whose gradients are zeroed in this loop, is never stepped",
                 "step each optimizer after the backward of its own loss",
                 certainty=Certainty.LIKELY,
@@ -144,7 +144,7 @@ def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None
             interpreter.report(
                 "AMP828",
                 _leaves_at(first) or later[0].node,
-                f"update() is left out where the condition of line {getattr(first, 'lineno', 0)} skips "
+                f"update() is left out where the condition of line {line_of(first)} skips "
                 "the step: the next unscale_() raises",
                 "call scaler.update() after the condition, whether the step was skipped or not",
                 certainty=Certainty.LIKELY,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, file_number
+from ampaudit.linter.diagnostic import Certainty, file_number, line_of
 from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo
 from ampaudit.linter.flow.events import (
     Backward,
@@ -238,7 +238,7 @@ def check_training_step(interpreter: Interpreter, info: ClassInfo, events: list[
 
 
 def _is_in(node: ast.AST, method: FunctionInfo) -> bool:
-    return covers_line(method.node, getattr(node, "lineno", 0))
+    return covers_line(method.node, line_of(node))
 
 
 def _check_after_backward(

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Fix, position_of
+from ampaudit.linter.diagnostic import Fix, line_of, position_of
 from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.definitions import BoundMethod, Function
 from ampaudit.linter.flow.events import (
@@ -107,7 +107,7 @@ def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
                     "AMP854",
                     event.node,
                     f"the model is called outside autocast, and only the loss of its output, at line"
-                    f" {getattr(loss.node, 'lineno', 0)}, inside: it runs in float32",
+                    f" {line_of(loss.node)}, inside: it runs in float32",
                     "begin the autocast block before the model is called",
                 )
 

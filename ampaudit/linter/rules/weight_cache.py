@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty
+from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.events import (
     AutocastEntered,
     Backward,
@@ -35,7 +35,7 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
         block = _block_around_loop(event, events)
         if block is None:
             continue
-        stale = {id(e.node) for e in events if isinstance(e, StepEvent | Backward) and _is_inside(e, block)}
+        stale = {id(e.node) for e in events if isinstance(e, StepEvent | Backward) and e.is_inside(block)}
         for key, diagnostic in list(interpreter.diagnostics.items()):
             if key[0] in ("AMP840", "AMP841") and id(diagnostic.node) in stale:
                 del interpreter.diagnostics[key]
@@ -85,7 +85,7 @@ def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]
                 "AMP875",
                 event.node if block is None else block.context_expr,
                 "autocast keeps the casts of weights that are made here without gradients, and the call at "
-                f"line {getattr(again.node, 'lineno', 0)} uses them: in older versions of torch, these get "
+                f"line {line_of(again.node)} uses them: in older versions of torch, these get "
                 "no gradients",
                 "use an autocast block of its own for what needs no gradients, or cache_enabled=False",
                 certainty=Certainty.LIKELY,
@@ -115,13 +115,9 @@ def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:
         computes = any(
             g.node in loops
             for e in of_type(events, Backward)
-            if e.loss.computed_under != "" or _is_inside(e, guard.node)
+            if e.loss.computed_under != "" or e.is_inside(guard.node)
             for g in e.guards
             if g.kind == "loop"
         )
         return guard.node if context.caches and context.enabled is True and computes else None
     return None
-
-
-def _is_inside(event: Event, block: ast.AST) -> bool:
-    return any(guard.node is block for guard in event.guards)
