@@ -36,7 +36,7 @@ from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.statements import STATEMENTS
 from ampaudit.linter.flow.step_budget import ImportsTooLong, StepLimitReached
-from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
+from ampaudit.linter.flow.syntax import dotted_name, parameter_defaults, sets_own_context
 from ampaudit.linter.flow.values import ImportedName, LiteralValue, Value
 from ampaudit.linter.rules.accumulation import check_accumulation
 from ampaudit.linter.rules.apex_loops import check_apex_loops
@@ -186,8 +186,9 @@ def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: 
 def _never_passed(script: Script, info: FunctionInfo) -> dict[str, Value]:
     """Return the parameters with default ``None`` that no call of the function passes."""
     name, arguments = info.node.name, info.node.args
-    optional = [d for d in (*arguments.defaults, *arguments.kw_defaults) if isinstance(d, ast.Constant)]
-    if not script.is_called(name) or not any(default.value is None for default in optional):
+    defaults = parameter_defaults(arguments).items()
+    optional = [name for name, d in defaults if isinstance(d, ast.Constant) and d.value is None]
+    if not optional or not script.is_called(name):
         return {}
     calls = [n for n in script.nodes() if isinstance(n, ast.Call) and dotted_name(n.func) == name]
     if len(calls) != sum(isinstance(n, ast.Name) and n.id == name for n in script.nodes()):
@@ -196,18 +197,8 @@ def _never_passed(script: Script, info: FunctionInfo) -> dict[str, Value]:
     passed = {keyword.arg for call in calls for keyword in call.keywords}
     if None in passed or any(isinstance(a, ast.Starred) for call in calls for a in call.args):
         return {}
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    pairs = [
-        *zip(positional[::-1], arguments.defaults[::-1], strict=False),
-        *((argument.arg, d) for argument, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)),
-    ]
-    return {
-        name: LiteralValue(None, is_given=True)
-        for name, default in pairs
-        if isinstance(default, ast.Constant)
-        and default.value is None
-        and name not in (*positional[:most], *passed)
-    }
+    passed.update(argument.arg for argument in (*arguments.posonlyargs, *arguments.args)[:most])
+    return {name: LiteralValue(None, is_given=True) for name in optional if name not in passed}
 
 
 def _follow_class(

@@ -1,4 +1,4 @@
-"""``ampaudit lint``: training scripts in, mistakes out."""
+"""``ampaudit lint``: finds mistakes in training scripts and reports them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lint(
 
 
 def lint_report(linted: Sequence[LintedFile], config: LintConfig, *, fixed: int = 0) -> LintReport:
-    """Put the report of some files together; ``fixed`` mistakes were repaired in them.
+    """Build the report of some linted files, in which ``fixed`` mistakes were repaired.
 
     Raises:
         InputError: The baseline is not a report of lint.

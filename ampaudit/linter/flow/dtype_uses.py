@@ -1,4 +1,4 @@
-"""Where in a script ops run on values of a known dtype."""
+"""The ops of a script that run on values of a known dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the flow of a script something happens."""
+"""Places in the flow of a script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class EventPlace:
-    """Where something happens.
+    """The place of an event.
 
     Attributes:
         node: Expression.

@@ -1,4 +1,4 @@
-"""Events of a training loop in the order they happen, for rules that look at a whole loop or file."""
+"""Events of a training loop, for rules that look at a whole loop or file."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class ScalerStep(StepEvent):
 
 @dataclass(frozen=True, slots=True)
 class ScalerEvent(Event):
-    """Another call of a scaler with a key."""
+    """A call of a scaler, other than its step."""
 
     scaler: str
 
@@ -201,7 +201,7 @@ class ScalerRestored(ScalerEvent):
 
 @dataclass(frozen=True, slots=True)
 class ScalerReplaced(Event):
-    """An object gets another scaler than the one it has; ``function`` is the name of the one that does it."""
+    """A function, by name, replaces the scaler of an object."""
 
     function: str
 
@@ -280,7 +280,7 @@ class AutocastEntered(Event):
 
 @dataclass(frozen=True, slots=True)
 class AutocastDropped(Event):
-    """An autocast context is made and not entered."""
+    """An autocast context is created but not entered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ampaudit.linter.flow.fields import annotated_value
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
 from ampaudit.linter.flow.joining import join_values
 from ampaudit.linter.flow.state import State, join
-from ampaudit.linter.flow.syntax import dotted_name, sets_own_context
+from ampaudit.linter.flow.syntax import dotted_name, parameter_defaults, sets_own_context
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import UNKNOWN, ImportedName, LiteralValue, Model, Optimizer, Scaler, Value
 
@@ -106,10 +106,8 @@ def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST)
     """Interpret a function that other code will call later, without any effect on the current state."""
     state, autocasts, grad_modes = interpreter.path_state, interpreter.autocasts, interpreter.grad_modes
     interpreter.path_state = interpreter.state.fork()
-    interpreter.autocasts, interpreter.grad_modes = (
-        [NO_AUTOCAST if sets_own_context(function.info.node) else UNKNOWN_AUTOCAST],
-        [],
-    )
+    autocast = NO_AUTOCAST if sets_own_context(function.info.node) else UNKNOWN_AUTOCAST
+    interpreter.autocasts, interpreter.grad_modes = [autocast], []
     inline_call(interpreter, function.info, node, {}, None, function.frame)
     interpreter.path_state, interpreter.autocasts, interpreter.grad_modes = state, autocasts, grad_modes
 
@@ -135,8 +133,7 @@ def _bind_parameters(
     if owner is not None and names:
         interpreter.state.bind(interpreter.frame, names[0].arg, owner)
         names = names[1:]
-    defaults = dict(zip([a.arg for a in names][::-1], arguments.defaults[::-1], strict=False))
-    defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
+    defaults = parameter_defaults(arguments)
     annotation_texts = [
         ast.unparse(a.annotation) for a in (*names, *arguments.kwonlyargs) if a.annotation is not None
     ]

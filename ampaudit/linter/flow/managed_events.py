@@ -25,26 +25,26 @@ class ManagedEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class ManagedBackward(ManagedEvent):
-    """Its backward pass."""
+    """A call of its backward pass."""
 
     loss: Value | None
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedClip(ManagedEvent):
-    """Its clipping."""
+    """A call that clips the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedStep(ManagedEvent):
-    """Its step."""
+    """A step of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedZeroGrad(ManagedEvent):
-    """Its zeroing."""
+    """A call that zeroes the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedUpdate(ManagedEvent):
-    """The update of its scaler."""
+    """An update of its scaler."""

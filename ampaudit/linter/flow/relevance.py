@@ -1,4 +1,4 @@
-"""Which scripts, and which of their lines, matter for the precision of a training loop."""
+"""Finds the scripts and lines that matter for the precision of a training loop."""
 
 from __future__ import annotations
 

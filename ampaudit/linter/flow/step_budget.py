@@ -1,4 +1,4 @@
-"""How many steps the interpretation of a script may take."""
+"""The number of steps that the interpretation of a script may take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ImportsTooLong(Exception):
 
 @dataclass(slots=True)
 class StepBudget:
-    """The steps that were taken.
+    """Counts the steps of an interpretation, and ends it at a limit.
 
     Attributes:
         follows_imports: Whether the script is analyzed with files that it imports.

@@ -14,6 +14,7 @@ __all__ = [
     "keyword_value",
     "last_component",
     "nested_blocks",
+    "parameter_defaults",
     "receiver_name",
     "sets_own_context",
     "simple_name",
@@ -107,6 +108,14 @@ def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
     return [block for block in blocks if isinstance(block, list) and block]
+
+
+def parameter_defaults(arguments: ast.arguments) -> dict[str, ast.expr]:
+    """Return the defaults of parameters, by name."""
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    defaults = dict(zip(positional[::-1], arguments.defaults[::-1], strict=False))
+    by_keyword = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return defaults | {argument.arg: default for argument, default in by_keyword if default is not None}
 
 
 def sets_own_context(node: ast.AST) -> bool:

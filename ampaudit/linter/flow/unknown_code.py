@@ -1,4 +1,4 @@
-"""Interprets calls of code that is not known, which may do anything to what it is given."""
+"""Interprets calls of unknown code, which may do anything to its arguments."""
 
 from __future__ import annotations
 

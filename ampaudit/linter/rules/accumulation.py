@@ -1,4 +1,4 @@
-"""Rules on gradient accumulation: what must run for each batch, and what only with the step."""
+"""Rules on gradient accumulation: which calls belong to each batch, and which to each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on what must happen once, such as update, save and restore, or happens too often."""
+"""Rules on calls that are missing or too frequent, such as update, save and restore."""
 
 from __future__ import annotations
 

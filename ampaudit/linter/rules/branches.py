@@ -1,4 +1,4 @@
-"""Rules on what one branch of a training loop does and another leaves out."""
+"""Rules on calls that one branch of a training loop makes and another omits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on what runs inside autocast but should not, and outside but should."""
+"""Rules on code that should not run inside autocast, and on code that should."""
 
 from __future__ import annotations
 

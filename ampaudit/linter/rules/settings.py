@@ -1,4 +1,4 @@
-"""Rules on the settings of autocast and scaler that must agree: what switches them on, and the dtype."""
+"""Rules on settings on which autocast and scaler must agree: the switch and the dtype."""
 
 from __future__ import annotations
 
