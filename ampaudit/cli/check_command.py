@@ -40,15 +40,15 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     from ampaudit.core.pyproject import find_config
 
     path = options["config"] or find_config(Path.cwd())
-    chosen = (read_config(path) if path is not None else {}) | given(options)
-    wanted = targets or tuple(chosen.get("targets", ()))
-    what = f"{len(wanted)} targets" if len(wanted) != 1 else wanted[0]
+    values = (read_config(path) if path is not None else {}) | given(options)
+    locations = targets or tuple(values.get("targets", ()))
+    what = f"{len(locations)} targets" if len(locations) != 1 else locations[0]
     with among_ranks() as share:
         with ProgressBar(what) as progress:
             from ampaudit.ci.check import check
 
-            found = check(wanted, config=config_from(CheckConfig, chosen, on_progress=progress.update))
+            results = check(locations, config=config_from(CheckConfig, values, on_progress=progress.update))
         if share is not None:
             share.finish()
-        deliver_document(found, options)
-        context.exit(found.exit_code)
+        deliver_document(results, options)
+        context.exit(results.exit_code)

@@ -73,9 +73,9 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
         _refuse("--to float32 restores what was stored", given(options).keys() - {"target", "force", "debug"})
         _restore(model, output, options)
         return
-    made = _convert(model, output, options, context)
-    deliver_document(made, options | {"output": None, "force": False})
-    context.exit(made.exit_code)
+    conversion = _convert(model, output, options, context)
+    deliver_document(conversion, options | {"output": None, "force": False})
+    context.exit(conversion.exit_code)
 
 
 def _convert(model: str, output: Path, options: dict[str, Any], context: click.Context) -> Conversion:
@@ -94,13 +94,13 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
         from ampaudit.export.convert import convert
 
         source = load_source(model, config_from(SourceConfig, options))
-        report, made = convert(source, None, output, config=config)
-    if made is None:
+        report, conversion = convert(source, None, output, config=config)
+    if conversion is None:
         # the output is the directory, which was not written
         deliver_document(report, {"form": options["form"]})
         click.echo(f"nothing was written to {output}; pass --fail-on never to write it anyway", err=True)
         context.exit(report.exit_code)
-    return made
+    return conversion
 
 
 def _refuse(why: str, unused: Set[str]) -> None:
@@ -117,9 +117,9 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
     from ampaudit.export.restore import restore
 
     with ProgressBar(model) as progress:
-        made = restore(Path(model), output, force=options["force"], on_progress=progress.update)
-    size = format_bytes(sum(record.size for record in made.files.values()))
-    click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}, bit for bit")
+        manifest = restore(Path(model), output, force=options["force"], on_progress=progress.update)
+    size = format_bytes(sum(record.size for record in manifest.files.values()))
+    click.echo(f"restored {len(manifest.tensors)} tensors ({size}) to {output}, bit for bit")
 
 
 @click.command("verify")
@@ -140,6 +140,6 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
 
     with ProgressBar(str(directory)) as progress:
         config = config_from(VerifyConfig, options, on_progress=progress.update)
-        found = verify(directory, config=config)
-    deliver_document(found, options)
-    context.exit(found.exit_code)
+        verification = verify(directory, config=config)
+    deliver_document(verification, options)
+    context.exit(verification.exit_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ampaudit.cli.options import debug_option, format_option
-from ampaudit.cli.output import deliver
+from ampaudit.cli.output import print_result
 
 __all__ = ["devices_command"]
 
@@ -25,22 +25,11 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
 
     if name is not None:
         device = device_named(name)
-        shown = render_device(device)
-        deliver(
-            lambda console: console.print(shown, crop=False),
-            to_json(device) if form == "json" else None,
-            None,
-            force=False,
-        )
+        print_result(render_device(device), to_json(device) if form == "json" else None)
         return
     from ampaudit.devices.host import Devices, this_machine
 
     machine = this_machine()
-    found = Devices(1, machine, tuple(all_devices().values()))
-    both = Group(render_machine(machine), Text(), render_catalogue())
-    deliver(
-        lambda console: console.print(both, crop=False),
-        to_json(found) if form == "json" else None,
-        None,
-        force=False,
-    )
+    devices = Devices(1, machine, tuple(all_devices().values()))
+    content = Group(render_machine(machine), Text(), render_catalogue())
+    print_result(content, to_json(devices) if form == "json" else None)

@@ -55,8 +55,8 @@ def init_command(directory: Path, output: Path | None, *, force: bool, debug: bo
         raise InputError(f"{describe_path(directory)}: {what}", hint="name the directory of a project")
     output = directory / _NAME if output is None else output
     check_writable(output, force=force)
-    found = find_files([str(directory)], exclude=["test*", "conftest.py"], gitignore=True)
-    models = models_of(path for path in found if path.suffix == ".py" and path.resolve() != output.resolve())
+    files = find_files([str(directory)], exclude=["test*", "conftest.py"], gitignore=True)
+    models = models_of(path for path in files if path.suffix == ".py" and path.resolve() != output.resolve())
     write_text(output, _text(models, directory, output), force=force)
     for sentence in _sentences(models, output):
         click.echo(escape_control(sentence))
@@ -97,12 +97,12 @@ def _sentences(models: Sequence[ModelClass], output: Path) -> list[str]:
     if not models:
         return [f"{output} written; no nn.Module was found here, so it has to be filled in"]
     model, others = models[0], [other.name for other in models[1:]]
-    said = [f"{output} written: {model.name} of {model.file.as_posix()}:{model.line}"]
+    sentences = [f"{output} written: {model.name} of {model.file.as_posix()}:{model.line}"]
     if others:
-        said.append(f"other models: {', '.join(others)}")
+        sentences.append(f"other models: {', '.join(others)}")
     if model.required and model.arguments is None:
-        said.append(f"fill in what {model.name} needs: {', '.join(model.required)}")
+        sentences.append(f"fill in what {model.name} needs: {', '.join(model.required)}")
     if model.trains:
         place = f"{model.file.as_posix()}:{model.trains}"
-        said.append(f"{place} would train when it is imported: move it under if __name__ == '__main__':")
-    return [*said, f"next: check its inputs, then run: ampaudit scan {output}"]
+        sentences.append(f"{place} would train when it is imported: move it under if __name__ == '__main__':")
+    return [*sentences, f"next: check its inputs, then run: ampaudit scan {output}"]

@@ -117,11 +117,11 @@ def _read_stdin() -> bytes:
 def _print_diff(linted: list[LintedFile], report: LintReport) -> int:
     from ampaudit.linter.source_text import diff_lines
 
-    changed, shown = [file for file in linted if file.after != file.before], sys.stdout.isatty()
+    changed, on_terminal = [file for file in linted if file.after != file.before], sys.stdout.isatty()
     for file in changed:
         for line in diff_lines(file.path, file.before, file.after):
             # a patch needs each byte of the code, and a terminal would obey some of them
-            safe = shown or line[:2] in ("--", "++", "@@")
+            safe = on_terminal or line[:2] in ("--", "++", "@@")
             click.echo(escape_control(line) if safe else line, color=True)
     count = sum(file.fixed for file in linted)
     files = f"{len(changed)} file{'s' if len(changed) != 1 else ''}"

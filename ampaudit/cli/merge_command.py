@@ -46,17 +46,19 @@ def merge_command(context: click.Context, /, parts: tuple[Path, ...], **options:
     from ampaudit.cli.scan_command import report_scan, scan_command
     from ampaudit.parallel.parts import MergedParts, read_parts
 
-    found = read_parts(parts)
-    first = found[0].part
-    model = options["model"] or _named(first.location)
-    asked, words = options_of_words(scan_command, model, first.words)
+    parts_read = read_parts(parts)
+    first = parts_read[0].part
+    model = options["model"] or _local_location(first.location)
+    scan_options, words = options_of_words(scan_command, model, first.words)
     if options["fail_on"] is not None:
-        asked["fail_on"], words = options["fail_on"], words | {"fail_on"}
-    own = {name: options[name] for name in ("form", "output", "force", "quiet", "verbose", "debug")}
-    report_scan(context, model, asked | own, MergedParts(found), given=words)
+        scan_options["fail_on"], words = options["fail_on"], words | {"fail_on"}
+    output_options = {
+        name: options[name] for name in ("form", "output", "force", "quiet", "verbose", "debug")
+    }
+    report_scan(context, model, scan_options | output_options, MergedParts(parts_read), given=words)
 
 
-def _named(location: str) -> str:
+def _local_location(location: str) -> str:
     """Return the model's location in a part, if it is a file or directory below the current one.
 
     Raises:

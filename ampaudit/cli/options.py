@@ -96,9 +96,9 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section per group with more than one option, with one width for the first column."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *_GROUPS)}
-        found = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        used = Counter(map(_group, found))
-        for option in found:
+        parameters = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        used = Counter(map(_group, parameters))
+        for option in parameters:
             group = _group(option)
             record = option.get_help_record(ctx)
             if record is not None:
@@ -156,8 +156,8 @@ def report_options(kind: str | None, also: Sequence[str] = ()) -> Callable[[Comm
         def checked(*arguments: Any, **options: Any) -> Any:
             if options["output"] == Path("-"):  # standard output, as in other programs
                 options["output"] = None
-            own = options["output"] is not None and options["output"].suffix.lower() in also
-            options["form"] = chosen_format(options["form"], None if own else options["output"], forms)
+            is_rules = options["output"] is not None and options["output"].suffix.lower() in also
+            options["form"] = chosen_format(options["form"], None if is_rules else options["output"], forms)
             _check_outputs(options)
             return command(*arguments, **options)
 
@@ -234,8 +234,8 @@ def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> R
     Raises:
         UsageError: a value does not fit.
     """
-    own = {n: value for n, value in options.items() if n in record.model_fields and value is not None}
-    return record.read(own | more, COMMAND_LINE)
+    values = {n: value for n, value in options.items() if n in record.model_fields and value is not None}
+    return record.read(values | more, COMMAND_LINE)
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from ampaudit.cli.terminal import as_text, show
 from ampaudit.render.formats import chosen_format
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from ampaudit.report.documents import Document
 
-__all__ = ["deliver", "deliver_document"]
+__all__ = ["deliver_document", "print_result"]
 
 _FILE_WIDTH = 100
 
@@ -27,8 +27,8 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
     """Print a report, or write it to a file and print the verdict.
 
     Args:
-        document: any report.
-        options: of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
+        document: Document of any kind.
+        options: Options of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
     """
     from ampaudit.render.render import as_file, check_format, for_terminal, keeping
 
@@ -37,7 +37,7 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
     form = chosen_format(options["form"], output)
     check_format(document.kind, form)
     with keeping(document):
-        deliver(
+        _deliver(
             lambda console: console.print(for_terminal(document, verbosity), crop=False),
             None if form == "text" else as_file(document, form),
             output,
@@ -47,23 +47,23 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def deliver(
+def print_result(content: RenderableType, text: str | None) -> None:
+    """Print a result for people, or ``text`` instead if it is not ``None``."""
+    if text is None:
+        show(lambda console: console.print(content, crop=False))
+    else:
+        click.echo(text, nl=False)
+
+
+def _deliver(
     printed: Callable[[Console], None],
     text: str | None,
     output: Path | None,
     *,
     force: bool,
-    verdict: Callable[[Console], None] | None = None,
+    verdict: Callable[[Console], None],
 ) -> None:
-    """Print a result, or write it to a file.
-
-    Args:
-        printed: prints it for people.
-        text: is printed instead, if there is one.
-        output: the file.
-        force: replace it.
-        verdict: printed on stderr when the result goes to a file.
-    """
+    """Print a result, or write it to a file and print its verdict on stderr."""
     if output is None and text is None:
         show(printed)
         return
@@ -75,6 +75,5 @@ def deliver(
 
     write_text(output, text, force=force)
     with contextlib.suppress(OSError):  # a full stderr does not matter once the file is written
-        if verdict is not None:
-            show(verdict, stderr=True)
+        show(verdict, stderr=True)
         click.echo(f"written to {output}", err=True)

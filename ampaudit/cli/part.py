@@ -44,25 +44,25 @@ def write_scan_part(
         raise click.UsageError("--part is for processes without torchrun: its ranks share the batches anyway")
     if "form" in given(options):
         raise click.UsageError("--part writes a part, not a report: give --format to ampaudit merge")
-    asked = given(options)
-    part = FilePart(*parse_part(options["part"]), _words(command, options, asked))
+    arguments = given(options)
+    part = FilePart(*parse_part(options["part"]), _words(command, options, arguments))
     share: Any = part
     if options["resume"] is not None:
         from ampaudit.parallel.resume import ResumedShare
 
         share = ResumedShare(options["resume"], part)
     try:
-        audit(model, options, share, asked)
+        audit(model, options, share, arguments)
     except PartDone:
         click.echo(escape_control(part.save(options["output"], force=options["force"])), err=True)
 
 
-def _words(command: click.Command, options: dict[str, Any], asked: Collection[str]) -> list[str]:
+def _words(command: click.Command, options: dict[str, Any], arguments: Collection[str]) -> list[str]:
     """Return the options of the audit that the user has given, as on the command line."""
     words: list[str] = []
     for parameter in command.params:
         name = parameter.name or ""
-        if name not in asked or name not in _PART_OPTIONS:
+        if name not in arguments or name not in _PART_OPTIONS:
             continue
         value = options[name]
         if isinstance(value, bool):

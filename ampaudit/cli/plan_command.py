@@ -51,10 +51,10 @@ def plan_command(model: str, **options: Any) -> None:
 
         from ampaudit.audit.plan import plan
 
-        made = plan(source, config=config)
+        report = plan(source, config=config)
     if (layer := options["layer"]) is not None:
-        made = _restricted(made, layer)
-    deliver_document(made, options)
+        report = _restricted(report, layer)
+    deliver_document(report, options)
 
 
 def _restricted(plan: PlanReport, glob: str) -> PlanReport:
@@ -64,11 +64,11 @@ def _restricted(plan: PlanReport, glob: str) -> PlanReport:
     from ampaudit.core.text import escape_control
     from ampaudit.render.render import keeping
 
-    if found := plan.restricted(glob):
-        return found
+    if report := plan.restricted(glob):
+        return report
     layers = sorted({site.layer for site in plan.sites})
     near = difflib.get_close_matches(glob, layers, n=1, cutoff=0.3)
-    meant = f"; there is {escape_control(near[0])!r}" if near else ""
+    suggestion = f"; there is {escape_control(near[0])!r}" if near else ""
     with keeping(plan):
-        text = f"no layer matches {glob!r}{meant}; a star stands for any text"
+        text = f"no layer matches {glob!r}{suggestion}; a star stands for any text"
         raise click.BadParameter(text, param_hint="--layer")

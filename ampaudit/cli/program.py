@@ -135,15 +135,15 @@ class Completed(StringParamType):
         """Return the names that begin with the last part of what is typed; else let the shell list files."""
         del ctx, param
         before, comma, last = incomplete.rpartition(",")
-        named = self.names() if self.names is not None else ()
-        found = [
+        names = self.names() if self.names is not None else ()
+        items = [
             CompletionItem(f"{before}{comma}{name}", help=text or None)
-            for name, text in named
+            for name, text in names
             if name.lower().startswith(last.lower())
         ]
-        if self.files and (not found or os.sep in incomplete):
+        if self.files and (not items or os.sep in incomplete):
             return [CompletionItem(incomplete, type="file")]
-        return found
+        return items
 
 
 def add_completion(command: click.Command) -> click.Command:
@@ -152,9 +152,9 @@ def add_completion(command: click.Command) -> click.Command:
         for inner in command.commands.values():
             add_completion(inner)
     for parameter in command.params:
-        made = _BY_NAME.get(f"{command.name} {parameter.name}") or _BY_NAME.get(parameter.name or "")
-        if made is not None and isinstance(parameter.type, StringParamType):
-            parameter.type = made
+        completed = _BY_NAME.get(f"{command.name} {parameter.name}") or _BY_NAME.get(parameter.name or "")
+        if completed is not None and isinstance(parameter.type, StringParamType):
+            parameter.type = completed
     return command
 
 

@@ -54,6 +54,6 @@ def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any
     from ampaudit.report.saved import read_document
 
     config = config_from(DiffConfig, options)
-    found = differences(read_document(old), read_document(new), config)
-    deliver_document(found, options)
-    context.exit(found.exit_code)
+    changes = differences(read_document(old), read_document(new), config)
+    deliver_document(changes, options)
+    context.exit(changes.exit_code)

@@ -10,7 +10,7 @@ import click
 from ampaudit.audit.config import PlanConfig
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import config_from, config_options, debug_option, format_option, verbose_option
-from ampaudit.cli.output import deliver
+from ampaudit.cli.output import print_result
 from ampaudit.core.source_config import SourceConfig
 
 __all__ = ["rules_group"]
@@ -29,9 +29,7 @@ def list_command(form: str, debug: bool) -> None:
     from ampaudit.render.rules_text import list_rows, render_list
 
     rows = list_rows()
-    deliver(
-        lambda console: console.print(render_list(rows), crop=False), _json(rows, form), None, force=False
-    )
+    print_result(render_list(rows), _json(rows, form))
 
 
 @rules_group.command("show")
@@ -45,9 +43,7 @@ def show_command(policy: str, form: str, debug: bool) -> None:
 
     loaded = load_file(policy)
     data = loaded.file.model_dump(mode="json", exclude_defaults=True, by_alias=True)
-    deliver(
-        lambda console: console.print(render_policy(loaded), crop=False), _json(data, form), None, force=False
-    )
+    print_result(render_policy(loaded), _json(data, form))
 
 
 @rules_group.command("validate")
@@ -86,8 +82,7 @@ def diff_command(first: str, second: str, model: str | None, form: str, **option
     from ampaudit.render.rules_text import diff_rows, render_diff
 
     rows = diff_rows(a, b, low_precision_format(options["dtype"]).name)
-    shown = render_diff(a, b, rows, verbose=options["verbose"])
-    deliver(lambda console: console.print(shown, crop=False), _json(rows, form), None, force=False)
+    print_result(render_diff(a, b, rows, verbose=options["verbose"]), _json(rows, form))
 
 
 def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) -> None:
@@ -105,11 +100,9 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
     from ampaudit.render.json import to_json
     from ampaudit.render.terminal import printable
 
-    text = None
-    if form == "json":
-        text = json.dumps({p.policy: json.loads(to_json(p)) for p in plans}, indent=1) + "\n"
-    shown = printable(plans_compared(plans[0], plans[1], verbose=options["verbose"]))
-    deliver(lambda console: console.print(shown, crop=False), text, None, force=False)
+    data = {p.policy: json.loads(to_json(p)) for p in plans}
+    content = printable(plans_compared(plans[0], plans[1], verbose=options["verbose"]))
+    print_result(content, _json(data, form))
 
 
 @rules_group.command("schema")

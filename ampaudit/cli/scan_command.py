@@ -73,8 +73,8 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
         write_scan_part(scan_command, audited, model, options)
         return
     with among_ranks(pipeline=options["pipeline"]) as share:
-        kept = _resumed(share, options)
-        report_scan(context, model, options, kept, given=given(options))
+        resumed = _resumed(share, options)
+        report_scan(context, model, options, resumed, given=given(options))
 
 
 def report_scan(
@@ -128,8 +128,8 @@ def _write_policy(report: Report, path: Path, *, force: bool) -> None:
         return
     with keeping(report):
         write_text(path, combined.saved_in(path.parent), force=force)
-    left = f"; it leaves {', '.join(combined.left)}" if combined.left else ""
-    click.echo(escape_control(f"policy written to {path}{left}"), err=True)
+    remainder = f"; it leaves {', '.join(combined.left)}" if combined.left else ""
+    click.echo(escape_control(f"policy written to {path}{remainder}"), err=True)
 
 
 def _document(reports: list[Report], *, compared: bool) -> Report | Comparison:
@@ -160,7 +160,7 @@ def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet
 
 
 def audited(
-    location: str, options: dict[str, Any], share: CommandShare | None, asked: Collection[str]
+    location: str, options: dict[str, Any], share: CommandShare | None, arguments: Collection[str]
 ) -> Audits:
     """Load a model and audit it under each policy."""
     from ampaudit.cli.progress import ProgressBar
@@ -174,7 +174,7 @@ def audited(
         if options["ranges"] or options["static"]:
             raise click.UsageError("--advise-policy needs a run in 16 bits: leave out --ranges and --static")
     loading = config_from(SourceConfig, options)
-    if options["backward"] and "train" not in asked:
+    if options["backward"] and "train" not in arguments:
         loading = loading.changed(train=True)
     with ProgressBar(location) as progress:
         config = config_from(ScanConfig, options, on_progress=progress.update)
@@ -191,7 +191,7 @@ def audited(
             from ampaudit.audit.against import beside
 
             source = beside(source, config.against, loading)
-        policies, config = as_converted(source, policies, config, asked)
+        policies, config = as_converted(source, policies, config, arguments)
         if share is not None:
             from ampaudit.parallel.identity import identity_of, refuse_undivided
 

@@ -13,19 +13,19 @@ __all__ = ["against_sections"]
 _SHOWN = 5
 
 
-def against_sections(found: AgainstReport, *, full: bool = False) -> Iterator[Section]:
-    """Return the ops that only one model has, and with ``full`` every op and its counterpart."""
-    reference = escape_control(found.reference)
+def against_sections(against: AgainstReport, *, full: bool = False) -> Iterator[Section]:
+    """Render the ops that only one model has; with ``full``, also each matched pair."""
+    reference = escape_control(against.reference)
     rows = [
-        ("only here", _listed(found.only_here, full=full)),
-        (f"only in {reference}", _listed(found.only_reference, full=full)),
+        ("only here", _listed(against.only_here, full=full)),
+        (f"only in {reference}", _listed(against.only_reference, full=full)),
     ]
     text = [line((f"{label}: ", "bold"), sites) for label, sites in rows if sites]
-    yield Section((line(found.extent), *text), f"Against {reference}")
-    if full and found.matched:
+    yield Section((line(against.extent), *text), f"Against {reference}")
+    if full and against.matched:
         pairs: list[list[str | Line]] = [
             [line((escape_control(pair.site), "code")), line((escape_control(pair.counterpart), "code"))]
-            for pair in found.matched
+            for pair in against.matched
         ]
         yield Section((tabulate(("op", "counterpart"), pairs, left=("op", "counterpart")),))
 

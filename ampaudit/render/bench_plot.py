@@ -47,11 +47,11 @@ def _memory(axes: Any, rows: list[BenchRow]) -> None:
     """Draw measured peaks, split like the prediction if there is one."""
     for place, row in enumerate(rows):
         peak = (row.peak_bytes or 0) / 1e6
-        left, whole = 0.0, row.memory.peak if row.memory is not None else 0
+        start, whole = 0.0, row.memory.peak if row.memory is not None else 0
         for part, colour in zip(PARTS, _COLOURS, strict=True):
             share = getattr(row.memory, part) / whole if whole else 0.0
-            axes.barh(place, share * peak, left=left, color=colour, height=0.7)
-            left += share * peak
+            axes.barh(place, share * peak, left=start, color=colour, height=0.7)
+            start += share * peak
         if not whole:
             axes.barh(place, peak, color="#999999", height=0.7)
         axes.text(peak, place, f" {peak:,.4g}", va="center", fontsize=8)

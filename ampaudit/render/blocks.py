@@ -1,6 +1,6 @@
-"""Defines the blocks of a document before it has a format: lines, tables, facts and sections.
+"""Defines the blocks that all formats render: lines, tables, facts and sections.
 
-A line escapes what is not safe to print; a style is a few words of rich's, such as ``bold red``.
+Lines escape control characters; a style is a rich style such as ``bold red``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Line:
     wrap: bool = True
 
     def __post_init__(self) -> None:
-        """Escape what is not safe to print: names and notes of a report come from anywhere."""
+        """Escape control characters: names and notes in a report are untrusted."""
         safe = tuple((escape_control(text), style) for text, style in self.pieces)
         object.__setattr__(self, "pieces", safe)
 
@@ -48,11 +48,12 @@ class Table:
     """A table.
 
     Attributes:
-        heads: of the columns.
-        rows: of as many cells.
-        left: indices of the columns that are set flush left.
-        width: of the first column at least, in characters.
-        fold: whether text too wide for its column is wrapped; otherwise columns go on below the others.
+        heads: Headings of the columns.
+        rows: Cells, one per column.
+        left: Indices of the left-aligned columns.
+        width: Minimum width of the first column in characters.
+        fold: Whether wide text is wrapped within its column; otherwise columns that do not fit continue
+            below the others.
     """
 
     heads: tuple[str, ...]
@@ -64,7 +65,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Rows of a bold label and texts, for one thing or several side by side."""
+    """Rows of a bold label and one or more columns of text."""
 
     rows: tuple[tuple[Line, ...], ...]
 
@@ -92,10 +93,10 @@ class Section:
     """A group of blocks.
 
     Attributes:
-        blocks: in order.
-        title: above them, if there is one.
-        style: of a title that is a plain text.
-        level: 2 for a heading of the document, 3 for a title within it.
+        blocks: Content, in order.
+        title: Heading; empty for none.
+        style: Style of a title that is a string.
+        level: Heading level: 2 in the document, 3 within a part of it.
     """
 
     blocks: tuple[Block, ...]
@@ -105,7 +106,7 @@ class Section:
 
     @property
     def heading(self) -> Line:
-        """Make a styled title."""
+        """The title with its style."""
         return line(self.title, style=self.style) if isinstance(self.title, str) else self.title
 
 
@@ -114,7 +115,7 @@ Rows: TypeAlias = Iterable[Sequence["str | Line"]]
 
 
 def line(*pieces: Piece, style: str = "", wrap: bool = True) -> Line:
-    """Make a line of pieces; those without a style of their own have ``style``."""
+    """Make a line of pieces; ``style`` applies to pieces that are plain strings."""
     return Line(tuple((p, style) if isinstance(p, str) else p for p in pieces), wrap)
 
 
@@ -130,9 +131,9 @@ def tabulate(
     return Table(tuple(heads), _lines(rows), flush, width)
 
 
-def headline(version: str, said: str) -> Section:
+def headline(version: str, text: str) -> Section:
     """Make the first line of a report."""
-    return Section((line(("ampaudit ", "bold"), (version, "bold"), f"  {said}"),))
+    return Section((line(("ampaudit ", "bold"), (version, "bold"), f"  {text}"),))
 
 
 def facts(rows: Rows) -> Facts:

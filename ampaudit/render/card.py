@@ -1,4 +1,4 @@
-"""Shows a document in Python: as a card in a notebook, as a data frame."""
+"""Renders a document as a notebook card and as a data frame."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ampaudit.report.documents import Document
 
 __all__ = ["card", "data_frame"]
 
-_ROWS, _LETTERS = 8, 160  # of a card; the page has all
+_ROWS, _LETTERS = 8, 160  # shown in a card; the HTML page shows all
 _TONES = {"pass": "good", "error": "bad", "fail": "bad", "warning": "warn"}
 
 
 def card(document: Document) -> str:
-    """Return a document as a small piece of HTML: the verdict, strips of headroom, and the first rows."""
+    """Return a document as an HTML fragment: the verdict, strips of headroom, and the first rows."""
     view = view_of(document)
     word, sentence = view.verdict()
     pill = f'<i class="{word}">{word}</i> ' if word else ""

@@ -1,7 +1,7 @@
 """Renders documents as flat tables for spreadsheets and data frames.
 
-Names are snake_case and hold their unit, numbers are plain, what does not exist is empty: pandas, polars and
-pyarrow read the columns in their types.
+Column names are snake_case and end in the unit, numbers are plain, and missing values are empty, so that
+pandas, polars and pyarrow infer the types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ampaudit.report.documents import Document
 
 __all__ = ["to_csv"]
 
-# a spreadsheet would run what begins so, also in the wide letters of East Asia
+# prefixes of spreadsheet formulas, including their full-width forms
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", *"\uff1d\uff0b\uff0d\uff20")
 
 

@@ -1,4 +1,4 @@
-"""Lists the formats and their file suffixes, with light imports, as the command line reads it first."""
+"""Lists the output formats and their file suffixes; imports little, since every command loads it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Format:
     """An output format.
 
     Attributes:
-        writer: module and function that turn a document into text.
-        needs: the part of a ``View`` that it is made from.
-        suffixes: file suffixes that select it if no format is named.
+        writer: Module and function that turn a document into text, as ``module:function``.
+        needs: Part of a ``View`` that the writer renders.
+        suffixes: File suffixes that select the format by default.
     """
 
     writer: str
@@ -40,14 +40,14 @@ FORMAT_REGISTRY = {
 OUTPUT_FORMATS = {name: form.suffixes for name, form in FORMAT_REGISTRY.items()}
 
 
-def chosen_format(named: str | None, output: Path | None, offered: Iterable[str] = FORMAT_REGISTRY) -> str:
-    """Return the named format, else that of the file's suffix, else text.
+def chosen_format(form: str | None, output: Path | None, offered: Iterable[str] = FORMAT_REGISTRY) -> str:
+    """Return the named format, else the format of the file's suffix, else ``text``.
 
     Raises:
         UsageError: the suffix belongs to none of the offered formats.
     """
-    if named is not None or output is None:
-        return named or "text"
+    if form is not None or output is None:
+        return form or "text"
     suffix, forms = output.suffix.lower(), [name for name in offered if OUTPUT_FORMATS[name]]
     for name in forms:
         if suffix in OUTPUT_FORMATS[name]:

@@ -13,11 +13,11 @@ from ampaudit.report.finding import Severity
 __all__ = ["to_github"]
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
-_SHOWN = 10  # of each command in one step; a runner drops the others
+_SHOWN = 10  # annotations of each level that a runner keeps per step
 
 
 def to_github(document: Document) -> str:
-    """Return a line per annotation, the gravest first, and one that counts the rest."""
+    """Return one line per annotation, errors first, and a line that counts the rest."""
     return "".join(f"{line}\n" for suite in view_of(document).suites() for line in _lines(suite))
 
 
@@ -32,8 +32,8 @@ def _lines(suite: Suite) -> Iterable[str]:
         if len(alerts) > _SHOWN:
             yield f"{len(alerts) - _SHOWN} more of level {command} are in the report of {suite.name}"
     if suite.combined is not None:
-        said = f"{suite.combined.in_words}\n{suite.combined.text}"
-        yield f"::notice title={suite.combined.title}::{_message(said)}"
+        message = f"{suite.combined.in_words}\n{suite.combined.text}"
+        yield f"::notice title={suite.combined.title}::{_message(message)}"
     gaps = f"; {suite.gaps}" if suite.gaps else ""
     inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""
     word = suite.verdict.upper()

@@ -11,20 +11,20 @@ from ampaudit.report.gradients import BackwardReport, ScaleAdvice
 
 __all__ = ["gradient_sections", "scales_that_suit"]
 
-_EVERY = 2  # rows of the table of scales; the JSON report has all
+_EVERY = 2  # step between the exponents in the table of scales; the JSON report has all
 _BAR = 20
 
 
 def gradient_sections(backward: BackwardReport, dtype: str, count: int, *, full: bool) -> Iterator[Section]:
-    """Return losses, suitable scales, the table of scales, and the layers that limit them."""
-    yield Section((facts(_said(backward, dtype)),), "Gradients")
+    """Render losses, suitable scales, the table of scales, and the layers that limit them."""
+    yield Section((facts(_summary(backward, dtype)),), "Gradients")
     advice = backward.advice
     if advice is not None:
         yield _scales(advice, dtype, 1 if full else _EVERY)
         yield _layers(advice, len(advice.layers) if full else count)
 
 
-def _said(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
+def _summary(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
     yield "Loss", _losses(backward, dtype)
     kind = "dynamic" if backward.dynamic else "fixed"
     yield "Scale", f"{format_scale(backward.loss_scale)}, {kind} ({backward.scale_from})"
@@ -37,7 +37,7 @@ def _said(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
 
 
 def scales_that_suit(backward: BackwardReport) -> str:
-    """Summarize the suitable scales in one line, to compare several policies."""
+    """Summarize the suitable scales in one line."""
     advice = backward.advice
     if advice is None:
         return "no gradient is held in 16 bits"
@@ -48,7 +48,7 @@ def scales_that_suit(backward: BackwardReport) -> str:
 
 
 def _ends(advice: ScaleAdvice) -> tuple[str, str]:
-    """Return the layers that set the lower and the upper end."""
+    """Return the layers that limit the scale from below and from above."""
     return escape_control(advice.low_at or TOP), escape_control(advice.high_at or TOP)
 
 
@@ -56,16 +56,16 @@ def _losses(backward: BackwardReport, dtype: str) -> str:
     if not backward.losses:
         return "none"
     first = backward.losses[0]
-    shown = [
+    values = [
         f"{format_number(value)} in {name}" if value is not None else f"not finite in {name}"
         for value, name in ((first.float32, "FP32"), (first.lower, dtype))
     ]
     if first.repaired is not None:
-        shown.append(
+        values.append(
             f"{format_number(first.repaired)} with FP32's values where it breaks, as for the gradients"
         )
     more = f" (first of {len(backward.losses)} batches)" if len(backward.losses) > 1 else ""
-    return f"{', '.join(shown)}{more}"
+    return f"{', '.join(values)}{more}"
 
 
 def _suits(backward: BackwardReport) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Styles every table, without importing torch."""
+"""Lays out tables with rich."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_WIDTH = 100_000
 
 
 class _WholeGrid(Table):
-    """Texts beside labels; no word is cut where nothing limits the width: in a file, or in a pipe."""
+    """A grid that widens to its longest word in a file or a pipe, where nothing limits the width."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not console.is_terminal:
@@ -30,14 +30,14 @@ class _WholeGrid(Table):
 
 
 class _WholeTable(_WholeGrid):
-    """A table whose rows are not folded there."""
+    """A grid that widens until no row wraps."""
 
     def _needed(self, measured: Measurement) -> int:
         return measured.maximum
 
 
 def open_table(*columns: str, width: int | None = None, left: Collection[str] = ()) -> Table:
-    """Make a borderless table; columns are right-aligned, except the first and those named in ``left``."""
+    """Make a borderless table; columns are right-aligned, except the first and those in ``left``."""
     table = _WholeTable(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for index, name in enumerate(columns):
         flush: Literal["left", "right"] = "left" if index == 0 or name in left else "right"
@@ -46,7 +46,7 @@ def open_table(*columns: str, width: int | None = None, left: Collection[str] = 
 
 
 class UncutTable:
-    """A table of short cells; columns for which a terminal is too narrow go on below the others."""
+    """A table of short cells; columns that do not fit the terminal continue below the others."""
 
     def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[Text]], left: Collection[str]) -> None:
         self._heads, self._rows, self._left = heads, rows, left
@@ -59,19 +59,19 @@ class UncutTable:
         room = options.max_width if console.is_terminal else _MAX_WIDTH
         first, *others = range(len(widths))
         while others:
-            shown = [first, others.pop(0)]
-            while others and sum(widths[column] for column in (*shown, others[0])) <= room:
-                shown.append(others.pop(0))
-            table = open_table(*(self._heads[column] for column in shown), left=self._left)
+            columns = [first, others.pop(0)]
+            while others and sum(widths[column] for column in (*columns, others[0])) <= room:
+                columns.append(others.pop(0))
+            table = open_table(*(self._heads[column] for column in columns), left=self._left)
             for row in self._rows:
-                table.add_row(*(row[column] for column in shown))
+                table.add_row(*(row[column] for column in columns))
             yield table
             if others:
                 yield Text()
 
 
 def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:
-    """Make a grid of labels and texts whose lines stay together."""
+    """Make a grid of labels and the content beside them."""
     grid = _WholeGrid.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -81,7 +81,7 @@ def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:
 
 
 def labelled(rows: Iterable[tuple[str | Text, ...]]) -> Table:
-    """Make rows of a bold label and texts, for one thing or several side by side."""
+    """Make a grid of bold labels, each with one or more columns of text."""
     grid = _WholeGrid.grid(padding=(0, 2))
     for label, *texts in rows:
         grid.add_row(Text(str(label), style="bold"), *(Text(t) if isinstance(t, str) else t for t in texts))

@@ -20,7 +20,7 @@ def to_json(value: Any) -> str:
     adapter = TypeAdapter(type(value))
     try:
         return escape_json(adapter.dump_json(value, indent=1).decode()) + "\n"
-    except PydanticSerializationError:  # half of a letter in a name: no UTF-8, but JSON can write it
+    except PydanticSerializationError:  # a lone surrogate in a name: not UTF-8, but JSON can escape it
         return json.dumps(adapter.dump_python(value, mode="json"), indent=1) + "\n"
 
 

@@ -1,11 +1,11 @@
-"""Renders JUnit XML, in which continuous integration lists layers like tests."""
+"""Renders JUnit XML, so that continuous integration lists layers as tests."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from xml.etree import ElementTree
 
-from ampaudit.core.text import escape_control
+from ampaudit.core.text import escape_lines
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
@@ -15,7 +15,7 @@ __all__ = ["to_junit"]
 
 
 def to_junit(document: Document) -> str:
-    """Return a suite per audit, with a case per layer, run or target; findings below the threshold pass."""
+    """Return one suite per audit with a case per layer, run or target; only findings that fail it fail."""
     root = ElementTree.Element("testsuites", name="ampaudit")
     totals = {"tests": 0, "failures": 0, "errors": 0}
     for suite in view_of(document).suites():
@@ -33,10 +33,10 @@ def _element(suite: Suite) -> ElementTree.Element:
     by_case: defaultdict[str, list[Alert]] = defaultdict(list)
     for alert in suite.alerts:
         by_case[alert.case].append(alert)
-    failed = {case for case, found in by_case.items() if any(a.fails for a in found)} - suite.errors.keys()
+    failed = {alert.case for alert in suite.alerts if alert.fails} - suite.errors.keys()
     element = ElementTree.Element(
         "testsuite",
-        name=_legal(f"{suite.name} ({suite.label})"),
+        name=escape_lines(f"{suite.name} ({suite.label})"),
         tests=str(len(suite.cases)),
         failures=str(len(failed)),
         errors=str(len(suite.errors)),
@@ -49,17 +49,17 @@ def _element(suite: Suite) -> ElementTree.Element:
             ElementTree.SubElement(properties, "property", name=name, value=text)
     for case in suite.cases:
         seconds = f"{suite.seconds.get(case, 0.0):.3f}"
-        attributes = {"classname": _legal(suite.name), "name": _legal(case), "time": seconds}
-        made = ElementTree.SubElement(element, "testcase", attributes)
+        attributes = {"classname": escape_lines(suite.name), "name": escape_lines(case), "time": seconds}
+        testcase = ElementTree.SubElement(element, "testcase", attributes)
         if case in suite.errors:
             first = suite.errors[case].partition("\n")[0]
-            inner = ElementTree.SubElement(made, "error", type="error", message=_legal(first))
-            inner.text = _legal(suite.errors[case])
+            inner = ElementTree.SubElement(testcase, "error", type="error", message=escape_lines(first))
+            inner.text = escape_lines(suite.errors[case])
         else:
-            _fill(made, by_case[case])
+            _fill(testcase, by_case[case])
     if suite.combined is not None:
-        said = f"{suite.combined.title}: {suite.combined.in_words}\n{suite.combined.text}"
-        ElementTree.SubElement(element, "system-out").text = _legal(said)
+        policy = f"{suite.combined.title}: {suite.combined.in_words}\n{suite.combined.text}"
+        ElementTree.SubElement(element, "system-out").text = escape_lines(policy)
     return element
 
 
@@ -69,10 +69,10 @@ def _fill(case: ElementTree.Element, alerts: list[Alert]) -> None:
     if failing:
         first, more = failing[0], len(failing) - 1
         message = f"{first.code} {first.title} at {first.site}" + (f", and {more} more" if more else "")
-        inner = ElementTree.SubElement(case, "failure", type=first.code, message=_legal(message))
-        inner.text = _legal("\n\n".join(map(_paragraph, failing)))
+        inner = ElementTree.SubElement(case, "failure", type=first.code, message=escape_lines(message))
+        inner.text = escape_lines("\n\n".join(map(_paragraph, failing)))
     if others:
-        ElementTree.SubElement(case, "system-out").text = _legal("\n\n".join(map(_paragraph, others)))
+        ElementTree.SubElement(case, "system-out").text = escape_lines("\n\n".join(map(_paragraph, others)))
 
 
 def _paragraph(alert: Alert) -> str:
@@ -80,8 +80,3 @@ def _paragraph(alert: Alert) -> str:
     hidden = f" (suppressed: {alert.suppressed})" if alert.suppressed is not None else ""
     head = f"{alert.level.value}: {alert.code} {alert.title} at {alert.site}{where}{hidden}"
     return f"{head}\n{alert.text}\n{alert.advice}".rstrip()
-
-
-def _legal(text: str) -> str:
-    """Remove characters that XML 1.0 does not allow."""
-    return "\n".join(escape_control(line) for line in text.split("\n"))

@@ -68,8 +68,8 @@ def _block(block: Block) -> Iterator[str]:
             right = [index for index in range(len(block.heads)) if index not in block.left]
             yield _table(block.heads, (map(_text, row) for row in block.rows), right)
         case Facts():
-            said = (": ".join(text for cell in row if (text := _text(cell).strip())) for row in block.rows)
-            yield "\n".join(f"- {text}" for text in said)
+            items = (": ".join(text for cell in row if (text := _text(cell).strip())) for row in block.rows)
+            yield "\n".join(f"- {text}" for text in items)
         case Labelled():
             for label, blocks in block.rows:
                 yield f"{_text(label)}:"
@@ -90,18 +90,18 @@ def _table(heads: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[
 
 
 def _suite(suite: Suite) -> Iterator[str]:
-    """Render the verdict, errors, and the findings above note."""
+    """Render the verdict, errors, and the findings graver than notes."""
     yield f"## {MARKS[suite.verdict]}: {code(suite.name)}"
     gaps = f"; {escaped(suite.gaps)}" if suite.gaps else ""
     yield f"{escaped(suite.label)}: {suite.counts}{gaps}; gate: {escaped(suite.gate)}"
     if suite.errors:
         yield "\n".join(f"- {code(case)}: {escaped(text)}" for case, text in suite.errors.items())
-    shown = [alert for alert in suite.active if alert.level is not Severity.NOTE]
-    if shown:
-        yield _table(("", "finding", "where", "line"), map(_row, shown[:_ROWS]))
-    if len(shown) > _ROWS:
-        yield f"and {len(shown) - _ROWS} more"
-    for alert in shown[:_DETAILS]:
+    alerts = [alert for alert in suite.active if alert.level is not Severity.NOTE]
+    if alerts:
+        yield _table(("", "finding", "where", "line"), map(_row, alerts[:_ROWS]))
+    if len(alerts) > _ROWS:
+        yield f"and {len(alerts) - _ROWS} more"
+    for alert in alerts[:_DETAILS]:
         yield from _details(alert)
     if suite.combined is not None:
         yield escaped(f"{suite.combined.title}: {suite.combined.in_words}; {suite.combined.after}")

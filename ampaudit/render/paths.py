@@ -12,7 +12,7 @@ __all__ = ["relative_path"]
 
 
 def relative_path(file: str) -> str:
-    """Return the path relative to the working or package directory, or unchanged."""
+    """Return the path relative to ``site-packages`` or the working directory, else unchanged."""
     file = forward_slashes(file)
     _, packages, inside = file.rpartition(INSTALLED)
     if packages:

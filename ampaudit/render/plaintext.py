@@ -16,9 +16,9 @@ def as_text(printed: Callable[[Console], None], width: int, *, terminal: bool = 
     """Return printed output as text without colors and trailing blanks.
 
     Args:
-        printed: prints it.
-        width: at which lines are wrapped.
-        terminal: whether tables, too, must fit; in a file or a pipe they are as wide as what is in them.
+        printed: Function that prints to a console.
+        width: Width in characters at which lines wrap.
+        terminal: Whether tables must fit that width as well, instead of being as wide as their content.
     """
     from rich.console import Console
 

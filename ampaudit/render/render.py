@@ -46,10 +46,10 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
 
 
 def check_values(document: Document) -> None:
-    """Make every part of a document that formats share, without writing it.
+    """Build every part of a document that formats share, without writing it.
 
     Raises:
-        ValueError: it has numbers or tables that no run makes, which types alone do not tell.
+        ValueError: The document has a valid type, but values that cannot be rendered.
     """
     view = view_of(document)
     try:
@@ -74,10 +74,10 @@ def check_format(kind: str, form: str) -> None:
     """Reject a format that a kind of document does not support.
 
     Raises:
-        UsageError: the message lists those that it supports.
+        UsageError: The format is not supported; the message lists those that are.
     """
-    *first, last = known = formats_of(kind)
-    if form not in known:
+    *first, last = formats = formats_of(kind)
+    if form not in formats:
         raise UsageError(
             f"a document of kind {kind!r} has no format {form!r}",
             hint=f"use --format {', '.join(first)} or {last}",
@@ -88,8 +88,8 @@ def as_file(document: Document, form: str) -> str:
     """Return the document in a format.
 
     Args:
-        document: of any kind.
-        form: a name of ``FORMAT_REGISTRY``.
+        document: Document of any kind.
+        form: Name of a format in ``FORMAT_REGISTRY``.
 
     Raises:
         UsageError: see ``check_format``.
@@ -119,7 +119,7 @@ def keeping(document: Document) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever reads the output has seen enough
+        raise  # the reader of the pipe has closed it
     except Exception as error:
         if not any(note.startswith(_KEPT) for note in getattr(error, "__notes__", ())):
             error.add_note(f"{_KEPT} {_keep(document)}")
@@ -127,7 +127,7 @@ def keeping(document: Document) -> Iterator[None]:
 
 
 def _keep(document: Document) -> str:
-    """Keep a result and say where: under a name that is the same if the command fails so again."""
+    """Save a result under a name that depends on its content, and describe where."""
     from ampaudit.render.json import to_json
 
     text = to_json(document)

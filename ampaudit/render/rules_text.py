@@ -23,30 +23,29 @@ _OPS_SHOWN = 16
 
 def list_rows() -> list[dict[str, Any]]:
     """Return name, title and size of each shipped policy."""
-    rows = []
-    for name in policy_names():
-        rules = load_policy(name)
-        rows.append(
-            {
-                "name": name,
-                "title": rules.file.title,
-                "level": rules.file.level,
-                "rules": len(rules.file.rules),
-                "ops": len(rules.op_names),
-                "measured": rules.measured,
-            }
-        )
-    return rows
+    return [
+        {
+            "name": name,
+            "title": rules.file.title,
+            "level": rules.file.level,
+            "rules": len(rules.file.rules),
+            "ops": len(rules.op_names),
+            "measured": rules.measured,
+        }
+        for name, rules in ((name, load_policy(name)) for name in policy_names())
+    ]
 
 
 def render_list(rows: Sequence[dict[str, Any]]) -> RenderableType:
     """Render a table of the shipped policies."""
-    made = open_table("policy", "rules", "ops", "acts on", "title", left=("acts on", "title"))
+    table = open_table("policy", "rules", "ops", "acts on", "title", left=("acts on", "title"))
     for row in rows:
         acts = "calls" if row["level"] == "calls" else "FP32 graph"
         measured = ", numbers" if row["measured"] else ""
-        made.add_row(row["name"], str(row["rules"]), str(row["ops"]), f"{acts}{measured}", Text(row["title"]))
-    return made
+        table.add_row(
+            row["name"], str(row["rules"]), str(row["ops"]), f"{acts}{measured}", Text(row["title"])
+        )
+    return table
 
 
 def render_policy(loaded: Loaded) -> RenderableType:
@@ -73,11 +72,11 @@ def _headline(loaded: Loaded) -> str:
 def _weights(weights: WeightPolicy) -> str:
     stored = "weights stored in FP32" if weights.storage == "float32" else "weights stored in 16 bits"
     master = ", FP32 masters kept" if weights.master and weights.storage == "lower" else ""
-    moved = [
+    casts = [
         f"{k} {v}" for k, v in (("inputs", weights.inputs), ("outputs", weights.outputs)) if v != "unchanged"
     ]
-    kept = f", {len(weights.keep)} exceptions" if weights.keep else ""
-    return ", ".join([stored + master + kept, *moved])
+    exceptions = f", {len(weights.keep)} exceptions" if weights.keep else ""
+    return ", ".join([stored + master + exceptions, *casts])
 
 
 def _rule(number: int, rule: Rule, loaded: Loaded) -> RenderableType:
@@ -98,10 +97,10 @@ def _rule(number: int, rule: Rule, loaded: Loaded) -> RenderableType:
 def _conditions(rule: Rule, loaded: Loaded) -> list[str]:
     lines = []
     if rule.match.op:
-        named = ", ".join(rule.match.op)
+        ops = ", ".join(rule.match.op)
         count = len(loaded.ops.get(rule.id, ()))
         lines.append(
-            f"ops     {escape_control(named)}"
+            f"ops     {escape_control(ops)}"
             + (f"  ({count} of ATen's)" if count != len(rule.match.op) else "")
         )
     rest = rule.match.model_dump(exclude_defaults=True, exclude={"op"})
@@ -137,7 +136,7 @@ def diff_rows(first: RuleSet, second: RuleSet, dtype: str) -> list[dict[str, str
 def render_diff(
     first: RuleSet, second: RuleSet, rows: Sequence[dict[str, str]], *, verbose: bool = False
 ) -> RenderableType:
-    """Render differences grouped by ops, and those in other settings."""
+    """Render the differences grouped by treatment, and those in other settings."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         groups.setdefault((row["first"], row["second"]), []).append(row["op"])
@@ -149,35 +148,31 @@ def render_diff(
         )
     ]
     if groups:
-        made = open_table(first.name, second.name, "ops", left=(second.name, "ops"))
+        table = open_table(first.name, second.name, "ops", left=(second.name, "ops"))
         for (ours, theirs), ops in sorted(
             groups.items(), key=lambda item: (_is_mild(*item[0]), -len(item[1]))
         ):
-            made.add_row(ours, theirs, Text(_op_list(ops, verbose)))
-        parts += [Text(), made]
+            table.add_row(ours, theirs, Text(_op_list(ops, verbose)))
+        parts += [Text(), table]
     other = open_table("", first.name, second.name, left=(first.name, second.name))
-    for label, ours, theirs in _other_differences(first, second):
+    a, b = first.file, second.file
+    for label, ours, theirs in (
+        ("any other op", a.defaults.cast.value, b.defaults.cast.value),
+        ("weights", _weights(a.weights), _weights(b.weights)),
+        ("acts on", a.level, b.level),
+    ):
         other.add_row(label, Text(ours), Text(theirs))
     return Group(*parts, Text(), other)
 
 
 def _is_mild(ours: str, theirs: str) -> bool:
-    """Return whether neither side insists on a precision, so that only differing inputs show it."""
+    """Return whether both sides follow their inputs instead of a fixed precision."""
     return all(side.split(" ")[0] in ("follow", "narrowest", "widest") for side in (ours, theirs))
 
 
 def _op_list(ops: Sequence[str], verbose: bool) -> str:
-    """Join base names without in-place twins and overloads, truncating a long list."""
+    """List base names without overloads and in-place variants, truncated unless verbose."""
     bases = list(dict.fromkeys(op.partition(".")[0].removesuffix("_") for op in ops))
-    shown = bases if verbose else bases[:_OPS_SHOWN]
-    more = f" and {len(bases) - len(shown)} more (-v)" if len(shown) < len(bases) else ""
-    return escape_control(", ".join(shown)) + more
-
-
-def _other_differences(first: RuleSet, second: RuleSet) -> list[tuple[str, str, str]]:
-    a, b = first.file, second.file
-    return [
-        ("any other op", a.defaults.cast.value, b.defaults.cast.value),
-        ("weights", _weights(a.weights), _weights(b.weights)),
-        ("acts on", a.level, b.level),
-    ]
+    first = bases if verbose else bases[:_OPS_SHOWN]
+    more = f" and {len(bases) - len(first)} more (-v)" if len(first) < len(bases) else ""
+    return escape_control(", ".join(first)) + more

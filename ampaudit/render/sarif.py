@@ -1,8 +1,8 @@
 """Renders SARIF 2.1.0, with which code hosts show findings on their lines.
 
-Source: OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0"; section numbers below
-refer to it. What code hosts require beyond that (relative paths, fingerprints, a category per run) is
-provided as well.
+Source: OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0", to which the section
+numbers below refer. The output also has what code hosts require beyond it: relative paths, fingerprints, and
+a category per run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["to_sarif"]
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _PATH_SHOWN = 20
-_MAX_RESULTS = 25_000  # of a run; code hosts refuse a file with more
+_MAX_RESULTS = 25_000  # per run; code hosts reject files with more
 _ROOT = "%SRCROOT%"
 
 
 def to_sarif(document: Document) -> str:
-    """Return one run per suite; suppressed findings are included and marked."""
+    """Return one run per suite; suppressed findings are included as such."""
     runs = [_run(suite) for suite in view_of(document).suites()]
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": runs}
     return escape_json(json.dumps(log, indent=1, ensure_ascii=False)) + "\n"
@@ -44,9 +44,9 @@ def _run(suite: Suite) -> dict[str, Any]:
     alerts = suite.alerts[:_MAX_RESULTS]
     codes = sorted({alert.code for alert in alerts})
     titles = {alert.code: alert.title for alert in alerts}
-    left = len(suite.alerts) - len(alerts)
-    told = [f"{left} more findings are in the JSON report"] if left else []
-    told += [f"{case}: {text}" for case, text in suite.errors.items()]
+    omitted = len(suite.alerts) - len(alerts)
+    notifications = [f"{omitted} more findings are in the JSON report"] if omitted else []
+    notifications += [f"{case}: {text}" for case, text in suite.errors.items()]
     about = ("verdict", "gate", "inputs", "gaps")
     properties = {name: text for name in about if (text := getattr(suite, name))}
     if suite.combined is not None:
@@ -65,7 +65,7 @@ def _run(suite: Suite) -> dict[str, Any]:
             {
                 "executionSuccessful": not suite.errors,
                 "toolExecutionNotifications": [
-                    {"level": "error", "message": {"text": _text(text)}} for text in told
+                    {"level": "error", "message": {"text": _text(text)}} for text in notifications
                 ],
             }
         ],
@@ -76,12 +76,12 @@ def _run(suite: Suite) -> dict[str, Any]:
 
 
 def _information() -> dict[str, str]:
-    """Return the address of the project that its package names, if it names one."""
+    """Return the project's home page according to its package metadata, if there is one."""
     with contextlib.suppress(PackageNotFoundError):
         urls = (text.partition(", ") for text in metadata("ampaudit").get_all("Project-URL", []))
-        found = {label.lower(): address for label, _, address in urls}
-        if "homepage" in found:
-            return {"informationUri": found["homepage"]}
+        addresses = {label.lower(): address for label, _, address in urls}
+        if "homepage" in addresses:
+            return {"informationUri": addresses["homepage"]}
     return {}
 
 
@@ -134,7 +134,7 @@ def _flow(suite: Suite, alert: Alert) -> Iterable[dict[str, Any]]:
 
 
 def _shown_at(suite: Suite, alert: Alert) -> SourceLine:
-    """Return the location to show; without a known line, the first line of the model's file."""
+    """Return the line of a finding, or the first line of the model's file if it is unknown."""
     return alert.line or SourceLine(model_file(suite.name), 1)
 
 
@@ -145,16 +145,18 @@ def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[
         region |= {"startColumn": column, "endLine": last, "endColumn": behind}
     elif line.code:
         region["snippet"] = {"text": line.code}
-    found: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(line.file), "region": region}}
+    location: dict[str, Any] = {
+        "physicalLocation": {"artifactLocation": _artifact(line.file), "region": region}
+    }
     if alert is not None:
-        found["logicalLocations"] = [_logical(alert.site)]
+        location["logicalLocations"] = [_logical(alert.site)]
     if message:
-        found["message"] = {"text": _text(message)}
-    return found
+        location["message"] = {"text": _text(message)}
+    return location
 
 
 def _artifact(file: str) -> dict[str, str]:
-    """Return a path relative to the source root if possible, else an absolute URI."""
+    """Return a URI relative to the source root if possible, else an absolute one."""
     path = str(PurePosixPath(relative_path(file)))
     if re.match("[A-Za-z]:/", path):  # a drive
         return {"uri": f"file:///{quote(path, safe='/:')}"}
@@ -168,15 +170,15 @@ def _logical(site: str) -> dict[str, str]:
 
 
 def _text(text: str) -> str:
-    """Return a plain message: braces would be placeholders (3.11.5), ``[a](b)`` a link (3.11.6)."""
+    """Escape a message, in which braces are placeholders (3.11.5) and ``[a](b)`` is a link (3.11.6)."""
     doubled = text.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
     return doubled.replace("](", "\\](")
 
 
 def _fingerprint(suite: Suite, alert: Alert) -> str:
     """Return a fingerprint that is stable across runs and moved lines."""
-    of_lint = alert.region is not None and alert.line is not None
     # lint's label counts files, and a function may have the same mistake twice
-    which = (alert.line.code,) if of_lint and alert.line is not None else (suite.label,)
-    said = "\n".join((*which, alert.case, alert.code, alert.site))
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    linted = alert.region is not None and alert.line is not None
+    subject = alert.line.code if linted and alert.line is not None else suite.label
+    identity = "\n".join((subject, alert.case, alert.code, alert.site))
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]

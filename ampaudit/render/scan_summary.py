@@ -17,12 +17,12 @@ _OUTPUTS = 4
 
 
 def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[tuple[str, str]]:
-    """Return pairs of a label and a text.
+    """Yield pairs of a label and a text.
 
     Args:
-        report: of a scan.
-        hidden: the number of notes that are not shown.
-        full: whether to say how much was covered, and what was taken for granted, where nothing is amiss.
+        report: Report of a scan.
+        hidden: Number of notes that are not shown.
+        full: Whether to include complete coverage and the default contract.
     """
     cover, run = report.coverage, report.run
     if run.inputs is not None and run.inputs.detail:
@@ -50,15 +50,16 @@ def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[
 
 def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
     cover, dtype = report.coverage, report.run.dtype
-    own = (
+    regions = (
         f"; {plural(cover.author_sites, 'site')} in autocast(enabled=False) regions of the code"
         if cover.author_sites
         else ""
     )
     casts, conversions = plural(cover.casts, "cast"), plural(cover.author_casts, "conversion")
-    casts = f"{casts} inserted, {conversions} in the model's code{own}"
+    casts = f"{casts} inserted, {conversions} in the model's code{regions}"
     yield "Precision", f"{plural(len(report.low_precision_sites), 'site')} in {dtype}; {casts}"
-    yield "Outputs", _outputs(report)
+    accuracies = listed(list(map(_accuracy, report.worst_outputs_first)), _OUTPUTS)
+    yield "Outputs", f"signal-to-noise ratio against FP32: {accuracies}"
     yield "Weights", weights_in_words(report)
     backend = report.run.backend  # named after the contract, unless that is the default
     if backend != "native" and (full or backend != "emulated"):
@@ -81,11 +82,11 @@ def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
 
 
 def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
-    """Return results for other inputs: proofs, searches and tail estimates."""
+    """Yield the results for other inputs: searches and tail estimates."""
     for s in report.stressed:
-        found = f"overflows: --inputs {shell_quoted(s.file or '')}" if s.overflows else "no overflow found"
+        outcome = f"overflows: --inputs {shell_quoted(s.file or '')}" if s.overflows else "no overflow found"
         reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"
-        yield "Stress", f"{escape_control(s.site)}: {reached}; {found}"
+        yield "Stress", f"{escape_control(s.site)}: {reached}; {outcome}"
     for t in report.tails:
         low, rate, high = (_rate(number) for number in (t.low, t.per_million, t.high))
         interval = f"90 %: {low} to {high}, from {t.batches} batches"
@@ -99,16 +100,8 @@ def _rate(per_million: float) -> str:
 def weights_in_words(report: Report) -> str:
     """Return the sizes of the weights, as they are stored or with the copies that the policy makes."""
     masters, copies = format_bytes(report.weights.master_bytes), format_bytes(report.weights.working_bytes)
-    return (
-        f"{masters} in FP32, {copies} in 16 bits"
-        if report.run.policy == AS_IS
-        else f"{masters} in FP32, {copies} of 16-bit copies"
-    )
-
-
-def _outputs(report: Report) -> str:
-    shown = listed(list(map(_accuracy, report.worst_outputs_first)), _OUTPUTS)
-    return f"signal-to-noise ratio against FP32: {shown}"
+    kind = "in 16 bits" if report.run.policy == AS_IS else "of 16-bit copies"
+    return f"{masters} in FP32, {copies} {kind}"
 
 
 def _accuracy(output: OutputAccuracy) -> str:

@@ -17,7 +17,7 @@ _WIDTH = 36
 
 
 def level_sections(report: Report, count: int) -> Iterator[Section]:
-    """Return the tables of a scan, ``--ranges`` or ``--static``, with about ``count`` sites each."""
+    """Render the tables for the level of the report, with about ``count`` sites each."""
     if report.run.level == "ranges":
         yield from _what_if(report, count)
     elif report.run.level == "static":
@@ -30,38 +30,34 @@ def level_sections(report: Report, count: int) -> Iterator[Section]:
 
 
 def _nearest(report: Report, count: int) -> Iterator[Section]:
-    """Return the healthy sites with the least headroom."""
+    """Render the healthy sites with the least headroom."""
     sites = report.nearest_sites
     if not sites:
         return
     rows = []
-    named = any(site.forward is not None and site.forward.batch for site in sites)
+    has_batches = any(site.forward is not None and site.forward.batch for site in sites)
     for site in sites[:count]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
+        bound = format_number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
         rows.append(
             (
                 escape_control(site.site),
                 format_number(site.forward.peak),
                 f"{site.headroom_bits:.1f} bits",
                 "exact" if sqnr is None else f"{sqnr:.0f} dB",
-                *((escape_control(site.forward.batch or ""),) if named else ()),
-                *((_proved(site),) if report.proofs else ()),
+                *((escape_control(site.forward.batch or ""),) if has_batches else ()),
+                *((bound,) if report.proofs else ()),
             )
         )
-    heads = ("site", "peak", "headroom", "accuracy", *(("peak in",) if named else ()))
+    heads = ("site", "peak", "headroom", "accuracy", *(("peak in",) if has_batches else ()))
     heads += ("proved below",) if report.proofs else ()
     title = f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}"
     yield Section((tabulate(heads, rows, width=_WIDTH),), title)
 
 
-def _proved(site: SiteReport) -> str:
-    """Return the bound of a proved site."""
-    return format_number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
-
-
 def _unproved(report: Report, count: int) -> Iterator[Section]:
-    """Return unproved sites in graph order, since the first affects those after it."""
+    """Render unproved sites in graph order, since the first ones affect those after them."""
     sites = [s for s in report.sites if s.verdict != "proved"]
     if not sites:
         return
@@ -69,13 +65,13 @@ def _unproved(report: Report, count: int) -> Iterator[Section]:
         (escape_control(site.site), "unbounded" if site.bound is None else format_number(site.bound))
         for site in sites[:count]
     )
-    shown = "; the first" if len(sites) > count else ""
+    more = "; the first" if len(sites) > count else ""
     table = tabulate(("site", "bound"), rows, width=_WIDTH)
-    yield Section((table,), f"Not proved: {plural(len(sites), 'site')}{shown}")
+    yield Section((table,), f"Not proved: {plural(len(sites), 'site')}{more}")
 
 
 def _changed(report: Report, count: int) -> Iterator[Section]:
-    """Return verdicts that differ from the usual execution contract."""
+    """Render verdicts that differ from those under the default execution contract."""
     if not report.changed:
         return
     rows = ((escape_control(change.site), change.usual, change.here) for change in report.changed[:count])
@@ -85,7 +81,7 @@ def _changed(report: Report, count: int) -> Iterator[Section]:
 
 
 def _promoted(report: Report, count: int) -> Iterator[Section]:
-    """Return sites promoted to float32 because of their values."""
+    """Render the sites that are promoted to float32 because of their values."""
     promoted = set(report.promoted)
     sites = [s for s in report.sites if s.site in promoted]
     if not sites:
@@ -108,7 +104,7 @@ def _promoted(report: Report, count: int) -> Iterator[Section]:
 
 
 def path_sections(report: Report, count: int) -> Iterator[Section]:
-    """Return the lines whose decisions on values chose the code that was audited, those that flip first."""
+    """Render the lines that branch on tensor values; those that would branch differently first."""
     if report.path is None or not report.path.lines:
         return
     dtype, lines = report.run.dtype, sorted(report.path.lines, key=lambda read: not read.differing)
@@ -163,20 +159,20 @@ def _format_table(sites: list[SiteReport]) -> Table:
 
 
 def all_sites(report: Report) -> Section:
-    """Return every floating-point site, for ``-v``."""
+    """Render every floating-point site, for ``-v``."""
     heads = ("site", "precision", "peak", "headroom", "accuracy", "alone", "rule")
     return Section((tabulate(heads, _site_rows(report), left=("rule",)),), "All sites")
 
 
 def _site_rows(report: Report) -> Iterable[tuple[str, ...]]:
     for site in report.sites:
-        seen = site.forward
+        forward = site.forward
         yield (
             escape_control(site.site),
             site.precision,
-            format_number(seen.peak) if seen else "",
-            f"{seen.headroom_bits:.1f}" if seen and seen.headroom_bits is not None else "",
-            f"{seen.sqnr_db:.0f}" if seen and seen.sqnr_db is not None else "",
-            f"{seen.local_sqnr_db:.0f}" if seen and seen.local_sqnr_db is not None else "",
+            format_number(forward.peak) if forward else "",
+            f"{forward.headroom_bits:.1f}" if forward and forward.headroom_bits is not None else "",
+            f"{forward.sqnr_db:.0f}" if forward and forward.sqnr_db is not None else "",
+            f"{forward.local_sqnr_db:.0f}" if forward and forward.local_sqnr_db is not None else "",
             escape_control(site.rule or site.role),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -22,8 +22,8 @@ _KINDS = {
     "gradient": "(its backward)",
     "jump": "(jumps of its derivative)",
 }
-_FINITE = 3000.0  # dB: whose power of ten can be computed
-_DOUBLED = 3.0  # dB: beyond it the error is more than twice, or less than half of what was predicted
+_FINITE = 3000.0  # dB; beyond it, the power of ten overflows
+_DOUBLED = 3.0  # dB; beyond it, the error is over twice or under half of the prediction
 
 
 def format_accuracy(value: float | None, *, broken: bool = False) -> str:
@@ -36,35 +36,32 @@ def format_accuracy(value: float | None, *, broken: bool = False) -> str:
 
 
 def line_of(source: Source | None) -> str:
-    """Return the file and line to show in the user's project."""
+    """Format the file and line in the user's project; empty if unknown."""
     if source is None:
         return ""
     return escape_control(f"{PurePath(source.evident.file).name}:{source.evident.line}")
 
 
 def noise_section(rows: Sequence[Noise], *, full: bool = False, of: str = "outputs") -> Section:
-    """Return what is rounded and the error that this makes, merged over stacked layers unless ``full``."""
-    groups = [(name, times, _together(members)) for name, times, members in _alike(rows, full)]
+    """Render the error that each rounding causes, merged over stacked layers unless ``full``."""
+    stacks = stacked(rows, lambda row: row.name, lambda row: (row.kind, row.op), full)
+    groups = [(name, times, _summed(members)) for name, times, members in stacks]
     groups.sort(key=lambda group: -group[2].share)
-    shown = groups[: _MAX_ROWS if full else _ROWS]
+    visible = groups[: _MAX_ROWS if full else _ROWS]
     what = f"Accuracy of the {of} if only this were rounded, and its share of the error of everything."
     heads = ("rounded", "times", "op", "accuracy", "share", "line")
-    table = tabulate(heads, (_cells(*group) for group in shown), left=("op", "line"))
+    table = tabulate(heads, (_cells(*group) for group in visible), left=("op", "line"))
     blocks: list[Block] = [line(what, style="dim"), table]
-    if len(shown) < len(groups):
-        rest = sum(row.share for _, _, row in groups[len(shown) :])
+    if len(visible) < len(groups):
+        rest = sum(row.share for _, _, row in groups[len(visible) :])
         where = "the JSON report has them" if full else "-v shows more"
         blocks.append(
-            line(f"and {len(groups) - len(shown):,} more, with {_share(rest)}; {where}", style="dim")
+            line(f"and {len(groups) - len(visible):,} more, with {_share(rest)}; {where}", style="dim")
         )
     return Section(tuple(blocks), f"What makes the error of the {of}")
 
 
-def _alike(rows: Sequence[Noise], full: bool) -> Iterator[tuple[str, str, list[Noise]]]:
-    return stacked(rows, lambda row: row.name, lambda row: (row.kind, row.op), full)
-
-
-def _together(rows: Sequence[Noise]) -> Noise:
+def _summed(rows: Sequence[Noise]) -> Noise:
     """Add up the errors of several values."""
     noise = sum(10.0 ** (-row.db / 10.0) for row in rows if row.db is not None and abs(row.db) < _FINITE)
     db = rows[0].db if len(rows) == 1 else -10.0 * math.log10(noise) if noise else None
@@ -80,24 +77,21 @@ def _share(share: float) -> str:
     return "<0.1%" if 0 < share < 5e-4 else f"{share:.1%}" if abs(share) < 1e4 else format_number(share)
 
 
-def sensitivity_sections(found: Sensitivity, *, full: bool = False) -> Iterator[Section]:
-    """Return the ranking, and whether it adds up to the error that was measured."""
-    section = noise_section(found.rows, full=full, of=found.of)
-    yield Section((*section.blocks, *_sum(found)), section.title)
-
-
-def _sum(found: Sensitivity) -> Iterable[Block]:
-    measured = format_accuracy(found.measured_db, broken=found.broken)
-    how = f"all of them, from {plural(found.probes, 'backward pass')}"
-    yield line(
-        f"In {found.dtype}: {format_accuracy(found.predicted_db)} predicted as the sum of {how}; "
+def sensitivity_sections(sensitivity: Sensitivity, *, full: bool = False) -> Iterator[Section]:
+    """Render the ranking, and its sum beside the measured error."""
+    section = noise_section(sensitivity.rows, full=full, of=sensitivity.of)
+    measured = format_accuracy(sensitivity.measured_db, broken=sensitivity.broken)
+    how = f"all of them, from {plural(sensitivity.probes, 'backward pass')}"
+    total = line(
+        f"In {sensitivity.dtype}: {format_accuracy(sensitivity.predicted_db)} predicted as the sum of {how}; "
         f"{measured} measured."
     )
-    yield from untrusted(found.predicted_db, found.measured_db)
+    warning = untrusted(sensitivity.predicted_db, sensitivity.measured_db)
+    yield Section((*section.blocks, total, *warning), section.title)
 
 
 def untrusted(predicted: float | None, measured: float | None) -> Iterator[Block]:
-    """Warn where the sum of all roundings is not the error that was measured."""
+    """Warn if the predicted accuracy differs from the measured one by more than a factor of two."""
     if predicted is not None and measured is not None and abs(predicted - measured) > _DOUBLED:
         apart = f"The two differ by {abs(predicted - measured):.1f} dB"
         yield line(

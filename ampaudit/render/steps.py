@@ -1,4 +1,4 @@
-"""Renders an audit's steps: a table, sentences about them, and a chart of error and headroom."""
+"""Renders the steps of an audit: a table, sentences about them, and charts of error and headroom."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ampaudit.report.steps import StepGrowth, StepReport, StepsReport
 __all__ = ["step_section", "step_sentences", "steps_svg"]
 
 _ROWS = 8
-_NUMBERS = 6  # of steps, in a sentence
+_NUMBERS = 6  # step numbers listed in a sentence
 _LINE = 14  # height of a text in the chart
-_MAX_TRACES = 3  # a first step, later ones, and those with a state in other dtypes
+_MAX_TRACES = 3  # the first step, later ones, and those whose state has other dtypes
 _WIDTH, _HEIGHT, _LEFT, _TOP = 380, 110, 36, 12
 
 
 def step_section(steps: StepsReport, *, full: bool = False) -> Section:
-    """Return a table of the steps, of all or of a few, and sentences about them."""
-    shown = steps.steps if full else _chosen(steps)
+    """Render a table of all or the most telling steps, and sentences about them."""
+    visible = steps.steps if full else _most_telling(steps.steps)
     rows = (
         (
             str(step.step),
@@ -29,30 +29,29 @@ def step_section(steps: StepsReport, *, full: bool = False) -> Section:
             escape_control(step.headroom_at),
             _events(step),
         )
-        for step in shown
+        for step in visible
     )
     heads = ("step", "accuracy", "headroom", "at", "")
     table = tabulate(heads, rows, left=("at", ""))
-    more = "" if len(shown) == len(steps.steps) else f", {len(shown)} of {len(steps.steps)}; -v shows all"
+    more = "" if len(visible) == len(steps.steps) else f", {len(visible)} of {len(steps.steps)}; -v shows all"
     sentences = (line(sentence) for sentence in step_sentences(steps))
     return Section((table, *sentences), f"Steps{more}")
 
 
-def _chosen(steps: StepsReport) -> tuple[StepReport, ...]:
-    """Return the first and the last step, the worst, the first of each event, and some between."""
-    rows = steps.steps
+def _most_telling(rows: Sequence[StepReport]) -> tuple[StepReport, ...]:
+    """Select the first, last and worst steps, the first one with each event, and some in between."""
     events: tuple[Callable[[StepReport], bool], ...] = (
         lambda step: step.broken,
         lambda step: bool(step.flipped),
         lambda step: step.poisoned,
     )
-    wanted = {round(index * (len(rows) - 1) / (_ROWS - 1)) for index in range(_ROWS)} if rows else set()
+    indices = {round(index * (len(rows) - 1) / (_ROWS - 1)) for index in range(_ROWS)} if rows else set()
     for happens in events:
-        wanted |= {next((index for index, step in enumerate(rows) if happens(step)), 0)}
+        indices |= {next((index for index, step in enumerate(rows) if happens(step)), 0)}
     for figures in ([step.accuracy_db for step in rows], [step.headroom_bits for step in rows]):
-        known = [(figure, index) for index, figure in enumerate(figures) if figure is not None]
-        wanted |= {min(known)[1]} if known else set()
-    return tuple(step for index, step in enumerate(rows) if index in wanted)
+        measured = [(figure, index) for index, figure in enumerate(figures) if figure is not None]
+        indices |= {min(measured)[1]} if measured else set()
+    return tuple(step for index, step in enumerate(rows) if index in indices)
 
 
 def _accuracy(step: StepReport) -> str:
@@ -62,21 +61,21 @@ def _accuracy(step: StepReport) -> str:
 
 
 def _events(step: StepReport) -> str:
-    said = []
+    events = []
     if step.origins:
         more = f" and {len(step.origins) - 1} more" if len(step.origins) > 1 else ""
-        said.append(f"{step.origins[0]}{more} out of range")
+        events.append(f"{step.origins[0]}{more} out of range")
     if step.broken_inputs:
-        said.append(f"next {', '.join(step.broken_inputs)} out of range")
+        events.append(f"next {', '.join(step.broken_inputs)} out of range")
     if step.flipped:
-        said.append(f"another {', '.join(step.flipped)} in 16 bits")
+        events.append(f"another {', '.join(step.flipped)} in 16 bits")
     if step.poisoned:
-        said.append("poisoned")
-    return escape_control("; ".join(said))
+        events.append("poisoned")
+    return escape_control("; ".join(events))
 
 
 def step_sentences(steps: StepsReport) -> Iterator[str]:
-    """Say when something leaves the range, what grows, and where the runs would choose differently."""
+    """Describe when values leave the range, what grows, and where the 16-bit run would choose differently."""
     first, poisoned, flipped = steps.first_broken, steps.poisoned, steps.flipped
     if steps.fed_back:
         yield f"Fed back: {escape_control(steps.fed_back)}."
@@ -91,8 +90,8 @@ def step_sentences(steps: StepsReport) -> Iterator[str]:
         yield _growth(growth, len(steps.steps))
     if flipped:
         names = escape_control(", ".join(dict.fromkeys(n for step in steps.steps for n in step.flipped)))
-        said = f"The 16-bit run would choose another {names} after {_steps(flipped)}"
-        yield f"{said}; both runs go on with FP32's."
+        choice = f"The 16-bit run would choose another {names} after {_steps(flipped)}"
+        yield f"{choice}; both runs go on with FP32's."
     if steps.traces > _MAX_TRACES:
         yield (
             f"The model was traced {steps.traces} times, since the shapes or Python values of its inputs "
@@ -104,17 +103,17 @@ def _growth(growth: StepGrowth, count: int) -> str:
     every = f"doubles every {format_number(growth.doubles_every)} steps"
     name = escape_control(growth.name)
     if growth.what == "error":
-        said = f"The error of {name} {every}"
+        sentence = f"The error of {name} {every}"
     else:
-        said = f"The largest value, at {name}, {every}"
+        sentence = f"The largest value, at {name}, {every}"
     if growth.reaches is None or growth.reaches <= count:
-        return f"{said}."
+        return f"{sentence}."
     end = "lost its required accuracy" if growth.what == "error" else "left the range"
-    return f"{said}: at this rate it will have {end} at about step {growth.reaches}."
+    return f"{sentence}: at this rate it will have {end} at about step {growth.reaches}."
 
 
 def _steps(numbers: Sequence[int]) -> str:
-    """Name steps: ``step 12``, ``steps 3, 9 and 14``, ``steps 41 to 50``, or the first of many."""
+    """Format step numbers: ``step 12``, ``steps 3, 9 and 14``, ``steps 41 to 50``, or the first of many."""
     if len(numbers) == 1:
         return f"step {numbers[0]}"
     if len(numbers) == numbers[-1] - numbers[0] + 1:
@@ -126,20 +125,15 @@ def _steps(numbers: Sequence[int]) -> str:
 
 
 def steps_svg(steps: StepsReport) -> str:
-    """Return a chart of accuracy and of headroom over the steps, without scripts."""
+    """Return static SVG charts of headroom and accuracy over the steps."""
     headroom = [(step.step, step.headroom_bits) for step in steps.steps if step.headroom_bits is not None]
     accuracy = [(step.step, step.accuracy_db) for step in steps.steps if step.accuracy_db is not None]
     broken = {step.step for step in steps.steps if step.broken}
     last = steps.steps[-1].step if steps.steps else 1
-    panels = [
-        _panel(points, last, broken, label, color)
-        for points, label, color in (
-            (headroom, "Headroom in bits", "--lower"),
-            (accuracy, "Accuracy in dB", "--gradient"),
-        )
-        if len(points) > 1
-    ]
-    return "".join(panels)
+    charts = ((headroom, "Headroom in bits", "--lower"), (accuracy, "Accuracy in dB", "--gradient"))
+    return "".join(
+        _panel(points, last, broken, label, color) for points, label, color in charts if len(points) > 1
+    )
 
 
 def _panel(points: Sequence[tuple[int, float]], last: int, broken: set[int], label: str, color: str) -> str:
@@ -165,10 +159,10 @@ def _panel(points: Sequence[tuple[int, float]], last: int, broken: set[int], lab
         f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.0f}</text>'
         for value in ticks
     )
-    said = escape(f"{label} over {plural(last, 'step')}: from {values[0]:.1f} to {values[-1]:.1f}")
+    caption = escape(f"{label} over {plural(last, 'step')}: from {values[0]:.1f} to {values[-1]:.1f}")
     return (
         f'<figure class="steps"><figcaption>{escape(label)}</figcaption>'
-        f'<svg role="img" aria-label="{said}" viewBox="0 0 {_WIDTH} {_HEIGHT + 14}" width="100%">'
+        f'<svg role="img" aria-label="{caption}" viewBox="0 0 {_WIDTH} {_HEIGHT + 14}" width="100%">'
         f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y(0.0):.1f}" y2="{y(0.0):.1f}" stroke="var(--line)"/>'
         f'{texts}<text x="{_LEFT}" y="{_HEIGHT + 10}">1</text>'
         f'<text x="{_WIDTH - 8}" y="{_HEIGHT + 10}" text-anchor="end">step {last}</text>'

@@ -1,4 +1,4 @@
-"""Draws the headroom of a report's sites over depth as a strip of colors, without scripts."""
+"""Draws the headroom of a report's sites, in graph order, as a static SVG strip of colors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ampaudit.report.model import Report
 __all__ = ["Strip", "strip_svg", "strips_of"]
 
 _CELLS = 40
-# headroom in bits, and the color below it, which stands on light and on dark pages
+# upper limits of headroom in bits, with colors that are legible on light and dark pages
 _STEPS = ((1, "#e5734f"), (3, "#f4b183"), (6, "#c9dcec"), (10, "#8fbcdb"), (float("inf"), "#4a90c2"))
 _BROKEN = "#b2182b"
 
@@ -24,8 +24,8 @@ class Strip:
     """The headroom of 16-bit values in graph order.
 
     Attributes:
-        label: what the values are.
-        cells: headroom in bits, whether the value breaks, and its name.
+        label: Description of the values.
+        cells: Headroom in bits, whether the value breaks, and its name.
     """
 
     label: str
@@ -33,21 +33,21 @@ class Strip:
 
 
 def strips_of(report: Report) -> Iterator[Strip]:
-    """Return the strip of a report's values, and that of its gradients if it has any."""
+    """Yield the strip of a report's values, then that of its gradients; empty strips are left out."""
     wrong: dict[bool, set[str]] = {True: set(), False: set()}
     for finding in report.active:
         if finding.severity is Severity.ERROR:
             wrong[finding.phase == "backward"] |= {finding.site, *finding.poisons}
     values = [
-        (seen.headroom_bits, site.site in wrong[False] or seen.inf + seen.nan > 0, site.site)
+        (forward.headroom_bits, site.site in wrong[False] or forward.inf + forward.nan > 0, site.site)
         for site in report.low_precision_sites
-        if (seen := site.forward) and seen.headroom_bits is not None
+        if (forward := site.forward) and forward.headroom_bits is not None
         if site.role != "weight-cast" and not site.by_design
     ]
     gradients = [
-        (made.headroom_bits, site.site in wrong[True] or made.inf + made.nan > 0, site.site)
+        (gradient.headroom_bits, site.site in wrong[True] or gradient.inf + gradient.nan > 0, site.site)
         for site in report.sites
-        if (made := site.gradient) and made.low_precision and made.headroom_bits is not None
+        if (gradient := site.gradient) and gradient.low_precision and gradient.headroom_bits is not None
     ]
     for label, cells in (("headroom over depth", values), ("gradients times the loss scale", gradients)):
         if cells:
@@ -55,7 +55,7 @@ def strips_of(report: Report) -> Iterator[Strip]:
 
 
 def strip_svg(strip: Strip) -> str:
-    """Return a strip as SVG; of neighbors without room for a cell each, the worst is shown."""
+    """Return a strip as SVG, merging neighboring cells into their worst if there are more than 40."""
     count = min(len(strip.cells), _CELLS)
     bounds = [index * len(strip.cells) // count for index in range(count + 1)]
     worst = [min(strip.cells[a:b], key=_rank) for a, b in pairwise(bounds)]
@@ -66,10 +66,10 @@ def strip_svg(strip: Strip) -> str:
         bars.append(f'<rect x="{x}" width="{width}" height="1" fill="{color}">{title}</rect>')
         x += width
     bits, _, name = min(strip.cells, key=_rank)
-    said = escape(f"{strip.label}: least {bits:.1f} bits at {_short(name)}")
+    caption = escape(f"{strip.label}: least {bits:.1f} bits at {_short(name)}")
     return (
-        f'<svg role="img" aria-label="{said}" viewBox="0 0 {count} 1" preserveAspectRatio="none" '
-        f'width="100%">{"".join(bars)}</svg><p class="soft">{said}</p>'
+        f'<svg role="img" aria-label="{caption}" viewBox="0 0 {count} 1" preserveAspectRatio="none" '
+        f'width="100%">{"".join(bars)}</svg><p class="soft">{caption}</p>'
     )
 
 

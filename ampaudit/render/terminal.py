@@ -29,8 +29,8 @@ def printable(sections: Iterable[Section]) -> Group:
 
 def to_text(document: Document, width: int = 100) -> str:
     """Return the document as plain text."""
-    shown = printable(view_of(document).sections())
-    return as_text(lambda console: console.print(shown, crop=False), width)
+    content = printable(view_of(document).sections())
+    return as_text(lambda console: console.print(content, crop=False), width)
 
 
 def _rendered(block: Block) -> RenderableType:
@@ -48,22 +48,22 @@ def _rendered(block: Block) -> RenderableType:
 
 
 def _group(blocks: Iterable[Block]) -> RenderableType:
-    found = [_rendered(block) for block in blocks]
-    return found[0] if len(found) == 1 else Group(*found)
+    parts = [_rendered(block) for block in blocks]
+    return parts[0] if len(parts) == 1 else Group(*parts)
 
 
 def _text(line: Line, *, fold: bool = False) -> Text:
-    made = Text(no_wrap=True, overflow="ignore") if not line.wrap else Text(overflow="fold" if fold else None)
-    for text, style in line.pieces:
-        made.append(text, style or None)
-    return made
+    text = Text(no_wrap=True, overflow="ignore") if not line.wrap else Text(overflow="fold" if fold else None)
+    for piece, style in line.pieces:
+        text.append(piece, style or None)
+    return text
 
 
 def _table(table: Table) -> RenderableType:
-    left = [table.heads[index] for index in table.left]
+    flush = [table.heads[index] for index in table.left]
     if not table.fold:
-        return UncutTable(table.heads, [[_text(cell) for cell in row] for row in table.rows], left)
-    made = open_table(*table.heads, width=table.width, left=left)
+        return UncutTable(table.heads, [[_text(cell) for cell in row] for row in table.rows], flush)
+    grid = open_table(*table.heads, width=table.width, left=flush)
     for row in table.rows:
-        made.add_row(*(_text(cell, fold=table.fold) for cell in row))
-    return made
+        grid.add_row(*(_text(cell, fold=table.fold) for cell in row))
+    return grid

@@ -35,7 +35,7 @@ def plot_training(report: TrainingReport, path: Path, *, force: bool = False) ->
 
 
 def check_picture(path: Path) -> None:
-    """Raise early for what would fail after a long run.
+    """Check that the picture can be written, before a long run.
 
     Raises:
         UsageError: matplotlib is missing, or the suffix is none of its formats.
@@ -47,7 +47,7 @@ def check_picture(path: Path) -> None:
 
 
 def figure_of(path: Path, size: tuple[float, float]) -> Any:
-    """Return an empty figure, with its size in inches, for a file of that name.
+    """Return an empty figure of a size in inches for a file.
 
     Raises:
         UsageError: matplotlib is missing, or the suffix is none of its formats.
@@ -69,9 +69,9 @@ def save_figure(figure: Any, path: Path, *, force: bool) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:], dpi=150)
-    write_bytes(path, drawn.getvalue(), force=force)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:], dpi=150)
+    write_bytes(path, picture.getvalue(), force=force)
 
 
 def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
@@ -100,7 +100,7 @@ def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
 
 
 def _label(variant: Variant) -> str:
-    """Name a run, and say from which step on its loss is not finite."""
+    """Return the name of a run and the first steps whose loss is not finite."""
     name, steps = plain_text(variant.name), variant.health.recorded
     broken = [record.step for record in steps if record.broken]
     if not broken:

@@ -82,9 +82,9 @@ def _picture(report: TuningReport) -> _Picture:
     if low is not None:
         named.append(("low", _Mark(0.0, low, f"everything in 16 bits, {format_accuracy(low)}")))
     if measured is not None and report.ops:
-        kept, at = len(report.kept), next((i for i, p in enumerate(report.frontier) if p.chosen), None)
-        said = f"{kept:,} of {plural(report.ops, 'op')}, {format_accuracy(measured)}"
-        named.append(("chosen", _Mark(kept / report.ops, measured, said, at)))
+        count, at = len(report.kept), next((i for i, p in enumerate(report.frontier) if p.chosen), None)
+        title = f"{count:,} of {plural(report.ops, 'op')}, {format_accuracy(measured)}"
+        named.append(("chosen", _Mark(count / report.ops, measured, title, at)))
     target = _finite(report.target_db)
     return _Picture(tuple(marks("predicted_db")), tuple(marks("measured_db")), tuple(named), target)
 
@@ -127,8 +127,8 @@ def _draw(axes: Any, picture: _Picture) -> None:
         label = f"chosen: {mark.title}" if name == "chosen" else mark.title
         axes.plot(*at([mark]), style, color=color, markersize=8, label=label)
     if picture.target is not None:
-        asked = f"asked: {format_accuracy(picture.target)}"
-        axes.axhline(picture.target, color="#555555", linestyle="--", linewidth=1, label=asked)
+        target = f"asked: {format_accuracy(picture.target)}"
+        axes.axhline(picture.target, color="#555555", linestyle="--", linewidth=1, label=target)
     axes.set_xlabel(f"{_SHARE.capitalize()} in %")
     axes.set_ylabel(_ACCURACY)
     axes.figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
@@ -169,26 +169,26 @@ def frontier_figure(report: TuningReport) -> Markup:
         height = y(picture.target)
         parts.append(_line("0", height, "100%", height, "asked"))
         parts.append(_label("100%", height - 6, f"{picture.target:g} dB asked", "end"))
-    drawn = [(mark, 3.5, "predicted") for mark in picture.predicted]
-    drawn += [(mark, 4.5, "measured") for mark in picture.measured]
-    drawn += [(mark, 8.0 if name == "chosen" else 5.5, name) for name, mark in picture.named]
-    parts += (_circle(x(mark.share), y(mark.db), radius, style, mark) for mark, radius, style in drawn)
-    taken = [y(picture.target)] if picture.target is not None else []
+    circles = [(mark, 3.5, "predicted") for mark in picture.predicted]
+    circles += [(mark, 4.5, "measured") for mark in picture.measured]
+    circles += [(mark, 8.0 if name == "chosen" else 5.5, name) for name, mark in picture.named]
+    parts += (_circle(x(mark.share), y(mark.db), radius, style, mark) for mark, radius, style in circles)
+    heights = [y(picture.target)] if picture.target is not None else []
     for _, mark in reversed(picture.named):
         late, height = mark.share > right / 2, y(mark.db) + 15
-        while any(abs(height - other) < _LETTERS for other in taken):
+        while any(abs(height - other) < _LETTERS for other in heights):
             height += 1
-        taken.append(height)
+        heights.append(height)
         anchor, dx = ("end", -10) if late else ("start", 10)
         parts.append(_label(x(mark.share), height + 4, mark.title, anchor, dx))
-    said = f"{_ACCURACY}, against the {_SHARE}, from {format_accuracy(bottom)} to {format_accuracy(top)}"
+    caption = f"{_ACCURACY}, against the {_SHARE}, from {format_accuracy(bottom)} to {format_accuracy(top)}"
     return Markup(
         '<figure class="frontier"><figcaption>{caption}</figcaption>{key}'
         '<svg role="group" aria-label="{said}" height="{height}">{parts}</svg></figure>'
     ).format(
         caption=f"{_ACCURACY}, against the {_SHARE}. Choose a point for its rule file.",
         key=_key(picture),
-        said=said,
+        said=caption,
         height=_HEIGHT + 24,
         parts=Markup("").join(parts),
     )
@@ -205,22 +205,22 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _line(x1: str, y1: float, x2: str, y2: float, style: str) -> Markup:
-    made = Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" class="{}"/>')
-    return made.format(x1, y1, x2, y2, style)
+    template = Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" class="{}"/>')
+    return template.format(x1, y1, x2, y2, style)
 
 
 def _label(x: str, y: float, text: str, anchor: str, dx: int = 0) -> Markup:
-    made = Markup('<text x="{}" y="{}" dx="{}" text-anchor="{}">{}</text>')
-    return made.format(x, y, dx, anchor, escape_control(text))
+    template = Markup('<text x="{}" y="{}" dx="{}" text-anchor="{}">{}</text>')
+    return template.format(x, y, dx, anchor, escape_control(text))
 
 
 def _circle(x: str, y: float, radius: float, style: str, mark: _Mark) -> Markup:
     """Draw a point; one of the frontier leads to its rule file."""
-    made = Markup('<circle cx="{}" cy="{}" r="{}" class="{}"><title>{}</title></circle>')
-    drawn = made.format(x, y, radius, style, escape_control(mark.title))
+    template = Markup('<circle cx="{}" cy="{}" r="{}" class="{}"><title>{}</title></circle>')
+    circle = template.format(x, y, radius, style, escape_control(mark.title))
     if mark.number is None:
-        return drawn
-    return Markup('<a href="#choice-{}">{}</a>').format(mark.number + 1, drawn)
+        return circle
+    return Markup('<a href="#choice-{}">{}</a>').format(mark.number + 1, circle)
 
 
 def _key(picture: _Picture) -> Markup:
@@ -230,6 +230,6 @@ def _key(picture: _Picture) -> Markup:
         "measured": picture.measured,
         "chosen": dict(picture.named).get("chosen"),
     }
-    made = Markup('<span><i class="{}"></i>{}</span>')
-    entries = Markup("").join(made.format(name, name) for name, marks in there.items() if marks)
+    template = Markup('<span><i class="{}"></i>{}</span>')
+    entries = Markup("").join(template.format(name, name) for name, marks in there.items() if marks)
     return Markup('<div class="key">{}</div>').format(entries)

@@ -38,12 +38,12 @@ _COSTS = {
 
 def tuning_verdict(report: TuningReport) -> tuple[str, str]:
     """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
-    said = [f"{_made(report)} has {_reached(report)}"]
+    clauses = [f"{_made(report)} has {_reached(report)}"]
     if report.kept or report.weights:
         low = format_accuracy(report.low_db, broken=report.low_broken)
-        said.append(f"everything in 16 bits {'is' if low == 'exact' else 'has'} {low}")
-    said += _bound(report)
-    return "PASS" if report.reached else "FAIL", "; ".join(said)
+        clauses.append(f"everything in 16 bits {'is' if low == 'exact' else 'has'} {low}")
+    clauses += _bound(report)
+    return "PASS" if report.reached else "FAIL", "; ".join(clauses)
 
 
 def _format(report: TuningReport) -> str:
@@ -52,9 +52,9 @@ def _format(report: TuningReport) -> str:
 
 def _made(report: TuningReport) -> str:
     """Describe the choice: the format, and what is in float32 beside it."""
-    kept = f"{len(report.kept):,} of {plural(report.ops, 'op')}" if report.kept else "no op"
+    ops = f"{len(report.kept):,} of {plural(report.ops, 'op')}" if report.kept else "no op"
     weights = f" and {plural(len(report.weights), 'weight')} stored in float32" if report.weights else ""
-    return f"{_format(report)} with {kept} in float32{weights}"
+    return f"{_format(report)} with {ops} in float32{weights}"
 
 
 def _reached(report: TuningReport) -> str:
@@ -63,20 +63,20 @@ def _reached(report: TuningReport) -> str:
     measured = "outputs exactly as in FP32" if measured == "exact" else measured
     if report.metric is not None and report.metric_drop is not None:
         exact, tuned = map(format_number, report.metric)
-        asked = f"FP32 has {exact}; a drop of {report.metric_drop:g} is allowed"
-        return f"a metric of {tuned} ({asked}) and {measured}"
+        condition = f"FP32 has {exact}; a drop of {report.metric_drop:g} is allowed"
+        return f"a metric of {tuned} ({condition}) and {measured}"
     return measured + ("" if report.target_db is None else f" ({report.target_db:g} asked)")
 
 
 def _bound(report: TuningReport) -> Iterator[str]:
     """Say how few ops would do."""
-    kept, least = len(report.kept), report.lower_bound
-    if not report.reached or not kept:
+    count, least = len(report.kept), report.lower_bound
+    if not report.reached or not count:
         return
     tried = [op for op in report.kept if op.why != "range"]
     if report.minimal and tried:
-        yield f"without any one {'of them' if len(tried) == kept else 'that accuracy needs'} it falls short"
-    if least >= kept:
+        yield f"without any one {'of them' if len(tried) == count else 'that accuracy needs'} it falls short"
+    if least >= count:
         yield "fewer do not suffice, under the model of errors"
     elif least > 0:
         yield f"at least {least:,} must stay, under the model of errors"
@@ -105,8 +105,8 @@ def tuning_summary(report: TuningReport) -> Section:
     """Return what stays in float32, what that costs, and where the rest stands."""
     ops = [name for name, *_ in stacked(report.kept, lambda k: k.site, lambda k: (k.why, k.op), False)]
     weights = [name for name, *_ in stacked(report.weights, lambda w: w.name, lambda w: (w.why,), False)]
-    kept = {"Ops kept": ops, "Weights kept": weights}
-    rows = [(label, listed(names, 5)) for label, names in kept.items() if names]
+    kept_names = {"Ops kept": ops, "Weights kept": weights}
+    rows = [(label, listed(names, 5)) for label, names in kept_names.items() if names]
     code = "PyTorch code that does it, " if report.code else ""
     more = (
         "More",
@@ -116,14 +116,14 @@ def tuning_summary(report: TuningReport) -> Section:
 
 
 def _least(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return format_accuracy(min(known)) if known else ""
+    finite = [value for value in values if value is not None]
+    return format_accuracy(min(finite)) if finite else ""
 
 
 def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: bool) -> Section:
     """Return a row per op in float32, merged over stacked layers."""
     groups = list(stacked(report.kept, lambda k: k.site, lambda k: (k.why, k.op), not grouped))
-    measured = any(kept.measured_without_db is not None or kept.broken_without for kept in report.kept)
+    measured = any(op.measured_without_db is not None or op.broken_without for op in report.kept)
     rows = (_kept_cells(*group, measured=measured, full=full) for group in groups[:limit])
     without = ("without it", *(("measured",) if measured else ()))
     heads = ("op", "times", *without, "line", "because", *(("code",) if full else ()))
@@ -137,12 +137,12 @@ def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: b
 def _kept_cells(
     name: str, times: str, members: list[KeptOp], *, measured: bool, full: bool
 ) -> tuple[str, ...]:
-    worst = min(members, key=lambda kept: _rank(kept.without_db))
+    worst = min(members, key=lambda op: _rank(op.without_db))
     source = worst.source
     return (
         name,
         times,
-        _least([kept.without_db for kept in members]),
+        _least([op.without_db for op in members]),
         *((_measured_without(members),) if measured else ()),
         line_of(source),
         escape_control(worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
@@ -151,9 +151,9 @@ def _kept_cells(
 
 
 def _measured_without(members: Sequence[KeptOp]) -> str:
-    if any(kept.broken_without for kept in members):
+    if any(op.broken_without for op in members):
         return format_accuracy(None, broken=True)
-    return _least([kept.measured_without_db for kept in members])
+    return _least([op.measured_without_db for op in members])
 
 
 def _rank(without: float | None) -> float:
@@ -187,8 +187,8 @@ def _more(count: int, limit: int | None) -> Iterator[Block]:
 
 def _summary(report: TuningReport) -> Iterator[tuple[str, str]]:
     """Describe casts, storage, and what was made as small as possible."""
-    kept, casts = f"{len(report.kept):,} of {plural(report.ops, 'op')}", plural(report.casts, "cast")
-    yield "Arithmetic", f"{kept} in float32; {casts} per forward pass"
+    ops, casts = f"{len(report.kept):,} of {plural(report.ops, 'op')}", plural(report.casts, "cast")
+    yield "Arithmetic", f"{ops} in float32; {casts} per forward pass"
     share = f" ({report.bytes_after / report.bytes_before:.0%})" if report.bytes_before else ""
     sizes = f"{format_bytes(report.bytes_before)} before, {format_bytes(report.bytes_after)} after{share}"
     beyond = format_bytes(sum(weight.bytes for weight in report.weights))
@@ -214,22 +214,22 @@ def _frontier(report: TuningReport) -> Section:
         for point in points
     )
     heads = ("ops in float32", "of all", "weights", "values cast", *cost, "predicted", "measured", "")
-    shown = (
+    extent = (
         "" if len(points) == len(report.frontier) else f", {len(points)} of {len(report.frontier)} choices"
     )
     what = "The accuracy that each number of ops in float32 buys."
-    return Section((line(what, style="dim"), tabulate(heads, rows, left=("",))), f"Frontier{shown}")
+    return Section((line(what, style="dim"), tabulate(heads, rows, left=("",))), f"Frontier{extent}")
 
 
 def _chosen_points(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """Return at most about ten points, in order."""
     last = len(points) - 1
-    wanted = {0, last, *(i for i, point in enumerate(points) if point.chosen)}
+    indices = {0, last, *(i for i, point in enumerate(points) if point.chosen)}
     measured = [i for i, point in enumerate(points) if _measured(point)]
-    wanted |= set(measured[: _POINTS - len(wanted)])
+    indices |= set(measured[: _POINTS - len(indices)])
     for index in (round(step * last / (_POINTS - 1)) for step in range(_POINTS)):
-        wanted |= {index} if len(wanted) < _POINTS else set()
-    return [points[index] for index in sorted(wanted)]
+        indices |= {index} if len(indices) < _POINTS else set()
+    return [points[index] for index in sorted(indices)]
 
 
 def _cost(report: TuningReport, cost: float) -> str:
@@ -254,15 +254,15 @@ def point_words(report: TuningReport, point: FrontierPoint) -> str:
 def _tried(report: TuningReport, *, full: bool) -> Section:
     """Return the choices that were run; those with one op less are counted unless ``full``."""
     alone = [tried for tried in report.tried if tried.step == "exhaustive"]
-    shown = report.tried if full else [tried for tried in report.tried if tried.step != "exhaustive"]
+    visible = report.tried if full else [tried for tried in report.tried if tried.step != "exhaustive"]
     metric = ("metric",) if any(tried.metric is not None for tried in report.tried) else ()
     heads = ("step", "what", "ops in float32", "predicted", "measured", *metric, "enough")
-    rows = (_tried_cells(tried, metric=bool(metric)) for tried in shown)
+    rows = (_tried_cells(tried, metric=bool(metric)) for tried in visible)
     blocks: list[Block] = [tabulate(heads, rows, left=("what", "enough"))]
     if alone and not full:
         enough = sum(tried.reached for tried in alone)
-        said = f"and {plural(len(alone), 'choice')} with one op fewer, {enough or 'none'} of them enough"
-        blocks.append(line(f"{said}; -v shows them", style="dim"))
+        rest = f"and {plural(len(alone), 'choice')} with one op fewer, {enough or 'none'} of them enough"
+        blocks.append(line(f"{rest}; -v shows them", style="dim"))
     return Section(tuple(blocks), f"Tried ({plural(len(report.tried), 'choice')})")
 
 
@@ -289,8 +289,8 @@ def _model_of_errors(report: TuningReport, *, full: bool) -> Iterator[Section]:
         )
     lines: list[Block] = []
     for what, predicted, measured, broken in pairs:
-        shown = format_accuracy(measured, broken=broken)
-        lines.append(line(f"{what}: {format_accuracy(predicted)} predicted, {shown} measured"))
+        result = format_accuracy(measured, broken=broken)
+        lines.append(line(f"{what}: {format_accuracy(predicted)} predicted, {result} measured"))
         lines += untrusted(predicted, measured)
     what = "The error of the outputs is predicted as the sum of what each rounding does to them."
     yield Section((line(what, style="dim"), *lines), "Model of errors")
@@ -318,8 +318,8 @@ def tuning_policy(report: TuningReport) -> Iterator[Section]:
 
 def code_title(report: TuningReport) -> str:
     """Say what the PyTorch code does."""
-    kept = ", which keeps whole layers in float32" if report.kept or report.weights else ""
-    return f"As PyTorch code{kept}"
+    layers = ", which keeps whole layers in float32" if report.kept or report.weights else ""
+    return f"As PyTorch code{layers}"
 
 
 def _copied(text: str, title: str) -> Section:

@@ -1,4 +1,4 @@
-"""Summarizes a report in one line: what broke, or what a pass rests on."""
+"""Summarizes a report in one line: what broke, or the evidence for a pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.sweep import sweep_words
-from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import OTHER_FUNCTION, Severity, counts_in_words
 from ampaudit.report.gap import GapKind, gaps_in_words
 from ampaudit.report.model import Report
@@ -21,7 +20,7 @@ MARKS = {"pass": "✅ PASS", "fail": "❌ FAIL", "warn": "⚠ WARN"}
 def verdict_section(
     verdict: str, sentence: str, gate: str = "", *, before: Iterable[Line] = (), wrap: bool = True
 ) -> Section:
-    """Return a verdict with its sentence, and the gate where that decides otherwise."""
+    """Render a verdict with its sentence, followed by the gate if it disagrees with the verdict."""
     rows = [*before, line((verdict.upper(), VERDICT_STYLES[verdict]), f"  {sentence}", wrap=wrap)]
     if gate and gate.partition(" ")[0] != ("fail" if verdict == "fail" else "pass"):
         rows.append(line(("gate  ", "dim"), gate, wrap=wrap))
@@ -29,7 +28,7 @@ def verdict_section(
 
 
 def verdict_words(report: Report) -> tuple[str, str]:
-    """Return ``PASS``, ``FAIL`` or ``WARN``, and the reason."""
+    """Return the verdict in capitals, and the reason for it."""
     counts = counts_in_words(f.severity for f in report.active if f.severity is not Severity.NOTE)
     gaps = (escape_control(gaps_in_words(report.gaps)),) if report.gaps else ()
     first, *others = _reasons(report)
@@ -48,10 +47,10 @@ def _reasons(report: Report) -> Iterator[str]:
     if report.count(Severity.ERROR):
         yield from _broken(report)
     elif level == "static" and report.proofs is not None:
-        left = report.proofs.sites - report.proofs.proved
+        unproved = report.proofs.sites - report.proofs.proved
         yield f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
-        if left:
-            yield f"a scan must observe the other {left}"
+        if unproved:
+            yield f"a scan must observe the other {unproved}"
     elif level == "ranges" and warnings:
         yield f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
     else:
@@ -59,29 +58,28 @@ def _reasons(report: Report) -> Iterator[str]:
 
 
 def _ignored(report: Report) -> str:
-    counts = ((report.ignored(severity), severity.value) for severity in Severity)
-    shown = ", ".join(plural(count, name) for count, name in counts if count)
-    return f"; ignored: {shown}" if shown else ""
+    counts = counts_in_words(f.severity for f in report.findings if f.suppressed is not None)
+    return f"; ignored: {counts}" if counts else ""
 
 
 def _broken(report: Report) -> Iterator[str]:
-    found = [f for f in report.active if f.severity is Severity.ERROR]
-    flips = [f for f in found if f.code == GapKind.OTHER_CODE.code]
+    errors = [f for f in report.active if f.severity is Severity.ERROR]
+    flips = [f for f in errors if f.code == GapKind.OTHER_CODE.code]
     if flips:
         decide = "decides" if len(flips) == 1 else "decide"
         yield f"{plural(len(flips), 'line')} {decide} differently after overflow"
-    others = [f for f in found if f.code == OTHER_FUNCTION]
+    others = [f for f in errors if f.code == OTHER_FUNCTION]
     if others and report.against is not None:
         computes = "computes" if len(others) == 1 else "compute"
         reference = escape_control(report.against.reference)
         yield f"{plural(len(others), 'place')} {computes} something else than {reference}"
-    errors = [f for f in found if f not in flips and f not in others]
+    errors = [f for f in errors if f not in flips and f not in others]
     places = sum(not f.finite for f in errors)
     if places:
         first = report.steps.first_broken if report.steps is not None else None
         batches = {f.batch for f in errors if not f.finite}
-        named = batches.pop() if len(batches) == 1 else None
-        when = f", first in {escape_control(named)}" if named else ""
+        batch = batches.pop() if len(batches) == 1 else None
+        when = f", first in {escape_control(batch)}" if batch else ""
         when = f", first at step {first.step}" if first is not None else when
         yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{when}"
     if places == len(errors):
@@ -104,7 +102,7 @@ def _broken(report: Report) -> Iterator[str]:
 
 
 def _sound(report: Report) -> Iterator[str]:
-    """Return the evidence for a pass."""
+    """Yield the evidence for a pass."""
     else_ = " else" if report.ignored(Severity.ERROR) else ""
     runs = bool(report.low_precision_sites) or report.run.level != "scan"
     yield f"nothing{else_} {'breaks' if runs else 'runs'} in {report.run.dtype}"
@@ -127,7 +125,7 @@ def _sound(report: Report) -> Iterator[str]:
 
 
 def _accuracy(report: Report) -> Iterator[str]:
-    """Describe the least accurate output, and outputs of unknown accuracy."""
+    """Describe the least accurate output, and the first output that is empty or constant."""
     blank = [o for o in report.outputs if o.empty or o.constant is not None]
     worst = report.worst_output
     if report.broken_outputs:
@@ -138,13 +136,10 @@ def _accuracy(report: Report) -> Iterator[str]:
         reference = " with the same weights" if report.stored_in_16_bits else ""
         against = "" if worst.kind == "integer" else f" against FP32{reference}"
         where = escape_control(worst.where)
-        yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{where}{among}"
+        has = "has elements of which" if worst.kind == "integer" else "has"
+        yield f"{escape_control(worst.name)} {has} {worst.in_words}{against}{where}{among}"
     elif len(blank) < len(report.outputs):
         yield "outputs are exact"
     for output in blank[:1]:
         more = f", and so are {len(blank) - 1} more" if len(blank) > 1 else ""
         yield f"{escape_control(output.name)} is {output.in_words}{more}"
-
-
-def _has(output: OutputAccuracy) -> str:
-    return "has elements of which " if output.kind == "integer" else "has "

@@ -1,4 +1,4 @@
-"""The interface between documents and formats: sections, suites of findings, and rows."""
+"""Defines the interface between documents and formats: sections, suites of findings, and rows."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ViewPage:
     """The content of a document's own HTML page.
 
     Attributes:
-        template: file name.
-        scripts: in this order: each may use those before it.
-        data: that the scripts draw.
-        values: that the template prints.
+        template: File name of the template.
+        scripts: File names, in the order in which they are concatenated.
+        data: JSON-serializable input of the scripts.
+        values: Variables of the template.
     """
 
     template: str
@@ -40,12 +40,12 @@ class ViewPage:
 
 
 class View(ABC, Generic[D]):
-    """The view of one document; a subclass has ``sections``, and whatever else its kind supports.
+    """The view of one document; subclasses implement ``sections``, and the other parts they support.
 
     Attributes:
-        about: path of the field that names what the document is about.
-        columns: names of the rows' cells, for a kind that may have no row.
-        document: the value.
+        about: Dotted path of the field that names the subject of the document.
+        columns: Names of the cells of ``rows``, for documents that may have none.
+        document: The document.
     """
 
     about: ClassVar[str] = ""
@@ -56,7 +56,7 @@ class View(ABC, Generic[D]):
 
     @property
     def name(self) -> str:
-        """The title of the document; safe to print."""
+        """The subject of the document; safe to print."""
         if not self.about:
             return f"ampaudit {self.document.kind}"
         return escape_control(attrgetter(self.about)(self.document))
@@ -68,19 +68,19 @@ class View(ABC, Generic[D]):
         return path.name if path.is_absolute() and path.name else self.name
 
     def verdict(self) -> tuple[str, str]:
-        """Return ``PASS``, ``FAIL`` or nothing, and what there is to say; safe to print."""
+        """Return ``PASS``, ``WARN``, ``FAIL`` or nothing, and the rest of the headline; safe to print."""
         word, _, rest = escape_control(self.document.headline).partition(" ")
         return (word, rest) if word in ("PASS", "WARN", "FAIL") else ("", f"{word} {rest}".rstrip())
 
     @property
     def gate(self) -> str:
-        """The gate and the option that it follows, as ``fail (--fail-on error)``; empty without a gate."""
+        """The gate and the option that sets it, as ``fail (--fail-on error)``; empty without a gate."""
         gate = getattr(self.document, "gate", "")
         rule = getattr(self.document, "fail_on", "")
         return f"{gate} (--fail-on {rule})" if rule else gate
 
     def subject(self) -> str:
-        """Return how the document was made, in a few words."""
+        """Describe in a few words how the document was made."""
         return self.document.kind
 
     def strips(self) -> Iterable[Strip]:
@@ -89,7 +89,7 @@ class View(ABC, Generic[D]):
 
     @abstractmethod
     def sections(self, verbosity: int = 0) -> Iterable[Section]:
-        """Return the document for people; verbosity -1 is the verdict alone, 1 is everything."""
+        """Render the document for people; verbosity -1 is the verdict alone, 1 is everything."""
 
     def suites(self) -> tuple[Suite, ...]:
         """Return findings by suite, for code hosts and test runners."""
@@ -104,10 +104,10 @@ class View(ABC, Generic[D]):
         return self.suites() if self.offers("suites") else self.sections()
 
     def page(self) -> ViewPage | None:
-        """Return the document's own HTML page; by default it is made of the sections."""
+        """Return the document's own HTML page; ``None`` for a page made from the sections."""
         return None
 
     @classmethod
     def offers(cls, part: str) -> bool:
-        """Return whether this kind of document has ``suites`` or ``rows``."""
+        """Return whether this kind of document implements a part, such as ``suites`` or ``rows``."""
         return part not in ("suites", "rows") or getattr(cls, part) is not getattr(View, part)

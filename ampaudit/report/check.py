@@ -45,17 +45,17 @@ class KnownFinding:
     @classmethod
     def of_each_site(cls, findings: Iterable[KnownFinding]) -> tuple[KnownFinding, ...]:
         """Return one for each code and site, sorted."""
-        found: dict[tuple[str, str], KnownFinding] = {}
+        merged: dict[tuple[str, str], KnownFinding] = {}
         for new in findings:
-            old = found.get((new.code, new.site), new)
-            found[new.code, new.site] = cls(
+            old = merged.get((new.code, new.site), new)
+            merged[new.code, new.site] = cls(
                 new.code,
                 new.site,
                 max(old.severity, new.severity, key=lambda severity: severity.rank),
                 _least(old.headroom_bits, new.headroom_bits),
                 _least(old.sqnr_db, new.sqnr_db),
             )
-        return tuple(found[key] for key in sorted(found))
+        return tuple(merged[key] for key in sorted(merged))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class Budgets:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Budgets:
         """Build from values by field name, ignoring other names."""
-        own = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in own})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def _difference(old: Report, new: Report, bits: float, decibels: float) -> Diffe
     by_site = [list(_site(a, b, bits, decibels, b.site not in repaired)) for a, b in both]
     changes = [
         *_findings(old, new),
-        *(c for found in by_site for c in found),
+        *(c for site_changes in by_site for c in site_changes),
         *_outputs(old, new, decibels, repaired),
     ]
     order: dict[str, int] = {name: index for index, name in enumerate(after)}
@@ -84,7 +84,7 @@ def _difference(old: Report, new: Report, bits: float, decibels: float) -> Diffe
         old=_side(old),
         new=_side(new),
         changes=tuple(sorted(changes, key=lambda change: order.get(change.site, len(order)))),
-        same=sum(not found for found in by_site),
+        same=sum(not site_changes for site_changes in by_site),
         added=tuple(name for name in after if name not in before),
         removed=tuple(name for name in before if name not in after),
         notes=tuple(_notes(old, new)),
@@ -140,37 +140,37 @@ def _about(finding: Finding, way: Direction, what: str) -> SiteChange:
 def _site(
     old: SiteReport, new: SiteReport, bits: float, decibels: float, sound: bool
 ) -> Iterator[SiteChange]:
-    def made(
+    def change(
         way: Direction, what: str, first: float | None = None, second: float | None = None
     ) -> SiteChange:
         return SiteChange(way, new.layer, new.site, what, first, second)
 
     if old.precision != new.precision:
-        yield made("other", f"{old.precision} became {new.precision}")
+        yield change("other", f"{old.precision} became {new.precision}")
     if (old.verdict == "proved") != (new.verdict == "proved") and None not in (old.bound, new.bound):
         way: Direction = "better" if new.verdict == "proved" else "worse"
-        yield made(way, f"{old.verdict} became {new.verdict}")
+        yield change(way, f"{old.verdict} became {new.verdict}")
     was, now = old.forward, new.forward
     comparable = old.precision == new.precision and not new.by_design and sound
     if was is not None and now is not None and comparable:
         first, second = was.headroom_bits, now.headroom_bits
         if (way_ := _moved(first, second, bits)) is not None:
             peaks = f"peak {format_number(was.peak)} became {format_number(now.peak)}"
-            yield made(
+            yield change(
                 way_,
                 f"headroom {_said(first, 'bits')} became {_said(second, 'bits')}; {peaks}",
                 first,
                 second,
             )
         if (way_ := _moved(was.sqnr_db, now.sqnr_db, decibels)) is not None:
-            said = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(now.sqnr_db, 'dB')}"
-            yield made(way_, said, was.sqnr_db, now.sqnr_db)
+            text = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(now.sqnr_db, 'dB')}"
+            yield change(way_, text, was.sqnr_db, now.sqnr_db)
     before, after = old.gradient, new.gradient
     if before is not None and after is not None and before.precision == after.precision != "float32":
         first, second = before.headroom_bits, after.headroom_bits
         if (way_ := _moved(first, second, bits)) is not None:
-            said = f"headroom of its gradient {_said(first, 'bits')} became {_said(second, 'bits')}"
-            yield made(way_, said, first, second)
+            text = f"headroom of its gradient {_said(first, 'bits')} became {_said(second, 'bits')}"
+            yield change(way_, text, first, second)
 
 
 def _repaired(old: Report, new: Report) -> set[str]:
@@ -179,15 +179,15 @@ def _repaired(old: Report, new: Report) -> set[str]:
     After a fault, numbers are those of a run in which it was repaired. So nothing is compared at a fault or
     at what it poisons, nor after the first fault that only one of the two runs has.
     """
-    found: set[str] = set()
+    sites: set[str] = set()
     faults = [{s.site for s in report.sites if s.verdict == "overflows"} for report in (old, new)]
     for report in (old, new):
         after = False
         for site in report.sites:
             after = after or site.site in faults[0] ^ faults[1]
             if after or site.verdict in ("overflows", "poisoned"):
-                found.add(site.site)
-    return found
+                sites.add(site.site)
+    return sites
 
 
 def _moved(old: float | None, new: float | None, slack: float) -> Literal["worse", "better"] | None:
@@ -210,10 +210,10 @@ def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> I
         if was is None or output.name in broken | fixed:
             if was is not None and (output.name in broken) != (output.name in fixed):
                 worse = output.name in broken
-                said = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
-                yield SiteChange("worse" if worse else "better", "", output.name, said)
+                text = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
+                yield SiteChange("worse" if worse else "better", "", output.name, text)
             continue
         way = None if output.site in repaired else _moved(was.sqnr_db, output.sqnr_db, decibels)
         if way is not None:
-            said = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
-            yield SiteChange(way, "", output.name, said, was.sqnr_db, output.sqnr_db)
+            text = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
+            yield SiteChange(way, "", output.name, text, was.sqnr_db, output.sqnr_db)

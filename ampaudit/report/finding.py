@@ -83,8 +83,8 @@ def gate_at(severities: Iterable[Severity], fail_on: FailOnGaps) -> Gate:
 
 def counts_in_words(severities: Iterable[Severity]) -> str:
     """Return ``2 errors, 1 warning``, the gravest first; empty without any."""
-    found = list(severities)
-    counts = ((found.count(severity), severity.value) for severity in Severity)
+    levels = list(severities)
+    counts = ((levels.count(severity), severity.value) for severity in Severity)
     return ", ".join(plural(count, name) for count, name in counts if count)
 
 
@@ -322,13 +322,13 @@ class Finding:
     @property
     def key_number(self) -> str:
         """The number that says how bad it is: headroom, elements lost, or accuracy; empty without one."""
-        seen, backward = self.evidence, self.phase == "backward"
-        bits = seen.headroom_bits
+        evidence, backward = self.evidence, self.phase == "backward"
+        bits = evidence.headroom_bits
         if bits is None or bits >= 0:
-            if seen.nan or seen.inf:
-                return f"{seen.nan:,} NaN" if seen.nan else f"{seen.inf:,} inf"
-            if backward and seen.flushed is not None and seen.flushed >= 0.5:
-                return f"{seen.flushed:.0%} flushed"
-            if (backward or self.kind == "precision") and seen.sqnr_db is not None:
-                return f"{seen.sqnr_db:.0f} dB"
+            if evidence.nan or evidence.inf:
+                return f"{evidence.nan:,} NaN" if evidence.nan else f"{evidence.inf:,} inf"
+            if backward and evidence.flushed is not None and evidence.flushed >= 0.5:
+                return f"{evidence.flushed:.0%} flushed"
+            if (backward or self.kind == "precision") and evidence.sqnr_db is not None:
+                return f"{evidence.sqnr_db:.0f} dB"
         return f"{bits:+.1f} bits" if bits is not None else ""

@@ -80,10 +80,10 @@ class Gap:
 
 def verdict_on(findings: Iterable[Finding], *, ranges: bool = False) -> Verdict:
     """Return what findings that are not suppressed say: errors fail; of ranges alone, warnings warn."""
-    found = {finding.severity for finding in findings if finding.suppressed is None}
-    if Severity.ERROR in found:
+    severities = {finding.severity for finding in findings if finding.suppressed is None}
+    if Severity.ERROR in severities:
         return "fail"
-    return "warn" if ranges and Severity.WARNING in found else "pass"
+    return "warn" if ranges and Severity.WARNING in severities else "pass"
 
 
 def gate_on(findings: Iterable[Finding], gaps: Sequence[Gap], fail_on: FailOnGaps) -> Gate:

@@ -107,8 +107,8 @@ class LintReport(Shown):
     @property
     def headline(self) -> str:
         """The verdict, and what it is about."""
-        found = f"{counted(len(self.findings), 'finding')} in {counted(self.linted, 'file')}"
-        return f"{self.verdict.upper()} {found}"
+        extent = f"{counted(len(self.findings), 'finding')} in {counted(self.linted, 'file')}"
+        return f"{self.verdict.upper()} {extent}"
 
     def card_rows(self) -> CardRows:
         """Return the findings."""

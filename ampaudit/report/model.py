@@ -302,8 +302,8 @@ class Report(Shown):
     @property
     def nearest_sites(self) -> tuple[SiteReport, ...]:
         """Healthy 16-bit sites, least headroom first; without those that hide what broke before."""
-        found = [f for f in self.findings if f.severity is not Severity.NOTE]
-        bad = {site for f in found for site in (f.site, *f.hidden_at)}
+        graver = [f for f in self.findings if f.severity is not Severity.NOTE]
+        bad = {site for f in graver for site in (f.site, *f.hidden_at)}
         low = (site for site in self.by_headroom if self._is_low(site))
         return tuple(site for site in low if site.healthy and site.site not in bad)
 
@@ -325,17 +325,17 @@ class Report(Shown):
         broken = self.broken_outputs
 
         def rank(output: OutputAccuracy) -> tuple[bool, bool, float]:
-            known = output.accuracy_db
-            silent = known is None or output.empty or output.constant is not None
-            return output not in broken, silent, math.inf if known is None else known
+            accuracy = output.accuracy_db
+            silent = accuracy is None or output.empty or output.constant is not None
+            return output not in broken, silent, math.inf if accuracy is None else accuracy
 
         return tuple(sorted(self.outputs, key=rank))
 
     @property
     def worst_output(self) -> OutputAccuracy | None:
         """The least accurate output; ``None`` if all are exact or there is none."""
-        known = [output for output in self.outputs if output.accuracy_db is not None]
-        return min(known, key=lambda output: output.accuracy_db or 0.0, default=None)
+        inexact = [output for output in self.outputs if output.accuracy_db is not None]
+        return min(inexact, key=lambda output: output.accuracy_db or 0.0, default=None)
 
     @property
     def accuracy(self) -> str:
@@ -349,13 +349,13 @@ class Report(Shown):
         """The verdict, and what it is about."""
         errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
         hidden = len(self.findings) - len(self.active)
-        found = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
-        found += f", {hidden} ignored" if hidden else ""
-        found += f", {gaps_in_words(self.gaps)}" if self.gaps else ""
+        counts = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+        counts += f", {hidden} ignored" if hidden else ""
+        counts += f", {gaps_in_words(self.gaps)}" if self.gaps else ""
         how = f"in {self.run.dtype} under {self.run.policy}"
         on = f" on {self.run.made_up}" if self.run.made_up else ""
         beside = f" against {self.against.reference}" if self.against is not None else ""
-        return f"{self.verdict.upper()} {self.model.source} {how}{beside}{on}: {found}"
+        return f"{self.verdict.upper()} {self.model.source} {how}{beside}{on}: {counts}"
 
     def card_rows(self) -> CardRows:
         """Return the findings."""
@@ -384,6 +384,6 @@ class Comparison(Shown):
         """Return the verdict of each policy, its errors and the accuracy of the outputs."""
         counts = [counted(report.count(Severity.ERROR), "error") for report in self.reports]
         return [
-            (report.verdict.upper(), report.run.policy, found, f"output {report.accuracy}")
-            for report, found in zip(self.reports, counts, strict=True)
+            (report.verdict.upper(), report.run.policy, errors, f"output {report.accuracy}")
+            for report, errors in zip(self.reports, counts, strict=True)
         ]

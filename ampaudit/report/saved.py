@@ -37,10 +37,10 @@ def read_record(record: type[T], kind: str, path: Path, name: str, how: str) -> 
     Raises:
         InputError: see ``parse_document``.
     """
-    found = _json(_text(path, name, how), name, how)
-    if found.get("kind") != kind:
+    data = _json(_text(path, name, how), name, how)
+    if data.get("kind") != kind:
         raise InputError(f"{name}: JSON, but not a {kind} of ampaudit", hint=how)
-    return _validated(record, found, name, how)
+    return _validated(record, data, name, how)
 
 
 def read_document(path: Path) -> Document:
@@ -62,11 +62,11 @@ def parse_document(text: str, name: str) -> Document:
     Raises:
         InputError: it is cut off, of a newer schema, or none of our documents.
     """
-    found = _json(text, name, _HOW)
-    kind = kind_of(found)
+    data = _json(text, name, _HOW)
+    kind = kind_of(data)
     if kind is None:
         raise InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
-    document = _validated(DOCUMENTS[kind], found, name, _HOW)
+    document = _validated(DOCUMENTS[kind], data, name, _HOW)
     try:
         import_module(_RENDERER).check_values(document)
     except ValueError as error:
@@ -75,9 +75,9 @@ def parse_document(text: str, name: str) -> Document:
     return document
 
 
-def _validated(record: type[T], found: dict[str, Any], name: str, how: str) -> T:
+def _validated(record: type[T], data: dict[str, Any], name: str, how: str) -> T:
     try:
-        return TypeAdapter(record).validate_python(found, strict=False)
+        return TypeAdapter(record).validate_python(data, strict=False)
     except ValidationError as error:
         raise InputError(f"{name}: {_first_fault(error)}", hint=how) from error
 
@@ -93,21 +93,21 @@ def _text(path: Path, name: str, how: str) -> str:
 
 def _json(text: str, name: str, how: str) -> dict[str, Any]:
     try:
-        found = parse_json(text)
+        data = parse_json(text)
     except ValueError as error:
         fault = error.__cause__
         if isinstance(fault, json.JSONDecodeError):
             raise _not_json(text, name, how, fault) from error
         raise InputError(f"{name}: not JSON ({first_line(error)})", hint=how) from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise InputError(f"{name}: JSON, but not an ampaudit report", hint=how)
-    schema = found.get("schema", SCHEMA)
+    schema = data.get("schema", SCHEMA)
     if isinstance(schema, int) and schema > SCHEMA:
         raise InputError(
             f"{name}: written by a newer ampaudit (schema {schema}; this one reads {SCHEMA})",
             hint="update ampaudit, or write the file again with this version",
         )
-    return found
+    return data
 
 
 def _not_json(text: str, name: str, how: str, fault: json.JSONDecodeError) -> InputError:

@@ -197,9 +197,9 @@ class TuningReport(Shown):
     def headline(self) -> str:
         """The verdict, and what it is about."""
         word = "PASS" if self.reached else "FAIL"
-        kept = f"{len(self.kept)} of {counted(self.ops, 'op')} in float32"
-        return f"{word} {self.model.source} in {self.dtype}: {kept}"
+        ops = f"{len(self.kept)} of {counted(self.ops, 'op')} in float32"
+        return f"{word} {self.model.source} in {self.dtype}: {ops}"
 
     def card_rows(self) -> CardRows:
         """Return the ops that stay in float32."""
-        return [(kept.site, kept.why, kept.text) for kept in self.kept]
+        return [(op.site, op.why, op.text) for op in self.kept]

@@ -52,8 +52,8 @@ class Verification(Shown):
     @property
     def headline(self) -> str:
         """The verdict, and what it is about."""
-        found = counted(len(self.problems), "problem")
-        return f"{'FAIL' if self.problems else 'PASS'} {self.directory}: {found}"
+        problems = counted(len(self.problems), "problem")
+        return f"{'FAIL' if self.problems else 'PASS'} {self.directory}: {problems}"
 
     def card_rows(self) -> CardRows:
         """Return the problems."""

@@ -13,8 +13,8 @@ __all__ = ["view_class", "view_of"]
 
 def view_class(kind: str) -> type[View[Any]]:
     """Return the view of a kind of document: ``ScanView`` of ``scan.py`` for ``scan``."""
-    found: type[View[Any]] = getattr(import_module(f"{__name__}.{kind}"), f"{kind.title()}View")
-    return found
+    view: type[View[Any]] = getattr(import_module(f"{__name__}.{kind}"), f"{kind.title()}View")
+    return view
 
 
 def view_of(document: Document) -> View[Any]:

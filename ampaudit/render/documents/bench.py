@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ampaudit.core.text import escape_control, format_bytes, format_number
-from ampaudit.render.blocks import Line, Rows, Section, facts, headline, line, tabulate
+from ampaudit.render.blocks import Rows, Section, facts, headline, line, tabulate
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 
@@ -22,7 +22,7 @@ class BenchView(View[BenchReport]):
     about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return the tables of each batch size, and the modes that did not run; when quiet, the fastest."""
+        """Render the tables of each batch size and the modes that did not run; if quiet, the fastest mode."""
         report = self.document
         if verbosity < 0:
             yield Section(tuple(line(f"{self.name}: {text}") for text in _fastest(report)))
@@ -34,7 +34,7 @@ class BenchView(View[BenchReport]):
         yield Section((facts(bench_facts(report)),))
 
     def digest(self) -> Iterator[Section]:
-        """Return the measurements; other formats have the predictions."""
+        """Render the measurements without the predictions."""
         report = self.document
         run = f": {report.steps} on {escape_control(report.device_name)}, median of {report.repeats}"
         yield Section((line((self.name, "code"), run),))
@@ -64,7 +64,7 @@ class BenchView(View[BenchReport]):
 
 
 def _fastest(report: BenchReport) -> Iterator[str]:
-    """Say for each batch size which mode is the fastest, beside the first that ran."""
+    """Name the fastest mode for each batch size, compared with the first mode that ran."""
     for size in dict.fromkeys(row.batch_size for row in report.rows):
         timed = [row for row in report.rows if row.batch_size == size and row.status == "ok" and row.seconds]
         if not timed:
@@ -93,24 +93,21 @@ def bench_tables(report: BenchReport) -> list[Section]:
 
 
 def _section(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Section:
-    """Return a table, filling up short rows."""
-    filled: Rows = ((*map(_cell, row), *[""] * (len(heads) - len(row))) for row in rows)
-    return Section((replace(tabulate(heads, filled), fold=False),), title)
-
-
-def _cell(text: str) -> Line:
-    return line(text, style=_STYLES.get(text, ""))
+    """Make a table, padding short rows."""
+    styled = ([line(cell, style=_STYLES.get(cell, "")) for cell in row] for row in rows)
+    padded: Rows = ((*row, *[""] * (len(heads) - len(row))) for row in styled)
+    return Section((replace(tabulate(heads, padded), fold=False),), title)
 
 
 def _costs(title: str, rows: Sequence[BenchRow]) -> Section:
     metric = ("metric",) if any(row.metric is not None for row in rows) else ()
     base = next((row for row in rows if row.status == "ok"), None)
-    made = []
+    table = []
     for row in rows:
         cells = [row.status] if row.status != "ok" or base is None else _cells(row, base)
-        made.append((row.mode, *cells, *([format_number(row.metric)] if row.metric is not None else [])))
+        table.append((row.mode, *cells, *([format_number(row.metric)] if row.metric is not None else [])))
     names = ("step", "spread", "samples/s", "speed", "memory", "of first", "accuracy")
-    return _section(title, ("mode", *names, *metric), made)
+    return _section(title, ("mode", *names, *metric), table)
 
 
 def _cells(row: BenchRow, base: BenchRow) -> list[str]:
@@ -139,22 +136,22 @@ def _accuracy(row: BenchRow) -> str:
 
 def _split(title: str, rows: Sequence[BenchRow]) -> Section:
     workspace = ("workspace",) if any(row.workspace_bytes for row in rows) else ()
-    made = []
+    table = []
     for row in rows:
         if row.memory is None:
             continue
         peak = row.memory.peak
         sizes = (format_bytes(part) if part else "" for part in (getattr(row.memory, p) for p in PARTS))
         ratio = f"{row.peak_bytes / peak:.0%}" if row.peak_bytes and peak else ""
-        own = (format_bytes(row.workspace_bytes) if row.workspace_bytes else "",) if workspace else ()
-        made.append((row.mode, *sizes, format_bytes(peak), ratio, *own))
-    return _section(title, ("mode", *PARTS, "peak", "measured", *workspace), made)
+        extra = (format_bytes(row.workspace_bytes) if row.workspace_bytes else "",) if workspace else ()
+        table.append((row.mode, *sizes, format_bytes(peak), ratio, *extra))
+    return _section(title, ("mode", *PARTS, "peak", "measured", *workspace), table)
 
 
 def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> Section:
     best = ("at best", "speed at best") if target is not None else ()
     base = next((row.at_best for row in rows if row.at_best is not None), None)
-    made = []
+    table = []
     for row in rows:
         if row.work is None:
             continue
@@ -163,12 +160,12 @@ def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> Section:
         cells = [f"{work.flops / 1e9:,.3g}", f"{work.fast_share:.0%}", format_bytes(work.bytes_moved), share]
         if best and row.at_best is not None and base is not None:
             cells += [f"{_milliseconds(row.at_best)} ms", f"{base / row.at_best:.2f} x"]
-        made.append((row.mode, *cells))
-    return _section(title, ("mode", "GFLOP", "16 bits or TF32", "bytes moved", "by casts", *best), made)
+        table.append((row.mode, *cells))
+    return _section(title, ("mode", "GFLOP", "16 bits or TF32", "bytes moved", "by casts", *best), table)
 
 
 def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
-    """Describe what each mode ran, which did not and why, and what the numbers mean."""
+    """Describe what each mode ran, why modes did not run, and what the numbers mean."""
     if report.inputs is not None and report.inputs.detail:
         yield "Inputs", escape_control(report.inputs.detail)
     yield from {row.mode: escape_control(row.how) for row in report.rows if row.how}.items()

@@ -9,7 +9,7 @@ from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, format_bytes, listed, model_file, plural, shell_quoted
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
-from ampaudit.render.findings import Alert, Suite, safe_line
+from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_section
 from ampaudit.render.view import Row, View
@@ -26,20 +26,20 @@ class CheckView(View[CheckResults]):
     """A suite with a case per target; a row per target."""
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return a table of targets, then the breaches and errors with their next step."""
+        """Render a table of targets, then the breaches and errors of each with their next step."""
         results = self.document.targets
         metric = any(r.measured is not None and r.measured.metric_drop is not None for r in results)
         drop = ("metric drop",) if metric else ()
         heads = ("target", "", "headroom", "output", "FP32", *drop, "time", "memory")
         yield Section((tabulate(heads, [_cells(result, metric) for result in results], left=("",)),))
         for result in results:
-            said = list(_details(result))
-            if said:
-                yield Section((facts(said),), title=_name(result))
+            rows = list(_details(result))
+            if rows:
+                yield Section((facts(rows),), title=_name(result))
         failed = sum(result.verdict != "pass" for result in results)
         total = plural(len(results), "target")
         sentence = f"{failed} of {total}" if failed else f"{total} checked"
-        yield verdict_section(self.document.verdict, f"{sentence}{self._known()}", self.gate)
+        yield verdict_section(self.document.verdict, f"{sentence}{self._baseline()}", self.gate)
 
     def suites(self) -> tuple[Suite, ...]:
         """Return all targets as one suite."""
@@ -61,27 +61,27 @@ class CheckView(View[CheckResults]):
     def rows(self) -> Iterator[Row]:
         """Return a row per target."""
         for target in self.document.targets:
-            seen = target.measured
+            measured = target.measured
             names = ("headroom_bits", "headroom_site", "sqnr_db", "metric_fp32", "metric_lower", "fp32_share")
             yield {
                 "target": _name(target),
                 "verdict": target.verdict,
                 "policy": target.policy,
                 "dtype": target.dtype,
-                **{name: getattr(seen, name, None) for name in names},
-                "broken_outputs": len(seen.broken) if seen is not None else None,
+                **{name: getattr(measured, name, None) for name in names},
+                "broken_outputs": len(measured.broken) if measured is not None else None,
                 "breaches": len(target.breaches),
                 "known": len(target.known),
                 "seconds": target.seconds,
                 "peak_bytes": target.peak_bytes or None,
             }
 
-    def _known(self) -> str:
-        """Count what the baseline hides and what it no longer needs; empty without either."""
-        known = sum(len(target.known) for target in self.document.targets)
-        gone = sum(len(target.gone) for target in self.document.targets)
-        hidden = f", {plural(known, 'known finding')}" if known else ""
-        return hidden + (f", {gone} of the baseline no longer found" if gone else "")
+    def _baseline(self) -> str:
+        """Count findings that the baseline hides, and entries of it that no longer occur."""
+        hidden = sum(len(target.known) for target in self.document.targets)
+        obsolete = sum(len(target.gone) for target in self.document.targets)
+        text = f", {plural(hidden, 'known finding')}" if hidden else ""
+        return text + (f", {obsolete} of the baseline no longer found" if obsolete else "")
 
 
 def _name(result: TargetResult) -> str:
@@ -97,8 +97,8 @@ def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
     if result.known:
         yield "  known", _counted([(breach.budget, breach.where) for breach in result.known])
     if result.gone:
-        gone = _counted([(finding.code, finding.site) for finding in result.gone])
-        yield "  gone", f"{gone}: no longer found; update the baseline with --update-baseline"
+        places = _counted([(finding.code, finding.site) for finding in result.gone])
+        yield "  gone", f"{places}: no longer found; update the baseline with --update-baseline"
     for number, text in enumerate(result.error.splitlines()):
         yield "" if number else "  error", escape_control(text.strip())
     for note in result.notes:
@@ -106,15 +106,15 @@ def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
 
 
 def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
-    seen = result.measured
-    bits = seen.headroom_bits if seen else None
-    drop = seen.metric_drop if seen else None
+    measured = result.measured
+    bits = measured.headroom_bits if measured else None
+    drop = measured.metric_drop if measured else None
     return [
         _name(result),
         line((result.verdict.upper(), VERDICT_STYLES[result.verdict])),
         f"{bits:.1f} bits" if bits is not None else "",
-        seen.accuracy if seen else "",
-        f"{seen.fp32_share:.0%}" if seen else "",
+        measured.accuracy if measured else "",
+        f"{measured.fp32_share:.0%}" if measured else "",
         *([f"{drop:.3g}" if drop is not None else ""] if metric else []),
         f"{result.seconds:.1f} s",
         format_bytes(result.peak_bytes) if result.peak_bytes else "",
@@ -125,21 +125,21 @@ def _alerts(target: TargetResult) -> Iterator[Alert]:
     name = _name(target)
     model = SourceLine(model_file(target.target), 1)
     for breach in (*target.breaches, *target.known):
-        known = breach in target.known
+        accepted = breach in target.known
         yield Alert(
             code=breach.budget,
             title=title_of(breach.budget, "budget exceeded"),
             level=breach.severity,
-            fails=not known,
+            fails=not accepted,
             case=name,
-            site=escape_control(breach.where),
+            site=breach.where,
             cause=escape_control(breach.what),
             advice=f"ampaudit scan {shell_quoted(name)} says more",
-            line=safe_line(breach.source.evident if breach.source is not None else model),
-            suppressed=KNOWN if known else None,
+            line=breach.source.evident if breach.source is not None else model,
+            suppressed=KNOWN if accepted else None,
         )
 
 
-def _counted(found: list[tuple[str, str]]) -> str:
-    places = [f"{code} at {where}" for code, where in found]
-    return escape_control(f"{plural(len(found), 'known finding')}: {listed(places)}")
+def _counted(findings: list[tuple[str, str]]) -> str:
+    places = [f"{code} at {where}" for code, where in findings]
+    return escape_control(f"{plural(len(findings), 'known finding')}: {listed(places)}")

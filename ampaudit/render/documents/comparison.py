@@ -31,7 +31,7 @@ class ComparisonView(View[Comparison]):
         self.scans = [ScanView(report) for report in document.reports]
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return one row per policy, then what breaks under each."""
+        """Render one row per policy, then what breaks under each."""
         reports = self.document.reports
         first, run = reports[0], reports[0].run
         against = "FP32" if first.backward is not None else "one FP32 run"
@@ -42,8 +42,8 @@ class ComparisonView(View[Comparison]):
         heads = ("policy", "", "breaks", "least headroom", "output", "16-bit sites", "casts", "weights")
         yield Section((tabulate(heads, map(_cells, reports), left=("",)),))
         for report in reports:
-            for said in _remarks(report):
-                yield Section((line((f"{report.run.policy}  ", "bold"), said),))
+            for remark in _remarks(report):
+                yield Section((line((f"{report.run.policy}  ", "bold"), remark),))
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class ComparisonView(View[Comparison]):
             yield from scan.rows()
 
     def digest(self) -> Iterator[Section | Suite]:
-        """Return the policies side by side, and the digest of each."""
+        """Render the policies side by side, then the digest of each."""
         rows = []
         for report in self.document.reports:
             verdict = MARKS[report.verdict]

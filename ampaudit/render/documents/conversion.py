@@ -24,59 +24,59 @@ class ConversionView(View[Conversion]):
     about = "source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return what was converted, and the result."""
-        made = self.document
-        how = f"policy {made.policy}, {made.dtype}, {made.mode}{made.audited_on}"
-        said = f"{escape_control(made.source)} to {escape_control(made.output)}: {how}"
-        yield Section((line(("converted  ", "bold"), said),))
-        yield Section((facts((*_weights(made), *_program(made))),))
+        """Render the subject and the result of the conversion."""
+        conversion = self.document
+        how = f"policy {conversion.policy}, {conversion.dtype}, {conversion.mode}{conversion.audited_on}"
+        title = f"{escape_control(conversion.source)} to {escape_control(conversion.output)}: {how}"
+        yield Section((line(("converted  ", "bold"), title),))
+        yield Section((facts((*_weights(conversion), *_program(conversion))),))
 
 
-def _weights(made: Conversion) -> Iterator[tuple[str, str]]:
-    if made.stored:
-        yield "weights", _stored(made)
-    for reason, (count, size, largest) in sorted(made.kept.items(), key=lambda item: -item[1][1]):
+def _weights(conversion: Conversion) -> Iterator[tuple[str, str]]:
+    if conversion.stored:
+        yield "weights", _stored(conversion)
+    for reason, (count, size, largest) in sorted(conversion.kept.items(), key=lambda item: -item[1][1]):
         name = escape_control(largest)
         which = name if count == 1 else f"{count} tensors, such as {name}"
         yield "", f"in float32: {which} ({format_bytes(size)}): {escape_control(reason)}"
-    for name, count in made.overflow.items():
+    for name, count in conversion.overflow.items():
         yield "overflow", f"{escape_control(name)}: {count} values become inf"
-    for name, count in made.broken.items():
+    for name, count in conversion.broken.items():
         yield "broken", f"{escape_control(name)}: {count} values are NaN or infinite already"
-    for gap in made.gaps:
+    for gap in conversion.gaps:
         what = "written, but never run" if gap.kind is GapKind.NOT_RUN else gap.kind.in_words
         yield "unaudited", f"{escape_control(short_op(gap.op))}: {what}: {escape_control(gap.reason)}"
 
 
-def _stored(made: Conversion) -> str:
-    sizes = f"{format_bytes(made.bytes_before)} -> {format_bytes(made.bytes_after)}"
-    share = made.bytes_after / made.bytes_before if made.bytes_before else 1.0
-    stored = sorted(made.stored.items())
+def _stored(conversion: Conversion) -> str:
+    sizes = f"{format_bytes(conversion.bytes_before)} -> {format_bytes(conversion.bytes_after)}"
+    share = conversion.bytes_after / conversion.bytes_before if conversion.bytes_before else 1.0
+    stored = sorted(conversion.stored.items())
     kinds = ", ".join(f"{count} in {TORCH_NAMES.get(dtype, dtype)}" for dtype, count in stored)
-    masters = "masters kept" if made.masters else "no masters: FP32 cannot be restored"
-    masters = "the original keeps the FP32 weights" if made.in_place else masters
+    masters = "masters kept" if conversion.masters else "no masters: FP32 cannot be restored"
+    masters = "the original keeps the FP32 weights" if conversion.in_place else masters
     return f"{sizes} ({share:.0%}); tensors: {kinds}; {masters}"
 
 
-def _program(made: Conversion) -> Iterator[tuple[str, str]]:
-    if made.inputs is not None and made.inputs.detail:
-        yield "inputs", escape_control(made.inputs.detail)
-    for output in made.outputs:
+def _program(conversion: Conversion) -> Iterator[tuple[str, str]]:
+    if conversion.inputs is not None and conversion.inputs.detail:
+        yield "inputs", escape_control(conversion.inputs.detail)
+    for output in conversion.outputs:
         yield "output", f"{escape_control(output.name)} ({output.dtype}): {_accuracy(output)}"
-    if made.onnx_casts is not None:
-        error = made.onnx_error
+    if conversion.onnx_casts is not None:
+        error = conversion.onnx_error
         compared = f"differs from torch by {error:.2g}" if error is not None else "not compared"
-        how = "checked and run" if made.in_place else f"ONNX Runtime: {compared}"
-        yield "onnx", f"{plural(made.onnx_casts, 'cast')} between float formats; {how}"
-    if made.shapes is not None:
-        yield "shapes", escape_control(made.shapes.text)
-    for note in made.notes:
+        how = "checked and run" if conversion.in_place else f"ONNX Runtime: {compared}"
+        yield "onnx", f"{plural(conversion.onnx_casts, 'cast')} between float formats; {how}"
+    if conversion.shapes is not None:
+        yield "shapes", escape_control(conversion.shapes.text)
+    for note in conversion.notes:
         yield "note", escape_control(note)
-    yield "files", _files(made.files)
+    yield "files", _files(conversion.files)
 
 
 def _files(sizes: dict[str, int]) -> str:
-    """Return our files by size, and the number of others."""
+    """List the files that ampaudit wrote with their sizes, and count the copied ones."""
     ours = {name: size for name, size in sizes.items() if name.startswith(_OURS)}
     others = len(sizes) - len(ours)
     parts = [f"{escape_control(name)} ({format_bytes(size)})" for name, size in list(ours.items())[:_SHOWN]]

@@ -23,35 +23,30 @@ class DiffView(View[Differences]):
     columns = ("policy", "dtype", "direction", "layer", "site", "what", "before", "after")
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return per policy the verdicts, then what got worse, better or different, by layer."""
+        """Render for each policy the verdicts, then what got worse, better or different, by layer."""
+        verbose = verbosity > 0
         for pair in self.document.pairs:
-            yield from self._verdict(pair)
-            if verbosity >= 0:
-                yield from self._changes(pair, verbosity > 0)
-
-    def _verdict(self, pair: Difference) -> Iterator[Section]:
-        source, policy = escape_control(pair.new.source), escape_control(pair.new.policy)
-        yield Section((line((source, "bold"), f": policy {policy}, {pair.new.dtype}"),))
-        worse, better = len(pair.of("worse")), len(pair.of("better"))
-        counts = (f"{worse} worse, {better} better", "bold red" if worse else "bold green")
-        verdicts = f"{pair.old.verdict.upper()} before, {pair.new.verdict.upper()} now"
-        yield Section((line(counts, f"  {verdicts}"),))
-
-    def _changes(self, pair: Difference, verbose: bool) -> Iterator[Section]:
-        for way, title in _TITLES.items():
-            changes = pair.of(way)
-            if changes and (way != "other" or verbose):
-                yield Section(tuple(_by_layer(changes, verbose)), title, _STYLES[way])
-        yield Section((facts(self._summary(pair, verbose)),))
+            new, worse, better = pair.new, len(pair.of("worse")), len(pair.of("better"))
+            yield Section((line((new.source, "bold"), f": policy {new.policy}, {new.dtype}"),))
+            counts = (f"{worse} worse, {better} better", "bold red" if worse else "bold green")
+            verdicts = f"{pair.old.verdict.upper()} before, {new.verdict.upper()} now"
+            yield Section((line(counts, f"  {verdicts}"),))
+            if verbosity < 0:
+                continue
+            for way, title in _TITLES.items():
+                changes = pair.of(way)
+                if changes and (way != "other" or verbose):
+                    yield Section(tuple(_by_layer(changes, verbose)), title, _STYLES[way])
+            yield Section((facts(self._summary(pair, verbose)),))
 
     def _summary(self, pair: Difference, verbose: bool) -> Iterator[tuple[str, str]]:
-        found = self.document
-        less = f"(headroom within {found.bits:g} bits, accuracy within {found.decibels:g} dB)"
+        differences = self.document
+        less = f"(headroom within {differences.bits:g} bits, accuracy within {differences.decibels:g} dB)"
         yield "As before", f"{pair.same} sites {less}"
         for label, names in (("Added", pair.added), ("Removed", pair.removed)):
             if names:
-                shown = ", ".join(escape_control(name) for name in names[:_SITES])
-                yield label, f"{len(names)} sites: {shown}{' ...' if len(names) > _SITES else ''}"
+                first = ", ".join(escape_control(name) for name in names[:_SITES])
+                yield label, f"{len(names)} sites: {first}{' ...' if len(names) > _SITES else ''}"
         others = pair.of("other")
         if others and not verbose:
             yield "Different", f"{len(others)} changes that are neither; -v shows them"
@@ -59,13 +54,13 @@ class DiffView(View[Differences]):
             yield "Note", note
 
     def digest(self) -> Iterator[Section]:
-        """Return a table per policy, changes for the worse first."""
+        """Render a table per policy, with changes for the worse first."""
         for pair in self.document.pairs:
             worse, better = pair.of("worse"), pair.of("better")
             counts = f": {len(worse)} worse, {len(better)} better"
             title = line("❌ " if worse else "✅ ", (escape_control(pair.new.source), "code"), counts)
-            said = f"{escape_control(pair.new.policy)}, {pair.new.dtype}"
-            blocks: list[Block] = [line(f"{said}: {pair.old.verdict} before, {pair.new.verdict} now")]
+            policy = f"{escape_control(pair.new.policy)}, {pair.new.dtype}"
+            blocks: list[Block] = [line(f"{policy}: {pair.old.verdict} before, {pair.new.verdict} now")]
             changes = (*worse, *better)
             rows = [
                 (_TITLES[c.way], line((escape_control(c.site), "code")), escape_control(c.what))
@@ -88,26 +83,22 @@ class DiffView(View[Differences]):
 
 
 def _by_layer(changes: Sequence[SiteChange], verbose: bool) -> Iterator[Block]:
-    layers = _layers(changes)
-    shown = list(layers.items()) if verbose else list(layers.items())[:_LAYERS]
-    for layer, own in shown:
-        some = own if verbose else own[:_SITES]
+    """List changes by layer: layers with new findings, then those with the least headroom or accuracy."""
+    by_layer: defaultdict[str, list[SiteChange]] = defaultdict(list)
+    for change in changes:
+        by_layer[change.layer].append(change)
+    layers = sorted(by_layer.items(), key=lambda item: min(map(_urgency, item[1])))
+    first_layers = layers if verbose else layers[:_LAYERS]
+    for layer, layer_changes in first_layers:
+        some = layer_changes if verbose else layer_changes[:_SITES]
         rows = Labelled(tuple((line(_short(c), style="cyan"), (line(escape_control(c.what)),)) for c in some))
         name = line(escape_control(layer or "(whole model)"), style="bold")
         blocks: list[Block] = [name, Indented((rows,), 2)]
-        if len(own) > len(some):
-            blocks.append(line(f"  and {len(own) - len(some)} more", style="dim"))
+        if len(layer_changes) > len(some):
+            blocks.append(line(f"  and {len(layer_changes) - len(some)} more", style="dim"))
         yield Indented(tuple(blocks), 2)
-    if len(layers) > len(shown):
-        yield line(f"  and {len(layers) - len(shown)} more layers; -v lists all", style="dim")
-
-
-def _layers(changes: Sequence[SiteChange]) -> dict[str, list[SiteChange]]:
-    """Return layers with new findings first, then by least remaining headroom or accuracy."""
-    found: defaultdict[str, list[SiteChange]] = defaultdict(list)
-    for change in changes:
-        found[change.layer].append(change)
-    return dict(sorted(found.items(), key=lambda item: min(map(_urgency, item[1]))))
+    if len(layers) > len(first_layers):
+        yield line(f"  and {len(layers) - len(first_layers)} more layers; -v lists all", style="dim")
 
 
 def _urgency(change: SiteChange) -> tuple[bool, float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, plural
 from ampaudit.render.blocks import Line, Section, line
-from ampaudit.render.findings import Alert, Suite, safe_line
+from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.verdict import verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.finding import Severity, threshold
@@ -19,7 +19,7 @@ __all__ = ["LintView"]
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _WIDEST = 100
-_PLACES = 20  # of notes with one code
+_PLACES = 20  # notes listed per code
 
 
 class LintView(View[LintReport]):
@@ -34,11 +34,11 @@ class LintView(View[LintReport]):
         """Render the findings and a summary; the summary alone if ``verbosity`` is -1."""
         report = self.document
         if verbosity >= 0:
-            shown = report.findings if verbosity > 0 else report.active
-            alone = [f for f in shown if verbosity > 0 or f.severity != Severity.NOTE]
-            for finding in alone:
-                yield Section(tuple(_finding(finding)))
-            notes = [f for f in shown if verbosity <= 0 and f.severity == Severity.NOTE]
+            findings = report.findings if verbosity > 0 else report.active
+            for finding in findings:
+                if verbosity > 0 or finding.severity != Severity.NOTE:
+                    yield Section(tuple(_finding(finding)))
+            notes = [f for f in findings if verbosity <= 0 and f.severity == Severity.NOTE]
             for code in sorted({note.code for note in notes}):
                 yield Section(tuple(_group([note for note in notes if note.code == code])))
         unread = (line(str(item), style="yellow", wrap=False) for item in report.unread)
@@ -57,7 +57,7 @@ class LintView(View[LintReport]):
             alerts=tuple(_alert(finding, rank) for finding in report.findings),
             tool_version=report.tool_version,
             tolerates_errors=report.unreadable < report.linted,
-            errors={f"{escape_control(u.file)}:{u.line}": escape_control(u.reason) for u in report.unread},
+            errors={f"{u.file}:{u.line}": escape_control(u.reason) for u in report.unread},
         )
         return (suite,)
 
@@ -69,7 +69,7 @@ class LintView(View[LintReport]):
 
 
 def _finding(finding: LintFinding) -> Iterator[Line]:
-    """Return one unwrapped line per finding, for editors and scripts."""
+    """Render a finding with its source line, unwrapped for editors and scripts."""
     cell = f"cell {finding.cell}:" if finding.cell is not None else ""
     hidden = f" [suppressed: {escape_control(finding.suppressed)}]" if finding.suppressed is not None else ""
     yield line(
@@ -79,8 +79,8 @@ def _finding(finding: LintFinding) -> Iterator[Line]:
         (hidden, "dim"),
         wrap=False,
     )
-    shown, indent, width = _excerpt(finding)
-    yield line(f"{finding.line:>5} | {shown}", wrap=False)
+    excerpt, indent, width = _excerpt(finding)
+    yield line(f"{finding.line:>5} | {excerpt}", wrap=False)
     if indent <= _WIDEST:
         yield line(f"{'':>5} | {' ' * max(indent, 0)}{'^' * width}", style="red", wrap=False)
     fix = _how_to_fix([finding])
@@ -88,7 +88,7 @@ def _finding(finding: LintFinding) -> Iterator[Line]:
 
 
 def _group(notes: list[LintFinding]) -> Iterator[Line]:
-    """Return the places of notes with one code, with the cause and the advice of the first."""
+    """Render all notes with one code, followed by the advice of the first."""
     first, count = notes[0], f" ({len(notes)})" if len(notes) > 1 else ""
     head = (f"note {first.code}", _STYLES["note"])
     yield line(head, f" {title_of(first.code, first.code)}{count}", wrap=False)
@@ -110,37 +110,37 @@ def _how_to_fix(findings: list[LintFinding]) -> str:
 
 
 def _excerpt(finding: LintFinding) -> tuple[str, int, int]:
-    """Return the line without indentation, and the column and width of the finding in it."""
+    """Return the unindented source line, and the column and width of the finding in it."""
     text = escape_control(finding.source.expandtabs(4))
     # tabs and escaped characters make the text before the finding wider
     before = len(escape_control(finding.source[: finding.column - 1].expandtabs(4)))
     last = finding.end_column - 1 if finding.end_line == finding.line else len(finding.source.rstrip())
     width = max(len(escape_control(finding.source[:last].expandtabs(4))) - before, 1)
     indent = before - (len(text) - len(text.lstrip()))
-    shown = text.strip()
-    if len(shown) > _WIDEST:
-        return shown[:_WIDEST] + "…", indent, min(width, max(_WIDEST - indent, 1))
-    return shown, indent, width
+    excerpt = text.strip()
+    if len(excerpt) > _WIDEST:
+        return excerpt[:_WIDEST] + "…", indent, min(width, max(_WIDEST - indent, 1))
+    return excerpt, indent, width
 
 
 def _summary(report: LintReport) -> str:
     read = report.linted - report.unreadable
     if not report.linted:
-        said = "no Python, notebook or Markdown file found"
+        text = "no Python, notebook or Markdown file found"
     elif not read:
-        said = "nothing could be read"
+        text = "nothing could be read"
     else:
         levels = Counter(str(finding.severity) for finding in report.active)
         parts = [plural(levels[level], level) for level in _STYLES if levels[level]]
-        said = f"{', '.join(parts) or 'no findings'} in {plural(read, 'file')}"
+        text = f"{', '.join(parts) or 'no findings'} in {plural(read, 'file')}"
     counts = {
         "fixable with --fix": sum(finding.fixable for finding in report.active),
         "with --unsafe-fixes": sum(finding.fixable_unsafely for finding in report.active),
         "fixed": report.fixed,
         "suppressed": len(report.findings) - len(report.active),
     }
-    said += "".join(f"; {count} {what}" for what, count in counts.items() if count)
-    return said + (f"; {plural(len(report.unread), 'read error')}" if report.unread else "")
+    text += "".join(f"; {count} {what}" for what, count in counts.items() if count)
+    return text + (f"; {plural(len(report.unread), 'read error')}" if report.unread else "")
 
 
 def _alert(finding: LintFinding, rank: float) -> Alert:
@@ -150,11 +150,11 @@ def _alert(finding: LintFinding, rank: float) -> Alert:
         title=title_of(finding.code, finding.code),
         level=finding.severity,
         fails=finding.suppressed is None and finding.severity.rank >= rank,
-        case=escape_control(finding.file),
-        site=cell + (escape_control(finding.function) or "(module)"),
+        case=finding.file,
+        site=cell + (finding.function or "(module)"),
         cause=escape_control(finding.cause),
         advice=escape_control(finding.advice),
-        line=safe_line(SourceLine(finding.file, finding.file_line or finding.line, finding.source.strip())),
+        line=SourceLine(finding.file, finding.file_line or finding.line, finding.source.strip()),
         suppressed=finding.suppressed,
         # columns of a cell are not those of its notebook's file
         region=None if finding.cell else (finding.column, finding.end_line, finding.end_column),

@@ -10,7 +10,7 @@ from ampaudit.core.sites import pattern_of
 from ampaudit.core.text import escape_control, format_bytes, plural, short_op
 from ampaudit.render.blocks import Block, Line, Section, Table, facts, line, tabulate
 from ampaudit.render.view import Row, View
-from ampaudit.report.plan import PlannedMemory, PlannedSegment, PlannedSite, PlanReport
+from ampaudit.report.plan import PlannedMemory, PlannedSite, PlanReport
 
 __all__ = ["PlanView", "plans_compared", "stacked"]
 
@@ -25,17 +25,17 @@ class PlanView(View[PlanReport]):
     about = "model"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return a heading, a row per op (merged over stacked layers), the rules and the totals."""
+        """Render a row per op (merged over stacked layers), the rules and the totals."""
         plan, verbose = self.document, verbosity > 0
         how = f"policy {plan.policy}, {plan.dtype}; nothing was run in {plan.dtype}"
         yield Section((line(("plan  ", "bold"), f"{self.name}: {how}"),))
         if verbosity < 0:
             return
         sites = plan.sites
-        shown = [s for s in sites if verbose or s.role not in _QUIET_ROLES or s.casts]
-        blocks: list[Block] = [_site_table(shown, verbose)]
-        if len(shown) < len(sites):
-            hidden = len(sites) - len(shown)
+        visible = [s for s in sites if verbose or s.role not in _QUIET_ROLES or s.casts]
+        blocks: list[Block] = [_site_table(visible, verbose)]
+        if len(visible) < len(sites):
+            hidden = len(sites) - len(visible)
             blocks.append(line(f"and {hidden} sites that only pass on values; -v shows them", style="dim"))
         yield Section(tuple(blocks))
         yield Section((_rule_table(plan, sites),))
@@ -78,7 +78,7 @@ def stacked(
     alike: Callable[[Item], tuple[str, ...]],
     verbose: bool,
 ) -> Iterator[tuple[str, str, list[Item]]]:
-    """Group the corresponding items of stacked layers, with their name and count."""
+    """Group corresponding items of stacked layers; yield the name, the count if above one, and the items."""
     groups: dict[tuple[str, ...], list[Item]] = {}
     for item in items:
         place = site(item) if verbose else pattern_of(site(item))
@@ -104,19 +104,15 @@ def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
 
 def _segment_table(memory: PlannedMemory) -> Table:
     rows = [
-        (str(number), escape_control(segment.first), *map(format_bytes, _sizes(segment)))
-        for number, segment in enumerate(memory.segments, 1)
+        (str(number), escape_control(s.first), *map(format_bytes, (s.weights, s.values, s.boundary)))
+        for number, s in enumerate(memory.segments, 1)
     ]
     heads = ("segment", "first op", "weights", "values", "boundary")
     return tabulate(heads, rows, left=("first op",), width=24)
 
 
-def _sizes(segment: PlannedSegment) -> tuple[int, int, int]:
-    return segment.weights, segment.values, segment.boundary
-
-
 def _memory(memory: PlannedMemory) -> str:
-    """Describe what a scan by segment needs."""
+    """Describe the memory that a scan by segment needs."""
     count = len(memory.segments)
     cut = f"{plural(count, 'segment')} within {format_bytes(memory.limit)}"
     needs = f"the largest needs {format_bytes(memory.largest)} for its weights and the values of one batch"
@@ -128,12 +124,12 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
     """Describe precision, casts and weights."""
     weights = plan.weights
     other = f", {plan.other} in another dtype" if plan.other else ""
-    moved = f"{plan.casts} inserted, moving {format_bytes(plan.cast_bytes)} per forward pass of this batch"
+    casts = f"{plan.casts} inserted, moving {format_bytes(plan.cast_bytes)} per forward pass of this batch"
     sizes = f"{format_bytes(weights.before)} before, {format_bytes(weights.after)} after conversion"
     masters = f"; training keeps {format_bytes(weights.masters)} of FP32 masters beside them"
     return [
         ("Precision", f"{plan.lower} computing sites in {plan.dtype}, {plan.float32} in float32{other}"),
-        ("Casts", f"{moved}; {plan.author_casts} in the model's code"),
+        ("Casts", f"{casts}; {plan.author_casts} in the model's code"),
         ("Weights", f"{sizes}{masters if weights.masters else ''}"),
         *((("Memory", _memory(plan.memory)),) if plan.memory is not None else ()),
         *(("Note", escape_control(note)) for note in plan.notes),
@@ -141,7 +137,7 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
 
 
 def plans_compared(first: PlanReport, second: PlanReport, *, verbose: bool = False) -> Iterator[Section]:
-    """Return the ops that two policies run in different precisions, and the cost of each policy."""
+    """Render the ops that two policies run in different precisions, and the cost of each policy."""
     theirs = {site.site: site for site in second.sites}
     common = [(s, theirs[s.site]) for s in first.sites if s.site in theirs]
     compared = [(a, b) for a, b in common if a.role not in _QUIET_ROLES]

@@ -26,7 +26,7 @@ from ampaudit.report.site import SiteReport
 
 __all__ = ["ScanView", "reports_page"]
 
-_FINDINGS = 25  # a longer list is not read
+_FINDINGS = 25
 _NEAREST = 5
 _SCRIPTS = (
     *("values.js", "theme.js", "marks.js", "range.js", "detail.js", "strip.js", "scales.js", "findings.js"),
@@ -40,7 +40,7 @@ class ScanView(View[Report]):
     about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return the verdict, findings, tables of the level that was run, and a summary."""
+        """Render the verdict, findings, tables of the level that was run, and a summary."""
         report, run, full = self.document, self.document.run, verbosity > 0
         _, sentence = self.verdict()
         verdict = verdict_section(report.verdict, sentence, self.gate)
@@ -53,11 +53,11 @@ class ScanView(View[Report]):
             yield from sweep_sections(report.sweep, full=full)
         (suite,) = self.suites()
         active = suite.active
-        shown = [alert for alert in active if full or alert.level is not Severity.NOTE]
-        limit = len(shown) if full else _FINDINGS
-        yield from finding_sections(shown[:limit])
-        if len(shown) > limit:
-            more = f"and {len(shown) - limit:,} more findings; -v shows all"
+        visible = [alert for alert in active if full or alert.level is not Severity.NOTE]
+        limit = len(visible) if full else _FINDINGS
+        yield from finding_sections(visible[:limit])
+        if len(visible) > limit:
+            more = f"and {len(visible) - limit:,} more findings; -v shows all"
             yield Section((line(more, style="bold"),))
         if suite.combined is not None:
             yield combined_section(suite.combined)
@@ -70,7 +70,7 @@ class ScanView(View[Report]):
             yield from sensitivity_sections(report.sensitivity, full=full)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
-        yield Section((facts(summary_rows(report, len(active) - len(shown), full=full)),))
+        yield Section((facts(summary_rows(report, len(active) - len(visible), full=full)),))
         if full:
             yield all_sites(report)
 
@@ -100,15 +100,15 @@ class ScanView(View[Report]):
         calls = _calls(report.sites)
         suite = Suite(
             name=self.name,
-            label=f"{escape_control(report.run.policy)}, {report.run.dtype}"
+            label=f"{report.run.policy}, {report.run.dtype}"
             + (", along the path of these inputs" if report.path is not None else ""),
             verdict=report.verdict,
             gate=self.gate,
-            cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
+            cases=tuple(layer or TOP for layer in dict.fromkeys(layers)),
             alerts=tuple(
                 alert_of(
                     f,
-                    escape_control(f.layer or TOP),
+                    f.layer or TOP,
                     0 if (f.code, f.site) in failing else rank,
                     call=calls.get(f.site, ""),
                     advised=report.advised,
@@ -126,15 +126,14 @@ class ScanView(View[Report]):
     def rows(self) -> Iterator[Row]:
         """Return a row per site."""
         codes = self.document.codes_by_site
-        conditions = self.document.run
-        inputs = conditions.inputs.origin if conditions.inputs is not None else None
+        run = self.document.run
         ranked = self.document.sensitivity.rows if self.document.sensitivity is not None else ()
         noise = {row.name: row for row in ranked if row.kind == "op"}
-        run = {"policy": conditions.policy, "dtype": conditions.dtype}
         for index, site in enumerate(self.document.sites):
             source = site.source
             yield {
-                **run,
+                "policy": run.policy,
+                "dtype": run.dtype,
                 "index": index,
                 **_fields(site, ("site", "layer", "layer_type", "op", "role", "precision")),
                 "shape": "x".join(map(str, site.shape)),
@@ -146,7 +145,7 @@ class ScanView(View[Report]):
                 "error_share": getattr(noise.get(site.site), "share", None),
                 "file": relative_path(source.file) if source is not None else None,
                 "line": source.line if source is not None else None,
-                "inputs": inputs,
+                "inputs": run.inputs.origin if run.inputs is not None else None,
             }
 
     def digest(self) -> Iterator[Section | Suite]:
@@ -158,11 +157,11 @@ class ScanView(View[Report]):
         nearest = [
             (
                 line((escape_control(site.site), "code")),
-                format_number(seen.peak),
-                f"{seen.headroom_bits:.1f} bits",
+                format_number(forward.peak),
+                f"{forward.headroom_bits:.1f} bits",
             )
             for site in report.nearest_sites[:_NEAREST]
-            if (seen := site.forward)
+            if (forward := site.forward)
         ]
         if report.against is not None:
             yield from against_sections(report.against)
@@ -207,7 +206,7 @@ def _numbers(report: Report) -> Iterator[str]:
 
 
 def _calls(sites: Sequence[SiteReport]) -> Mapping[str, str]:
-    """Return which call a site is, where its line calls its op several times."""
+    """Describe by site which call of its op it is, if the op occurs several times on the line."""
     of_line: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for site in sites:
         if site.source is not None:

@@ -25,22 +25,23 @@ class TrainingView(View[TrainingReport]):
     about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return verdict, findings, curves, and the parameters that lose most."""
-        report, verdict = self.document, self._verdict()
+        """Render the verdict, findings, curves, and the parameters in the worst health."""
+        report = self.document
+        verdict = verdict_section(report.verdict, self._sentence(), self.gate)
         if verbosity < 0:
             yield verdict
             return
         yield headline(report.tool.version, f"{self.name}: {_extent(report)}")
         yield verdict
         alerts = self._alerts()
-        shown = [alert for alert in alerts if verbosity > 0 or alert.level is not Severity.NOTE]
-        yield from finding_sections(shown)
+        visible = [alert for alert in alerts if verbosity > 0 or alert.level is not Severity.NOTE]
+        yield from finding_sections(visible)
         yield from _curves(report)
         for variant in report.variants[1:] if report.reference is not None else report.variants:
             if not variant.health.parameters:
                 continue
             yield _health(variant, len(variant.health.parameters) if verbosity > 0 else _PARAMETERS)
-        yield Section((facts(_summary(report, len(alerts) - len(shown))),))
+        yield Section((facts(_summary(report, len(alerts) - len(visible))),))
 
     def suites(self) -> tuple[Suite, ...]:
         """Return the runs as one suite."""
@@ -50,7 +51,7 @@ class TrainingView(View[TrainingReport]):
             label=f"training, {report.dtype}",
             verdict=report.verdict,
             gate=self.gate,
-            cases=tuple(escape_control(variant.name) for variant in report.variants),
+            cases=tuple(variant.name for variant in report.variants),
             alerts=self._alerts(),
             tool_version=report.tool.version,
         )
@@ -86,25 +87,20 @@ class TrainingView(View[TrainingReport]):
         report = self.document
         failing = threshold(report.fail_on) if report.gate == "fail" else math.inf
         return tuple(
-            alert_of(f, escape_control(f.site.rpartition("/")[0]), failing, f.site.partition("/")[0])
-            for f in report.findings
+            alert_of(f, f.site.rpartition("/")[0], failing, f.site.partition("/")[0]) for f in report.findings
         )
-
-    def _verdict(self) -> Section:
-        return verdict_section(self.document.verdict, self._sentence(), self.gate)
 
     def _sentence(self) -> str:
         report = self.document
         errors = plural(sum(f.severity is Severity.ERROR for f in report.findings), "finding")
-        seen = plural(report.steps, "watched step")
+        extent = plural(report.steps, "watched step")
         if report.verdict == "fail":
             deviates = f"{report.dtype} training deviates from FP32 ({errors})"
-            what = f"{errors} in {seen}" if report.reference is None else deviates
-            return what
+            return f"{errors} in {extent}" if report.reference is None else deviates
         if report.steps == 0:
             return "no step was watched: the optimizer was never stepped"
         if report.reference is None:
-            return f"no error in {seen}"
+            return f"no error in {extent}"
         failing = {f.site.rpartition("/")[0] for f in report.findings if f.severity is Severity.ERROR}
         runs = [variant.name for variant in report.variants if variant.name != "fp32"]
         follow = ", ".join(name for name in runs if name not in failing)
@@ -117,14 +113,14 @@ class TrainingView(View[TrainingReport]):
 
 
 def _extent(report: TrainingReport) -> str:
-    """Say what was run, as far as it is known."""
+    """Describe the run: steps, optimizer and device, as far as they are known."""
     optimizer = f" of {escape_control(report.optimizer)}" if report.optimizer else ""
     device = f" on {escape_control(report.device)}" if report.device else ""
     return f"{plural(report.steps, 'step')}{optimizer}{device}"
 
 
 def _curves(report: TrainingReport) -> Iterator[Section]:
-    """Return losses and costs; what no run has measured gets no column."""
+    """Render losses and costs, without columns for what no run measured."""
     variants = report.variants
     low, high = _range(variants)
     scored = any(variant.metric is not None for variant in variants)
@@ -145,10 +141,10 @@ def _curves(report: TrainingReport) -> Iterator[Section]:
 def _filled(
     heads: Sequence[str], rows: Sequence[Sequence[str | Line | None]], left: Collection[str] = ()
 ) -> Table:
-    """Lay out the columns in which some row has a value."""
-    kept = [index for index in range(len(heads)) if any(row[index] is not None for row in rows)]
-    cells = [[row[index] or "" for index in kept] for row in rows]
-    return tabulate([heads[index] for index in kept], cells, left=left)
+    """Make a table of the columns in which some row has a value."""
+    columns = [index for index in range(len(heads)) if any(row[index] is not None for row in rows)]
+    cells = [[row[index] or "" for index in columns] for row in rows]
+    return tabulate([heads[index] for index in columns], cells, left=left)
 
 
 def _curve(variant: Variant, low: float, high: float, scored: bool) -> tuple[str | None, ...]:
@@ -160,35 +156,35 @@ def _curve(variant: Variant, low: float, high: float, scored: bool) -> tuple[str
 
 
 def _cost(variant: Variant) -> tuple[str | None, ...]:
-    held = variant.peak_bytes if variant.peak_bytes is not None else variant.bytes_held
+    memory = variant.peak_bytes if variant.peak_bytes is not None else variant.bytes_held
     return (
         escape_control(variant.name),
         _skips(variant),
         _scale(variant) or None,
         f"{variant.seconds * 1e3:.3g} ms" if variant.seconds else None,  # older reports say 0
-        format_bytes(held) if held else None,
+        format_bytes(memory) if memory else None,
     )
 
 
 def _range(variants: Sequence[Variant]) -> tuple[float, float]:
-    """Return the range of FP32's losses, so that an exploding run does not flatten the others."""
+    """Return the range of the FP32 losses, so that a diverging run does not flatten the other curves."""
     losses = [step.loss for step in variants[0].health.steps if step.loss is not None] if variants else []
     return (min(losses), max(losses)) if losses else (0.0, 1.0)
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float, width: int = _WIDTH) -> str:
-    """Draw a curve in one line; ``!`` marks values that are not finite."""
+    """Draw a curve of block characters; ``!`` marks values that are not finite."""
     count = min(width, len(values))
-    found: list[str] = []
+    letters: list[str] = []
     for place in range(count):
         part = values[place * len(values) // count : (place + 1) * len(values) // count]
         finite = [value for value in part if value is not None]
         if len(finite) < len(part):
-            found.append("!")
+            letters.append("!")
             continue
         share = (sum(finite) / len(finite) - low) / (high - low) if high > low else 0.0
-        found.append(_BLOCKS[min(max(int(share * len(_BLOCKS)), 0), len(_BLOCKS) - 1)])
-    return "".join(found)
+        letters.append(_BLOCKS[min(max(int(share * len(_BLOCKS)), 0), len(_BLOCKS) - 1)])
+    return "".join(letters)
 
 
 def _skips(variant: Variant) -> str | None:
@@ -236,9 +232,11 @@ def _parameter(parameter: ParameterHealth) -> tuple[str, ...]:
 
 def _summary(report: TrainingReport, hidden: int) -> Iterator[tuple[str, str]]:
     gpu = any(v.peak_bytes is not None for v in report.variants)
-    held = "of parameters, gradients and the optimizer's state; a CPU's step times say nothing about a GPU's"
+    meaning = (
+        "of parameters, gradients and the optimizer's state; a CPU's step times say nothing about a GPU's"
+    )
     if gpu or any(v.bytes_held for v in report.variants):
-        yield "Memory", "allocated at most" if gpu else held
+        yield "Memory", "allocated at most" if gpu else meaning
     if any(v.health.parameters for v in report.variants):
         yield "Zero", "share of gradient elements that are zero, for whatever reason"
         yield "Flushed", f"share of gradient elements below what {report.dtype} holds under the step's scale"

@@ -1,4 +1,4 @@
-"""Renders a tuning: what stays in float32 and why, what it buys, and what was tried."""
+"""Renders a tuning: the ops that stay in float32, the accuracy they buy, and what was tried."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TuningView(View[TuningReport]):
     )
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return the verdict and what stays in float32; if verbose, why, the frontier and what was tried."""
+        """Render the verdict and what stays in float32; if verbose, also why and what was tried."""
         report, full = self.document, verbosity > 0
         word, sentence = self.verdict()
         verdict = verdict_section(word.lower(), sentence)
@@ -47,37 +47,36 @@ class TuningView(View[TuningReport]):
         yield from tuning_policy(report)
 
     def verdict(self) -> tuple[str, str]:
-        """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
+        """Return ``PASS`` or ``FAIL``, and the accuracy with its cost."""
         return tuning_verdict(self.document)
 
     def subject(self) -> str:
-        """Return what was asked for, the format and the device."""
+        """Describe the goal, the format and the device."""
         report = self.document
-        asked = "" if report.target_db is None else f" for {report.target_db:g} dB"
-        asked = (
-            asked if report.metric_drop is None else f" for a metric within {report.metric_drop:g} of FP32's"
-        )
+        goal = "" if report.target_db is None else f" for {report.target_db:g} dB"
+        if report.metric_drop is not None:
+            goal = f" for a metric within {report.metric_drop:g} of FP32's"
         made_up = f", {report.inputs.made_up}" if report.inputs is not None and report.inputs.made_up else ""
-        return escape_control(f"tuned{asked} in {report.dtype} on {report.device}{made_up}")
+        return escape_control(f"tuned{goal} in {report.dtype} on {report.device}{made_up}")
 
     def rows(self) -> Iterator[Row]:
         """Return a row per op and weight in float32."""
         report = self.document
-        for kept in report.kept:
-            place = kept.source.evident if kept.source is not None else None
-            own = {name: getattr(kept, name) for name in ("layer", "op", "why", "text", "without_db")}
-            own |= {"measured_without_db": kept.measured_without_db}
-            own |= {"file": place.file, "line": place.line} if place is not None else {}
-            yield self._row("op", kept.site, own)
+        for op in report.kept:
+            place = op.source.evident if op.source is not None else None
+            names = ("layer", "op", "why", "text", "without_db", "measured_without_db")
+            cells = {name: getattr(op, name) for name in names}
+            cells |= {"file": place.file, "line": place.line} if place is not None else {}
+            yield self._row("op", op.site, cells)
         for weight in report.weights:
-            names = ("why", "without_db", "bytes")
-            yield self._row("weight", weight.name, {name: getattr(weight, name) for name in names})
+            cells = {name: getattr(weight, name) for name in ("why", "without_db", "bytes")}
+            yield self._row("weight", weight.name, cells)
 
-    def _row(self, kind: str, name: str, own: Row) -> Row:
-        return {"kind": kind, "name": name, **{n: own.get(n) for n in self.columns[2:]}}
+    def _row(self, kind: str, name: str, cells: Row) -> Row:
+        return {"kind": kind, "name": name, **{n: cells.get(n) for n in self.columns[2:]}}
 
     def digest(self) -> Iterator[Section]:
-        """Return the verdict, the tables and the rule file."""
+        """Render the verdict, the tables and the rule file."""
         word, sentence = self.verdict()
         title = line(f"{MARKS[word.lower()]}: ", (self.name, "code"))
         yield Section((line(sentence), line(self.subject())), title, level=2)
@@ -85,7 +84,7 @@ class TuningView(View[TuningReport]):
         yield from tuning_policy(self.document)
 
     def page(self) -> ViewPage:
-        """Return the picture of the frontier, the tables, and the rule file of each point."""
+        """Return the chart of the frontier, the tables, and the rule file of each point."""
         from ampaudit.render.tuning_plot import frontier_figure
 
         report = self.document

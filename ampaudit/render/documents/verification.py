@@ -1,4 +1,4 @@
-"""Renders a verification: the verdict, the problems, and the checks made."""
+"""Renders a verification: the verdict, the problems, and the checks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class VerificationView(View[Verification]):
     columns = ("kind", "where", "what")
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Return the verdict, the problems, and the checks made."""
-        found, directory = self.document, escape_control(self.document.directory)
-        count = len(found.problems)
+        """Render the verdict, the problems, and the checks."""
+        verification, directory = self.document, escape_control(self.document.directory)
+        count = len(verification.problems)
         if count:
             head = line(("FAIL  ", "bold red"), f"{plural(count, 'problem')} in {directory}")
         else:
@@ -31,19 +31,21 @@ class VerificationView(View[Verification]):
         yield Section((head,))
         if count:
             yield Section(tuple(self._problems(count if verbosity > 0 else _SHOWN)))
-        masters = f", {found.masters} of them rounded from the masters kept" if found.masters else ""
-        size = format_bytes(found.bytes)
-        checked = f"checked  {found.files} files, {size}; {found.tensors} tensors{masters}"
-        ran = (line(f"run      {escape_control(output)}") for output in found.outputs)
+        masters = (
+            f", {verification.masters} of them rounded from the masters kept" if verification.masters else ""
+        )
+        size = format_bytes(verification.bytes)
+        checked = f"checked  {verification.files} files, {size}; {verification.tensors} tensors{masters}"
+        ran = (line(f"run      {escape_control(output)}") for output in verification.outputs)
         yield Section((line(checked), *ran))
 
-    def _problems(self, shown: int) -> Iterator[Line]:
+    def _problems(self, limit: int) -> Iterator[Line]:
         problems = self.document.problems
-        for problem in problems[:shown]:
+        for problem in problems[:limit]:
             text = f"{escape_control(problem.where)}: {escape_control(problem.what)}"
             yield line((f"  {problem.kind:<10}", "bold"), text)
-        if len(problems) > shown:
-            yield line(f"  and {len(problems) - shown} more; -v shows them", style="dim")
+        if len(problems) > limit:
+            yield line(f"  and {len(problems) - limit} more; -v shows them", style="dim")
 
     def rows(self) -> Iterator[Row]:
         """Return a row per problem."""

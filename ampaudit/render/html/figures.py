@@ -1,4 +1,4 @@
-"""Packs the numbers behind the charts of a page by column, which keeps the file small."""
+"""Collects the data behind the charts of a page, by column to keep the file small."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ampaudit.report.site import SiteReport
 
 __all__ = ["figure_data"]
 
-_SHARES = 1e-4  # of a histogram; smaller bars cannot be seen
+_SHARES = 1e-4  # unit of a histogram's shares; smaller bars are invisible
 _ALIKE = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", "findings", "worst")
 
 
 def figure_data(report: Report) -> dict[str, Any]:
-    """Return the data of one report for the scripts: the format, a row per measured site, loss scales."""
+    """Return one report's data for the scripts: the format, a row per measured site, loss scales."""
     form = format_named(report.run.dtype)
     static = report.run.level == "static"  # there, bounds are all that is known
     measured = [s for s in report.sites if s.forward or s.gradient or (static and s.bound is not None)]
@@ -46,9 +46,9 @@ def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any
     evidence: dict[str, list[list[str]]] = {}
     for finding in report.active:
         if finding.evidence.in_words:
-            said = [finding.code, escape_control(finding.evidence.in_words)]
+            measured = [finding.code, escape_control(finding.evidence.in_words)]
             for name in dict.fromkeys((finding.site, finding.evidence.about.removeprefix("gradient of "))):
-                evidence.setdefault(name, []).append(said)
+                evidence.setdefault(name, []).append(measured)
         if finding.severity is not Severity.NOTE:  # the gravest come first
             worst.setdefault(finding.site, finding.severity.value)
         if finding.severity is Severity.ERROR:
@@ -83,41 +83,41 @@ def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any
 
 
 def _forward(site: SiteReport) -> dict[str, Any]:
-    seen = site.forward
+    forward = site.forward
     return {
-        "peak": _short(seen.peak if seen else None),
-        "low": _short(seen.min_nonzero if seen else None),
-        "head": _short(seen.headroom_bits if seen else None),
-        "sqnr": _short(seen.sqnr_db if seen else None),
-        "alone": _short(seen.local_sqnr_db if seen else None),
-        "inf": seen.inf if seen else 0,
-        "nan": seen.nan if seen else 0,
-        "count": seen.elements if seen else 0,
-        "bins": _bins(seen.exponents) if seen else [],
+        "peak": _short(forward.peak if forward else None),
+        "low": _short(forward.min_nonzero if forward else None),
+        "head": _short(forward.headroom_bits if forward else None),
+        "sqnr": _short(forward.sqnr_db if forward else None),
+        "alone": _short(forward.local_sqnr_db if forward else None),
+        "inf": forward.inf if forward else 0,
+        "nan": forward.nan if forward else 0,
+        "count": forward.elements if forward else 0,
+        "bins": _bins(forward.exponents) if forward else [],
     }
 
 
 def _gradient(site: SiteReport) -> dict[str, Any]:
-    seen = site.gradient
+    gradient = site.gradient
     return {
-        "gpeak": _short(seen.peak if seen else None),
-        "ghead": _short(seen.headroom_bits if seen else None),
-        "glower": int(seen is not None and seen.low_precision),
-        "gbroke": seen.inf + seen.nan if seen else 0,
-        "gcount": seen.elements if seen else 0,
-        "gflushed": _short(seen.flushed if seen else None),
-        "gbins": _bins(seen.exponents) if seen else [],
+        "gpeak": _short(gradient.peak if gradient else None),
+        "ghead": _short(gradient.headroom_bits if gradient else None),
+        "glower": int(gradient is not None and gradient.low_precision),
+        "gbroke": gradient.inf + gradient.nan if gradient else 0,
+        "gcount": gradient.elements if gradient else 0,
+        "gflushed": _short(gradient.flushed if gradient else None),
+        "gbins": _bins(gradient.exponents) if gradient else [],
     }
 
 
 def _bins(exponents: dict[int, int]) -> list[int]:
-    """Return the first exponent, then the share of each following one in units of 1e-4."""
+    """Return the first exponent, then the share of it and of each following one in units of 1e-4."""
     total = sum(exponents.values())
-    kept = {e: n for e, n in exponents.items() if n >= _SHARES * total}
-    if not kept:
+    visible = {e: n for e, n in exponents.items() if n >= _SHARES * total}
+    if not visible:
         return []
-    first, last = min(kept), max(kept)
-    return [first, *(round(kept.get(e, 0) / total / _SHARES) for e in range(first, last + 1))]
+    first, last = min(visible), max(visible)
+    return [first, *(round(visible.get(e, 0) / total / _SHARES) for e in range(first, last + 1))]
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def to_html(document: Document) -> str:
         "scripts": [Markup(script) for script in scripts],
         "policy": _policy(scripts),
         "pages": _pages(page.values.get("codes", ())),
-        "titles": {code: known.title for code, known in all_pages().items()},
+        "titles": {code: documented.title for code, documented in all_pages().items()},
     }
     return _environment().get_template(page.template).render(values)
 
 
 @cache
 def _scripts(names: tuple[str, ...], *, library: bool) -> tuple[str, ...]:
-    """Return our own scripts as one, after the chart library if it is needed."""
-    own = "\n".join((_HERE / "script" / name).read_text(encoding="utf-8") for name in names)
-    wrapped = f'"use strict";\n(() => {{\n{own}\n}})();\n'
+    """Return the scripts as one, after the chart library if it is needed."""
+    source = "\n".join((_HERE / "script" / name).read_text(encoding="utf-8") for name in names)
+    wrapped = f'"use strict";\n(() => {{\n{source}\n}})();\n'
     return ((_HERE / "vendor" / "plot.js").read_text(encoding="utf-8"), wrapped) if library else (wrapped,)
 
 
@@ -69,18 +69,18 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _embedded(data: Any) -> Markup:
-    """Return JSON that cannot close its enclosing element."""
+    """Return data as JSON that cannot close its enclosing element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _printable(value: Any) -> Any:
-    """Escape what is not safe to print in a text; jinja2 then escapes what is not HTML."""
+    """Escape control characters in a string; jinja2 escapes HTML afterwards."""
     return escape_control(value) if type(value) is str else value
 
 
 def _lines(text: str) -> Markup:
-    """Keep the line breaks of a text."""
+    """Escape a text except for its line breaks."""
     return Markup("\n").join(map(escape_control, text.split("\n")))
 
 
@@ -91,8 +91,8 @@ def _breakable(name: str) -> Markup:
 
 def _pages(codes: Collection[str]) -> dict[str, Markup]:
     """Return the page of each code as HTML."""
-    known = all_pages()
-    return {code: Markup(_page_body(known[code].text)) for code in sorted(codes) if code in known}
+    pages = all_pages()
+    return {code: Markup(_page_body(pages[code].text)) for code in sorted(codes) if code in pages}
 
 
 def _page_body(text: str) -> str:
@@ -107,7 +107,7 @@ def _page_body(text: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         undefined=StrictUndefined,
@@ -115,7 +115,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "number": format_number,
         "power": format_power,
         "scale": format_scale,
@@ -124,7 +124,7 @@ def _environment() -> Environment:
         "relative": relative_path,
         "html": html_of,
     }
-    return made
+    return environment
 
 
 def html_of(blocks: Iterable[Block]) -> Markup:

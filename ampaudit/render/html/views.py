@@ -1,4 +1,4 @@
-"""Prepares the texts of a scan's page, so that the template only arranges them."""
+"""Prepares the texts of a scan's page for its template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ampaudit.report.model import Report
 
 __all__ = ["MAX_FINDINGS", "ReportView", "Tile", "page_values"]
 
-MAX_FINDINGS = 1000  # as elements of the page; more would make a browser slow
+MAX_FINDINGS = 1000  # elements on the page; more would slow down browsers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,27 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class ReportView:
-    """One report.
+    """The variables of one report.
 
     Attributes:
-        report: itself.
+        report: The report.
         word: ``PASS``, ``FAIL`` or ``WARN``.
-        sentence: what the verdict is about.
-        heading: how it was audited.
-        gate: what the exit code makes of the verdict, and by which option.
-        culprit: the gravest error or warning; ``None`` without one.
-        tiles: the numbers at the top.
-        findings: the gravest first.
-        left_out: findings beyond those.
-        facts: label and text of everything else a reader may ask.
-        scales: the loss scales in a sentence; empty without gradients.
-        combined: one policy for all errors, if it was asked for.
-        steps: the chart of an audit's steps, and sentences about them; empty without several.
-        path: the lines that decide on values, if the audit followed them.
-        sweep: the results at each size, if several were run.
-        against: the comparison with a reference, if there was one.
-        sensitivity: the ranking of roundings, if it was asked for.
-        chart: of the least headroom over the size.
+        sentence: Reason for the verdict.
+        heading: Policy, format, mode and extent.
+        gate: Gate and the option that sets it.
+        culprit: Gravest error or warning; ``None`` without one.
+        tiles: Key numbers at the top.
+        findings: Findings, gravest first.
+        left_out: Number of findings beyond ``MAX_FINDINGS``.
+        facts: Labels and texts of the summary.
+        scales: Summary of the loss scales; empty without gradients.
+        combined: Policy that addresses all errors; ``None`` without one.
+        steps: Charts of the steps and sentences about them; ``None`` for a single step.
+        path: Lines of the model that branch on values.
+        sweep: Results at each size.
+        against: Comparison with a reference.
+        sensitivity: Ranking of roundings.
+        chart: SVG of the least headroom over the size.
     """
 
     report: Report
@@ -146,17 +146,17 @@ def _tiles(report: Report) -> Iterator[Tile]:
 
 
 def _gradients(report: Report, scale: float) -> Tile:
-    """Return the gravest finding about gradients, or else the gradient with the least headroom."""
+    """Return the gravest finding about gradients, else the gradient with the least headroom."""
     under = f"times the loss scale {format_scale(scale)}"
-    found = next((f for f in report.active if f.phase == "backward" and f.key_number), None)
-    if found is not None:
-        tone = "bad" if found.severity is Severity.ERROR else "warn"
-        about = escape_control(found.evidence.about or found.site)
-        return Tile("Gradients", found.key_number, f"{about}, {under}", tone)
-    held = (
+    finding = next((f for f in report.active if f.phase == "backward" and f.key_number), None)
+    if finding is not None:
+        tone = "bad" if finding.severity is Severity.ERROR else "warn"
+        about = escape_control(finding.evidence.about or finding.site)
+        return Tile("Gradients", finding.key_number, f"{about}, {under}", tone)
+    headroom = (
         (s.gradient.headroom_bits, s.site) for s in report.sites if s.gradient and s.gradient.low_precision
     )
-    least = min(((bits, site) for bits, site in held if bits is not None), default=None)
+    least = min(((bits, site) for bits, site in headroom if bits is not None), default=None)
     if least is None:
         return Tile("Gradients", "float32", "no gradient is held in 16 bits")
     return Tile("Gradients", f"{least[0]:.1f} bits", f"{escape_control(least[1])}, {under}", "good")

@@ -123,8 +123,8 @@ def codes_beginning(prefix: str) -> tuple[str, ...]:
     Raises:
         UsageError: none does.
     """
-    found = tuple(code for code in all_pages() if code.startswith(prefix.upper()))
-    return found or (page_of(prefix).code,)
+    codes = tuple(code for code in all_pages() if code.startswith(prefix.upper()))
+    return codes or (page_of(prefix).code,)
 
 
 def title_of(code: str, otherwise: str) -> str:
@@ -136,8 +136,8 @@ def title_of(code: str, otherwise: str) -> str:
 @cache
 def all_pages() -> Mapping[str, Page]:
     """Return every page by code, in order."""
-    found = (parse_page(path.read_text(encoding="utf-8")) for path in sorted(_PLACE.glob("AMP*.md")))
-    return {page.code: page for page in found}
+    pages = (parse_page(path.read_text(encoding="utf-8")) for path in sorted(_PLACE.glob("AMP*.md")))
+    return {page.code: page for page in pages}
 
 
 def code_titles() -> Iterator[tuple[str, str]]:
