@@ -11,7 +11,7 @@ from ampaudit.core.text import format_number
 
 __all__ = ["LOST_DB", "OutputAccuracy"]
 
-LOST_DB = 10.0  # the error is a third or more of what varies in an output
+LOST_DB = 10.0  # below it, the error is a third or more of an output's variation
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class OutputAccuracy:
 
     @property
     def where(self) -> str:
-        """In which batch it is worst; empty if that has no name, or nothing is wrong."""
+        """The batch in which it is worst; empty if that has no name, or the output is exact."""
         return f" in {self.batch}" if self.batch and (self.problem or self.sqnr_db is not None) else ""
 
     @property

@@ -20,11 +20,11 @@ class Memory:
     """Bytes in use at the peak.
 
     Attributes:
-        weights: parameters and buffers, as they are held.
-        masters: FP32 parameters that 16-bit working copies are made from.
-        gradients: of parameters.
-        optimizer: its state.
-        activations: everything else: activations, casts of weights, temporaries, the batch.
+        weights: Parameters and buffers in their stored dtype.
+        masters: FP32 parameters behind 16-bit working copies.
+        gradients: Gradients of parameters.
+        optimizer: State of the optimizer.
+        activations: Everything else: activations, casts of weights, temporaries and the batch.
     """
 
     weights: int
@@ -44,10 +44,10 @@ class Work:
     """The work of a step, counted on tensors without data.
 
     Attributes:
-        flops: floating-point operations of matrix products and convolutions.
-        fast_share: share of them in 16 bits, or in TF32: what tensor cores take.
-        bytes_moved: read and written by all ops, each by itself.
-        cast_bytes: read and written by conversions between dtypes.
+        flops: Floating-point operations of matrix products and convolutions.
+        fast_share: Share of them that tensor cores take: in 16 bits, or in TF32.
+        bytes_moved: Bytes read and written by all ops, without fusion.
+        cast_bytes: Bytes read and written by conversions between dtypes.
     """
 
     flops: int
@@ -156,7 +156,7 @@ class BenchReport(Shown):
 
     @property
     def steps(self) -> str:
-        """What was measured, and on what inputs, if nobody chose them."""
+        """The kind of step that was measured, and random or built-in inputs if it ran on them."""
         return ("training steps" if self.train else "forward passes") + of_made_up(self.inputs)
 
     def card_rows(self) -> CardRows:

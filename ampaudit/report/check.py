@@ -29,9 +29,9 @@ class KnownFinding:
     """A finding or a gap; of several with one code at one site, the worst numbers.
 
     Attributes:
-        code: of the check.
-        site: where; of a gap, its op.
-        severity: the gravest.
+        code: Code of the check.
+        site: Name of the site; for a gap, of the op.
+        severity: Gravest severity.
         headroom_bits: log2(limit / peak), if the finding has it.
         sqnr_db: accuracy of the site's values against FP32, if the finding has it.
     """
@@ -44,7 +44,7 @@ class KnownFinding:
 
     @classmethod
     def of_each_site(cls, findings: Iterable[KnownFinding]) -> tuple[KnownFinding, ...]:
-        """Return one for each code and site, sorted."""
+        """Merge findings with the same code and site, keeping the worst numbers; sorted."""
         merged: dict[tuple[str, str], KnownFinding] = {}
         for new in findings:
             old = merged.get((new.code, new.site), new)
@@ -60,7 +60,7 @@ class KnownFinding:
 
 @dataclass(frozen=True, slots=True)
 class KnownTarget:
-    """What is accepted of one target under one policy in one format.
+    """The accepted findings and numbers of one target under one policy in one format.
 
     Attributes:
         target: its path from the directory of the baseline, or an import path.
@@ -80,20 +80,20 @@ class KnownTarget:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a result is found by."""
+        """The key by which a result finds its entry in the baseline."""
         return self.target, self.policy, self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What is accepted, sorted by target, policy and format."""
+    """The accepted findings and numbers, sorted by target, policy and format."""
 
     kind: Literal["baseline"] = "baseline"
     schema: Literal[1] = 1
     targets: tuple[KnownTarget, ...] = ()
 
     def updated(self, targets: Iterable[KnownTarget]) -> Baseline:
-        """Return this with the entries of what was checked, and the others as they are."""
+        """Return a copy in which the given targets replace or extend the entries."""
         entries = {target.key: target for target in (*self.targets, *targets)}
         return Baseline(targets=tuple(entries[key] for key in sorted(entries)))
 
@@ -136,7 +136,7 @@ class Budgets:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Budgets:
-        """Build from values by field name, ignoring other names."""
+        """Create from a mapping, ignoring keys that are not fields."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
@@ -183,11 +183,11 @@ class Breach:
     """An exceeded budget.
 
     Attributes:
-        budget: its name, or a finding's code.
-        where: the site, output or file.
-        what: the value and the limit, in words.
-        severity: of the finding; a budget's own is an error.
-        source: the line, where it is known.
+        budget: Name of the budget, or code of the finding.
+        where: Site, output or file.
+        what: Value and limit in words.
+        severity: Severity of the finding; ``ERROR`` for a budget.
+        source: Source line, if known.
     """
 
     budget: str
@@ -223,21 +223,21 @@ class TargetResult:
     """The result of one target.
 
     Attributes:
-        target: which.
+        target: Path or import path of the target.
         verdict: ``pass``, ``fail`` (its report has an error, or a budget is exceeded), or ``error`` (it could
             not be audited).
-        exit_code: 0, 1, or the error's: 2 for bad input, 3 for an audit that could not be carried out.
-        breaches: what is exceeded.
-        known: what would be, but for the baseline.
-        gone: findings of the baseline that no longer occur.
-        accepted: what the baseline accepts from now on, with ``--update-baseline``.
-        measured: what was measured.
-        policy: under which policy.
-        dtype: in which format.
-        error: what went wrong, where, and what to do next.
-        seconds: wall-clock time.
-        peak_bytes: largest resident memory of the process and its children, as far as it was sampled.
-        notes: what a reader should know.
+        exit_code: 0, 1, or that of the error: 2 for bad input, 3 for an audit that could not be carried out.
+        breaches: Exceeded budgets and findings that count.
+        known: Breaches that the baseline accepts.
+        gone: Findings of the baseline that no longer occur.
+        accepted: New entry of the baseline, with ``--update-baseline``.
+        measured: Measurements; ``None`` if it could not be audited.
+        policy: Name of the policy.
+        dtype: Name of the 16-bit format.
+        error: Error message with the next step; empty without an error.
+        seconds: Wall time.
+        peak_bytes: Largest sampled resident memory of the process and its children.
+        notes: Remarks for the user.
     """
 
     target: str
@@ -273,7 +273,7 @@ class CheckResults(Shown):
 
     @classmethod
     def of(cls, targets: Sequence[TargetResult]) -> CheckResults:
-        """Collect results: the verdict is on what was found, the gate on what the budgets make of it."""
+        """Collect results: the verdict follows those of the targets, the gate their exit codes."""
         passed = all(target.verdict == "pass" for target in targets)
         gate = pass_or_fail(all(target.exit_code == 0 for target in targets))
         return cls(1, pass_or_fail(passed), gate, tuple(targets))

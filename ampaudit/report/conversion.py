@@ -36,12 +36,12 @@ class OutputRecord:
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floating-point numbers, and no integers or booleans."""
+        """Whether its dtype is a floating-point format."""
         return "float" in self.dtype
 
     @property
     def differing(self) -> float | None:
-        """The share of its integers that differ; ``None`` of floats, and where all or none agree."""
+        """The share of integers that differ; ``None`` for floats, and if all or none differ."""
         return None if self.is_float or self.sqnr_db is None else differing_share(self.sqnr_db)
 
 
@@ -61,7 +61,7 @@ class ProgramShapes:
 
     @property
     def text(self) -> str:
-        """The shape of each input, and what may vary how far."""
+        """The shape of each input, and the range of each dynamic dimension."""
         inputs = (f"{name}: {' x '.join(map(str, axes)) or 'scalar'}" for name, axes in self.inputs.items())
         if not self.ranges:
             fixed = "fixed; --dynamic INPUT=DIM,... lets dimensions vary"
@@ -136,7 +136,7 @@ class Conversion(Shown):
 
     @property
     def in_place(self) -> bool:
-        """Whether an ONNX graph was converted, and no program was made."""
+        """Whether an ONNX graph was converted directly, without an exported program."""
         return self.onnx_casts is not None and self.shapes is None
 
     @property
@@ -147,7 +147,7 @@ class Conversion(Shown):
 
     @property
     def audited_on(self) -> str:
-        """What inputs it was audited on, if nobody chose them."""
+        """The random or built-in inputs of the audit; empty for other inputs."""
         made_up = of_made_up(self.inputs)
         return f", audited on a batch{made_up}" if made_up else ""
 

@@ -17,12 +17,12 @@ class SiteChange:
     """One change.
 
     Attributes:
-        way: ``worse``, ``better``, or ``other``: neither by itself.
-        layer: its module path; empty for what is about the whole model.
-        site: the op, or the output.
-        what: in words, before and after.
-        before: the number behind it, if there is one.
-        after: the same, now.
+        way: ``worse``, ``better``, or ``other`` for neither.
+        layer: Module path; empty for the whole model.
+        site: Name of the op or output.
+        what: Description of the change.
+        before: Number in the old report, if the change has one.
+        after: Number in the new report, if the change has one.
     """
 
     way: Direction
@@ -49,13 +49,13 @@ class Difference:
     """Two reports of one policy.
 
     Attributes:
-        old: which was first.
-        new: which came later.
-        changes: in the new graph's order, what is gone last.
-        same: sites in both reports that are as they were, smaller changes included.
-        added: sites that only the new one has.
-        removed: sites that only the old one has.
-        notes: why the two may not be comparable.
+        old: Summary of the old report.
+        new: Summary of the new report.
+        changes: Changes in the order of the new graph, removed sites last.
+        same: Number of common sites without a change above the thresholds.
+        added: Sites only in the new report.
+        removed: Sites only in the old report.
+        notes: Differences in settings that limit the comparison.
     """
 
     old: ReportSummary

@@ -21,11 +21,11 @@ class Stressed:
     """The search result of one site (``--stress``).
 
     Attributes:
-        site: which.
-        seen: the FP32 peak on the given batches.
-        reached: the largest FP32 peak that an input of the domain was found to make.
-        overflows: whether that input overflows in a run.
-        file: where it was saved, to be used with ``--inputs``.
+        site: Name of the site.
+        seen: FP32 peak on the given batches.
+        reached: Largest FP32 peak over all inputs that the search tried.
+        overflows: Whether the input with that peak overflows in a run.
+        file: Path of that input, for ``--inputs``; ``None`` if it was not saved.
     """
 
     site: SiteId
@@ -61,11 +61,11 @@ class Proofs:
     """The assumptions of the proofs, and their count.
 
     Attributes:
-        assumed: the range of each input: stated, of an embedding table's rows, or of the batches.
-        proved: sites that cannot overflow by their own fault.
-        sites: sites that the proofs are about.
-        uncovered_ops: ops that nothing is known about; their values are taken to be anything.
-        contract: what is taken for granted about kernels.
+        assumed: Range of each input, as stated, or from the rows of an embedding table or the batches.
+        proved: Number of sites that cannot overflow by their own fault.
+        sites: Number of sites that the proofs cover.
+        uncovered_ops: Ops without a transfer function, whose outputs are unbounded.
+        contract: Assumptions about kernels.
     """
 
     assumed: tuple[Assumption, ...]
@@ -80,15 +80,15 @@ class SweptValue:
     """The result at one size of the inputs (``--sweep``).
 
     Attributes:
-        value: the size.
-        verdict: ``not run`` if the model or its inputs fail there.
-        errors: findings of that severity.
-        warnings: the same.
-        breaks: sites of errors.
-        headroom_bits: the least of 16-bit values; null if nothing was measured.
-        nearest: the site that has it.
-        output: accuracy of the least accurate output: ``63 dB``, ``exact``, ``broken`` or ``constant``.
-        problem: why it was not run.
+        value: The size.
+        verdict: ``not run`` if the model or its inputs fail at this size.
+        errors: Number of errors.
+        warnings: Number of warnings.
+        breaks: Sites with errors.
+        headroom_bits: Least headroom of 16-bit values in bits; null if nothing was measured.
+        nearest: Site with the least headroom.
+        output: Accuracy of the least accurate output: ``63 dB``, ``exact``, ``broken`` or ``constant``.
+        problem: Reason why it was not run.
     """
 
     value: Size
@@ -136,10 +136,10 @@ class Sweep:
     """A scan at several sizes of the inputs.
 
     Attributes:
-        axis: what they are sizes of: ``length``.
-        values: in order.
-        shown: the size whose findings, sites and outputs the report holds: the worst.
-        growth: sites that overflow within or beyond these sizes, the soonest first.
+        axis: Name of the dimension, such as ``length``.
+        values: Results by size, in order.
+        shown: The worst size, which the findings, sites and outputs of the report are about.
+        growth: Sites that overflow within or beyond these sizes, smallest size first.
     """
 
     axis: AxisName

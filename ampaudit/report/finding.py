@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,7 +65,7 @@ FailOnGaps = Literal["error", "gap", "warning", "note", "never"]
 
 
 def threshold(fail_on: FailOnGaps) -> float:
-    """The rank from which a finding fails a report; ``gap`` fails on errors and gaps."""
+    """Return the lowest rank that fails a report; ``gap`` stands for errors, besides gaps."""
     if fail_on == "never":
         return math.inf
     return Severity("error" if fail_on == "gap" else fail_on).rank
@@ -82,10 +83,9 @@ def gate_at(severities: Iterable[Severity], fail_on: FailOnGaps) -> Gate:
 
 
 def counts_in_words(severities: Iterable[Severity]) -> str:
-    """Return ``2 errors, 1 warning``, the gravest first; empty without any."""
-    levels = list(severities)
-    counts = ((levels.count(severity), severity.value) for severity in Severity)
-    return ", ".join(plural(count, name) for count, name in counts if count)
+    """Format counts, gravest first: ``2 errors, 1 warning``; empty without any."""
+    counts = Counter(severities)
+    return ", ".join(plural(counts[level], level.value) for level in Severity if counts[level])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Trial:
 
     @property
     def in_words(self) -> str:
-        """What to do; where it is a fix, what it leaves."""
+        """The change; for a fix, also the number of remaining errors."""
         if self.outcome != "fix":
             return self.change
         are = "1 error is" if self.left == 1 else f"{self.left} errors are"
@@ -233,12 +233,12 @@ class CombinedPolicy:
 
     @property
     def title(self) -> str:
-        """What it is for: all errors, or some."""
+        """A heading that says whether it addresses all errors."""
         return f"One policy for {'all' if self.outcome == 'cure' else 'some of the'} errors"
 
     @property
     def in_words(self) -> str:
-        """What it does, and what it leaves."""
+        """The change and the remaining errors."""
         if self.outcome == "cure":
             return f"{self.change}: no error is left"
         return f"{self.change}: left are {', '.join(self.left)}"
@@ -305,7 +305,7 @@ class Finding:
 
     @property
     def unhelped(self) -> bool:
-        """Whether changes were tried, and none removes it."""
+        """Whether changes were tried and all failed."""
         return bool(self.tried) and not self.helpful
 
     @property

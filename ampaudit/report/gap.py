@@ -1,4 +1,4 @@
-"""Defines gaps: what an audit did not look at, and why."""
+"""Defines gaps: the parts of a model that an audit did not cover, and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GapKind(StrEnum):
 
     @property
     def in_words(self) -> str:
-        """What stands before the names of its ops."""
+        """The phrase in front of the names of its ops."""
         return _WORDS.get(self, "not audited")
 
 
@@ -74,12 +74,12 @@ class Gap:
 
     @property
     def in_words(self) -> str:
-        """What is not known about which op."""
+        """The op and the reason why it was not audited."""
         return f"{short_op(self.op)} is {self.kind.in_words}: {self.reason}"
 
 
 def verdict_on(findings: Iterable[Finding], *, ranges: bool = False) -> Verdict:
-    """Return what findings that are not suppressed say: errors fail; of ranges alone, warnings warn."""
+    """Return the verdict on active findings: errors fail; with ``ranges``, warnings warn."""
     severities = {finding.severity for finding in findings if finding.suppressed is None}
     if Severity.ERROR in severities:
         return "fail"

@@ -1,4 +1,4 @@
-"""Says where the inputs of an audit come from."""
+"""Describes the origin of the inputs of an audit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InputsInfo:
 
     @property
     def made_up(self) -> str:
-        """What inputs are called that nobody chose; empty for the others."""
+        """Description of random or built-in inputs; empty for inputs of the user or the program."""
         return {"sample": "built-in samples", "random": "random inputs"}.get(self.origin, "")
 
 
@@ -31,5 +31,5 @@ GIVEN = InputsInfo("given")
 
 
 def of_made_up(inputs: InputsInfo | None) -> str:
-    """Return " of" what inputs are called that nobody chose; empty for the others."""
+    """Return `` of random inputs`` or `` of built-in samples``; empty for other inputs."""
     return f" of {inputs.made_up}" if inputs is not None and inputs.made_up else ""

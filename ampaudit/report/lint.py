@@ -17,22 +17,22 @@ class LintFinding:
     """One mistake in a script.
 
     Attributes:
-        code: of its page.
-        severity: how much it matters.
-        file: path as it was given.
-        line: from 1; in a notebook, within the cell.
-        column: from 1, in characters.
-        end_line: where it ends.
-        end_column: one behind its last character.
-        cell: of a notebook, from 1, among all its cells.
-        function: that it is in, dotted; empty in the module itself.
-        cause: what is wrong here.
-        advice: what to write instead.
-        fixable: whether ``--fix`` can change it.
-        fixable_unsafely: whether ``--fix`` can change it with ``--unsafe-fixes``.
-        source: the line as it stands there.
-        suppressed: why it does not count.
-        file_line: line of a notebook's file, from 1.
+        code: Code of the check.
+        severity: Severity of the check.
+        file: Path as passed by the user.
+        line: First line, from 1; in a notebook, within the cell.
+        column: First column in characters, from 1.
+        end_line: Last line.
+        end_column: Column after the last character.
+        cell: Number of a notebook's cell, from 1, among all cells.
+        function: Dotted name of the enclosing function; empty at module level.
+        cause: Description of the mistake.
+        advice: Suggested code.
+        fixable: Whether ``--fix`` can fix it.
+        fixable_unsafely: Whether ``--fix --unsafe-fixes`` can fix it.
+        source: Source line.
+        suppressed: Reason why it does not count; ``None`` if it counts.
+        file_line: Line in the JSON file of a notebook, from 1.
     """
 
     code: str

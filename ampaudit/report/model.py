@@ -61,15 +61,16 @@ class ReadLine:
     """A line of the model's code that reads values of tensors.
 
     Attributes:
-        name: how: ``bool``, ``item``, ``tolist``, ``numpy``; or the op whose size depends on values.
-        kind: what Python makes of them: a choice (boolean or integer), a number, or an array.
-        layer: path of the module whose forward reads them.
-        source: the line.
-        reads: how often it was run, over all batches.
-        differing: how often it decides differently on the values of the 16-bit run.
-        batch: number of the first batch in which it does.
-        fp32: the value that was read, of the first read that differs or else the first.
-        low: the same in 16 bits.
+        name: Method that reads them (``bool``, ``item``, ``tolist``, ``numpy``), or the op whose output size
+            depends on values.
+        kind: Use in Python: a ``choice`` (boolean or integer), a ``number`` or an ``array``.
+        layer: Path of the module whose forward reads them.
+        source: Source line.
+        reads: Number of reads over all batches.
+        differing: Number of reads that decide differently on the values of the 16-bit run.
+        batch: Number of the first batch with such a read.
+        fp32: Value in FP32 of the first differing read, else of the first read.
+        low: The same value in 16 bits.
     """
 
     name: str
@@ -85,11 +86,11 @@ class ReadLine:
 
 @dataclass(frozen=True, slots=True)
 class InputPath:
-    """What an audit along the path of its inputs rests on.
+    """The path through the model's code that the inputs take.
 
     Attributes:
-        count: different paths that the batches took.
-        lines: what decided them, in the order of the run.
+        count: Number of different paths over all batches.
+        lines: Lines that decide the path, in execution order.
     """
 
     count: int
@@ -130,9 +131,9 @@ class RunInfo:
 
     Attributes:
         level: ``scan``, ``ranges`` or ``static``.
-        contract: what was taken for granted about kernels, where 16 bits are emulated.
-        inputs: where the batches come from; ``None`` in reports that do not say.
-        steps: how often each batch is run, on its own outputs; ``None`` for once.
+        contract: Assumptions about kernels where 16 bits are emulated.
+        inputs: Origin of the batches; ``None`` if unknown.
+        steps: Number of steps per batch, each on the outputs of the previous one; ``None`` for one.
     """
 
     device: str
@@ -149,7 +150,7 @@ class RunInfo:
 
     @property
     def made_up(self) -> str:
-        """What inputs are called that nobody chose; empty for the others, and where nothing was run."""
+        """Description of random or built-in inputs; empty for other inputs, or if nothing was run."""
         return "" if self.inputs is None or self.level == "static" else self.inputs.made_up
 
     @property
@@ -301,7 +302,7 @@ class Report(Shown):
 
     @property
     def nearest_sites(self) -> tuple[SiteReport, ...]:
-        """Healthy 16-bit sites, least headroom first; without those that hide what broke before."""
+        """Healthy 16-bit sites, least headroom first; without sites that mask earlier faults."""
         graver = [f for f in self.findings if f.severity is not Severity.NOTE]
         bad = {site for f in graver for site in (f.site, *f.hidden_at)}
         low = (site for site in self.by_headroom if self._is_low(site))
@@ -312,16 +313,16 @@ class Report(Shown):
 
     @property
     def broken_outputs(self) -> tuple[OutputAccuracy, ...]:
-        """Outputs that hold inf or NaN, or nothing of FP32's values.
+        """Outputs that contain inf or NaN, or are wrong without a number (``problem``).
 
-        The accuracy of the former is that of the repaired run.
+        The accuracy of outputs with inf or NaN is that of the repaired run.
         """
         wrong = {site.site for site in self.sites if site.verdict in ("overflows", "poisoned")}
         return tuple(output for output in self.outputs if output.site in wrong or output.problem)
 
     @property
     def worst_outputs_first(self) -> tuple[OutputAccuracy, ...]:
-        """The outputs: broken ones, then by accuracy, then those that are exact or say nothing."""
+        """Outputs by accuracy: broken ones first, exact, empty and constant ones last."""
         broken = self.broken_outputs
 
         def rank(output: OutputAccuracy) -> tuple[bool, bool, float]:

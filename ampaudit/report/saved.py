@@ -25,14 +25,14 @@ _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 
 
 def read_record(record: type[T], kind: str, path: Path, name: str, how: str) -> T:
-    """Read the file of a record that is no document.
+    """Read a saved record of a kind that is not a document, such as a baseline.
 
     Args:
-        record: a dataclass.
-        kind: the value of its field ``kind``.
-        path: of the file.
-        name: of the file in errors.
-        how: to write one, for errors.
+        record: Dataclass to create.
+        kind: Expected value of its field ``kind``.
+        path: Path of the file.
+        name: Name of the file in errors.
+        how: Hint in errors that says how to write such a file.
 
     Raises:
         InputError: see ``parse_document``.
@@ -57,10 +57,10 @@ def read_document(path: Path) -> Document:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """Parse a document, which errors call ``name``; nothing in it is ever run.
+    """Parse a document without running anything in it; errors refer to it as ``name``.
 
     Raises:
-        InputError: it is cut off, of a newer schema, or none of our documents.
+        InputError: The text is truncated, of a newer schema, or not an ampaudit document.
     """
     data = _json(text, name, _HOW)
     kind = kind_of(data)
