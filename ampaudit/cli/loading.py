@@ -22,17 +22,16 @@ def load_source(location: str, config: SourceConfig, *, limited: bool = False) -
     """Load the model at a location.
 
     Args:
-        location: of the model.
-        config: how to load it.
-        limited: whether the run is to stay within a memory.
+        location: Location of the model.
+        config: Options of the source.
+        limited: Whether the memory of the run is limited.
 
     Raises:
-        AuditError: see ``ampaudit.source``.
+        AuditError: The model cannot be loaded; see ``ampaudit.source``.
     """
-    from ampaudit.cli.loading import keep_freed_memory, return_freed_memory
     from ampaudit.source.open import open_source
 
-    if config.stream or limited:  # which is there to save memory
+    if config.stream or limited:
         return_freed_memory()
     else:
         keep_freed_memory()

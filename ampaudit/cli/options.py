@@ -136,8 +136,8 @@ def report_options(kind: str | None, also: Sequence[str] = ()) -> Callable[[Comm
     """Add ``--format``, ``--output`` and ``--force``, and check all outputs before the command begins.
 
     Args:
-        kind: of the document that the command makes, which decides its formats; ``None`` for any.
-        also: suffixes of ``--output`` that the command itself writes.
+        kind: Kind of document that the command makes, which determines the formats; ``None`` for any.
+        also: Further suffixes of ``--output``, for files that the command writes itself.
     """
     forms = formats_of(kind) if kind is not None else tuple(FORMAT_REGISTRY)
     suffixes = ", ".join([*(OUTPUT_FORMATS[form][0] for form in forms if OUTPUT_FORMATS[form]), *also[:1]])
@@ -175,7 +175,7 @@ def format_option(kind: str | None = None) -> Callable[[Command], Command]:
 
 
 def _check_outputs(options: dict[str, Any]) -> None:
-    """Reject what could not be written after the work.
+    """Check all output paths before the work begins.
 
     Raises:
         UsageError, OutputError: see ``check_writable``, ``check_picture`` and ``check_summaries``.

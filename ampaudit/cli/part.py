@@ -1,4 +1,4 @@
-"""Runs one part of a scan, and keeps its options for the merge."""
+"""Runs one part of a scan, and stores its options for ``ampaudit merge``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampaudit.core.torchrun import place_of
 
 __all__ = ["options_of_words", "write_scan_part"]
 
-# options that a part keeps: those of the audit, but not that to run what a checkpoint contains
+# options of the audit that a part stores; it does not store consent to run code of a checkpoint
 _PART_OPTIONS = {*ScanConfig.model_fields, *SourceConfig.model_fields} - {"trust", "stress_dir", "share"}
 
 
@@ -28,10 +28,10 @@ def write_scan_part(
     """Run a part of the batches, and write what was recorded.
 
     Args:
-        command: whose options these are.
-        audit: runs the batches.
-        model: its location.
-        options: of the command.
+        command: Command that defines the options.
+        audit: Function that runs the batches.
+        model: Location of the model.
+        options: Options of the command.
     """
     from ampaudit.parallel.parts import FilePart, parse_part
     from ampaudit.run.share import PartDone
@@ -58,7 +58,7 @@ def write_scan_part(
 
 
 def _words(command: click.Command, options: dict[str, Any], arguments: Collection[str]) -> list[str]:
-    """Return the options of the audit that the user has given, as on the command line."""
+    """Return the options of the audit that the user has set, as words of a command line."""
     words: list[str] = []
     for parameter in command.params:
         name = parameter.name or ""
@@ -76,10 +76,10 @@ def _words(command: click.Command, options: dict[str, Any], arguments: Collectio
 def options_of_words(
     command: click.Command, model: str, words: Sequence[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the options that a part was written with, and the names of those that were given.
+    """Parse the stored options of a part; return all options, and the names of those that were set.
 
     Raises:
-        InputError: one is none of an audit.
+        InputError: An option does not belong to an audit.
     """
     from click.core import ParameterSource
 

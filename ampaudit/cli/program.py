@@ -1,4 +1,4 @@
-"""Defines the ``ampaudit`` program: its commands, and how it tells errors, with their exit codes."""
+"""Defines the ``ampaudit`` program: its commands, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ampaudit.core.version import __version__
 __all__ = ["COMMANDS", "main", "run_command"]
 
 Names: TypeAlias = Callable[[], Iterator[tuple[str, str]]]
-# where each command is, and its line in the list of all
+# module and function of each command, and its line in the help text
 COMMANDS = {
     "init": ("init_command:init_command", "Write a model file for a project."),
     "scan": ("scan_command:scan_command", "Find the layers that overflow."),
@@ -94,11 +94,11 @@ def run_command() -> int:
         _print_lines(getattr(error, "__notes__", ()))
         return error.exit_code
     except BrokenPipeError:
-        return 1  # whoever reads the output has seen enough
+        return 1  # the reader of the pipe has closed it
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        message, exit_code = _explained(error)
+        message, exit_code = _describe_error(error)
         _print_lines((*f"ampaudit: {message}".splitlines(), *getattr(error, "__notes__", ())))
         return exit_code
     return code if isinstance(code, int) else 0
@@ -109,7 +109,7 @@ def _print_lines(lines: Iterable[str]) -> None:
         click.echo(escape_control(line), err=True)
 
 
-def _explained(error: Exception) -> tuple[str, int]:
+def _describe_error(error: Exception) -> tuple[str, int]:
     """Return the message and the exit code of an error."""
     if isinstance(error, AuditError):
         return str(error), error.exit_code
@@ -124,7 +124,7 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 
 class Completed(StringParamType):
-    """Text that is one of known names or, where ``files`` is set, a path; several are split by commas."""
+    """A parameter type that completes names and, with ``files``, paths, also in comma-separated lists."""
 
     def __init__(self, names: Names | None = None, *, files: bool = False) -> None:
         self.names, self.files = names, files
@@ -132,7 +132,7 @@ class Completed(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return the names that begin with the last part of what is typed; else let the shell list files."""
+        """Return the names that begin with the last part of the input; else let the shell list files."""
         del ctx, param
         before, comma, last = incomplete.rpartition(",")
         names = self.names() if self.names is not None else ()
@@ -147,7 +147,7 @@ class Completed(StringParamType):
 
 
 def add_completion(command: click.Command) -> click.Command:
-    """Let the options and arguments of a command complete by their names, and return it."""
+    """Add completion to the parameters of a command according to their names, and return it."""
     if isinstance(command, click.Group):
         for inner in command.commands.values():
             add_completion(inner)
@@ -179,12 +179,8 @@ def _devices() -> Iterator[tuple[str, str]]:
     return ((name, device.name) for name, device in all_devices().items())
 
 
-def _dtypes() -> Iterator[tuple[str, str]]:
-    return ((name, "") for name in LOW_PRECISION_NAMES)
-
-
-def _accelerators() -> Iterator[tuple[str, str]]:
-    return ((name, "") for name in ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu"))
+def _without_help(*names: str) -> Completed:
+    return Completed(lambda: ((name, "") for name in names))
 
 
 _POLICY, _FILES, _ALL_CODES = Completed(_policies, files=True), Completed(files=True), Completed(_codes())
@@ -196,6 +192,6 @@ _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("code", "allow", "ignore"), _ALL_CODES),
     **dict.fromkeys(("lint select", "lint ignore"), _LINT_CODES),
     **dict.fromkeys(("target", "devices name"), _DEVICE),
-    "dtype": Completed(_dtypes),
-    "device": Completed(_accelerators),
+    "dtype": _without_help(*LOW_PRECISION_NAMES),
+    "device": _without_help("auto", "cpu", "cuda", "cuda:0", "mps", "xpu"),
 }

@@ -17,10 +17,10 @@ __all__ = ["among_ranks"]
 
 
 def among_ranks(*, pipeline: bool = False) -> AbstractContextManager[RankShare | None]:
-    """Give this process's share of the work, if there are several; all end with the exit code of the first.
+    """Enter the process group of torchrun, if any; all ranks end with the exit code of the first.
 
     Args:
-        pipeline: whether the model is divided, and not the batches.
+        pipeline: Whether to divide the model instead of the batches.
     """
     if place_of() is None:
         if pipeline and "RANK" not in os.environ:

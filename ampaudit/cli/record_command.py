@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["record_command"]
 
-_SHOWN = 8  # classes that were called
+_SHOWN = 8  # called classes listed in an error
 
 
 @click.command(
@@ -71,7 +71,7 @@ def record_command(
 
     from ampaudit.recording.calls import record_named
 
-    with _telling(record_named(modules, output, config)) as watcher:
+    with _reporting(record_named(modules, output, config)) as watcher:
         ended = _run(script, arguments)
     if ended:
         raise SourceError(
@@ -81,14 +81,14 @@ def record_command(
 
 
 @contextmanager
-def _telling(recording: AbstractContextManager[Watcher]) -> Iterator[Watcher]:
-    """Say at the end what was recorded, also if the script fails."""
+def _reporting(recording: AbstractContextManager[Watcher]) -> Iterator[Watcher]:
+    """Print a summary of the recording at the end, even if the script fails."""
     with ExitStack() as stack, recording as watcher:
-        stack.callback(_tell, watcher)
+        stack.callback(_print_summary, watcher)
         yield watcher
 
 
-def _tell(watcher: Watcher) -> None:
+def _print_summary(watcher: Watcher) -> None:
     for recording in watcher.recordings.values():
         if recording.calls:
             click.echo(f"ampaudit: {escape_control(recording.summary)}", err=True)
@@ -115,7 +115,7 @@ def _run(script: Path, arguments: tuple[str, ...]) -> str:
 
 @contextmanager
 def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
-    """Set what a script sees of its own start."""
+    """Set ``sys.argv`` and ``sys.path`` as Python does for a script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -126,10 +126,10 @@ def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
 
 
 def _check_found(watcher: Watcher) -> None:
-    """Raise if a module was not called, or none of its calls could be recorded.
+    """Check that each module was called and recorded.
 
     Raises:
-        InputError: naming what was called instead.
+        InputError: A module was not called, or none of its calls could be recorded.
     """
     for name, recording in watcher.recordings.items():
         if not recording.calls:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ampaudit.core.errors import AuditError
     from ampaudit.parallel.identity import CommandShare
     from ampaudit.policy import RuleSet
-    from ampaudit.report.model import Comparison, Report
+    from ampaudit.report.model import Report
 
     Audits = tuple[list[Report], list[tuple[str, AuditError]]]
 
@@ -88,14 +88,16 @@ def report_scan(
     """Scan a model, print the report, and end with its exit code.
 
     Args:
-        context: of the command.
-        model: its location.
-        options: of the command.
-        share: the part of the batches that this process runs, if it is not all.
-        given: names of the options that the user has given.
+        context: Context of the command.
+        model: Location of the model.
+        options: Options of the command.
+        share: Share of the batches that this process runs; ``None`` for all.
+        given: Names of the options that the user has set.
     """
     reports, failures = audited(model, options, share, given)
-    document = _document(reports, compared=len(reports) + len(failures) > 1)
+    from ampaudit.report.model import Comparison
+
+    document = Comparison(tuple(reports)) if len(reports) + len(failures) > 1 else reports[0]
     deliver_document(document, options)
     if options["advise_policy"] is not None:
         _write_policy(reports[0], options["advise_policy"], force=options["force"])
@@ -106,7 +108,7 @@ def report_scan(
 
 
 def _resumed(share: CommandShare | None, options: dict[str, Any]) -> CommandShare | None:
-    """Return a share that goes on with what a directory holds, if one is given."""
+    """Return a share that resumes from the directory of ``--resume``, if it is set."""
     if options["resume"] is None:
         return share
     if options["pipeline"]:
@@ -132,14 +134,8 @@ def _write_policy(report: Report, path: Path, *, force: bool) -> None:
     click.echo(escape_control(f"policy written to {path}{remainder}"), err=True)
 
 
-def _document(reports: list[Report], *, compared: bool) -> Report | Comparison:
-    from ampaudit.report.model import Comparison
-
-    return Comparison(tuple(reports)) if compared else reports[0]
-
-
 def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet]) -> Audits:
-    """Audit all policies together, or one by one if an error in one would hide the others."""
+    """Audit all policies together; if one of them fails, audit each by itself."""
     from ampaudit.core.errors import CouldNotAudit
 
     try:

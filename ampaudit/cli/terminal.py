@@ -41,7 +41,7 @@ _ASCII = {
 
 
 class _StandardOutput(io.FileIO):
-    """File descriptor 1, whose failures are told as what they are."""
+    """File descriptor 1, with clear errors if it cannot be written."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -55,7 +55,7 @@ class _StandardOutput(io.FileIO):
 
 
 def bound_size() -> None:
-    """Keep COLUMNS and LINES within what can be printed; what is no size does not count."""
+    """Clamp COLUMNS and LINES to sizes that can be printed, and unset invalid ones."""
     for name in ("COLUMNS", "LINES"):
         text = os.environ.pop(name, "").lstrip("0")
         if text.isascii() and text.isdigit():
@@ -64,7 +64,7 @@ def bound_size() -> None:
 
 
 def make_printable() -> None:
-    """Write characters that the encoding of stdout or stderr lacks in ASCII, and explain a full stdout."""
+    """Transliterate characters that the encoding of stdout or stderr lacks; explain a full stdout."""
     codecs.register_error(_HANDLER, _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -52,10 +52,10 @@ class PlannedWeights:
     """Bytes of parameters, buffers and constants, counting tied ones once.
 
     Attributes:
-        before: as the model has them.
-        after: as a converted checkpoint may store them: in 16 bits where the policy stores them so, or
-            where every use of a weight takes it in 16 bits.
-        masters: of the FP32 masters that training keeps beside those in 16 bits, 0 without any.
+        before: Bytes in the model.
+        after: Bytes in a converted checkpoint, with weights in 16 bits where the policy stores them so or
+            every use takes them in 16 bits.
+        masters: Bytes of FP32 masters that training keeps beside 16-bit weights; 0 without any.
     """
 
     before: int
@@ -68,10 +68,10 @@ class PlannedSegment:
     """A part of the model that all batches pass before the next.
 
     Attributes:
-        first: its first site.
-        weights: bytes of the FP32 weights that it reads.
-        values: most bytes that are alive inside, of both runs of one batch.
-        boundary: bytes that are alive at its end, of both runs of one batch.
+        first: Name of the first site.
+        weights: Bytes of the FP32 weights that it reads.
+        values: Peak bytes of live values, of both runs of one batch.
+        boundary: Bytes of live values at its end, of both runs of one batch.
     """
 
     first: str
@@ -82,12 +82,12 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """What a scan by segment needs, for batches of the first one's shapes.
+    """The memory that a scan by segment needs, if all batches have the shapes of the first.
 
     Attributes:
-        limit: bytes that were allowed.
-        batches: how many there are.
-        segments: in the order in which they run.
+        limit: Limit in bytes.
+        batches: Number of batches.
+        segments: Segments in execution order.
     """
 
     limit: int
@@ -101,7 +101,7 @@ class PlannedMemory:
 
     @property
     def waiting(self) -> int:
-        """Most bytes of boundaries of all batches, which wait on the host or on disk."""
+        """Peak bytes of the boundaries of all batches, which are kept on the host or on disk."""
         return max(segment.boundary for segment in self.segments) * self.batches
 
 
@@ -137,7 +137,7 @@ class PlanReport(Shown):
     kind: Literal["plan"] = "plan"
 
     def restricted(self, layer: str) -> PlanReport | None:
-        """Return the plan with the layers that a glob matches only; ``None`` if it matches none."""
+        """Return the plan of the layers that match a glob; ``None`` if none does."""
         sites = tuple(site for site in self.sites if fnmatchcase(site.layer, layer))
         note = f"only the layers that {layer!r} matches are shown; the totals are the whole model's"
         return replace(self, sites=sites, notes=(*self.notes, note)) if sites else None

@@ -17,11 +17,11 @@ class StepRecord:
     """One step of a loop.
 
     Attributes:
-        step: its number, from 0.
-        loss: without the scale; null if it is not finite or not recorded.
-        scale: the loss scale during the step.
-        skipped: whether the scaler left the optimizer out.
-        recorded: whether the loop recorded a loss.
+        step: Number of the step, from 0.
+        loss: Unscaled loss; null if it is not finite or not recorded.
+        scale: Loss scale during the step.
+        skipped: Whether the scaler skipped the optimizer's step.
+        recorded: Whether the loop recorded a loss.
     """
 
     step: int
@@ -73,17 +73,17 @@ class Health:
     """The health of a watched loop.
 
     Attributes:
-        dtype: the 16-bit format that it is judged by.
-        every: of how many steps one was watched.
-        watched: numbers of those steps.
-        steps: all steps.
-        parameters: in the optimizer's order.
-        eps: the optimizer's eps, if it has one.
-        eps_held: eps in 16 bits; 0 where it is lost.
-        storage: how the optimizer's parameters are held: ``float32``, ``float16`` or ``bfloat16``.
-        dropped: losses of batches that the loop took no step on; they are in none of the steps.
-        broken_state: buffers that forward passes made inf or NaN, and the measured step since which they are;
-            ``None`` after the last one.
+        dtype: The 16-bit format that it is judged by.
+        every: Interval of the watched steps.
+        watched: Numbers of the watched steps.
+        steps: All steps.
+        parameters: Parameters in the optimizer's order.
+        eps: The optimizer's eps; null if it has none.
+        eps_held: eps rounded to 16 bits; 0 if it underflows.
+        storage: Dtype of the optimizer's parameters: ``float32``, ``float16`` or ``bfloat16``.
+        dropped: Number of losses on which the loop took no step; they are not in ``steps``.
+        broken_state: Buffers in which forward passes left inf or NaN, with the measured step from which on;
+            ``None`` if that is after the last one.
     """
 
     dtype: str
@@ -118,15 +118,15 @@ class Variant:
     """One of several training runs side by side.
 
     Attributes:
-        name: ``fp32``, ``torch.amp`` or the policy's.
-        how: what was run, for readers.
-        health: its loop's.
-        diverged: number of the step from which its loss stays away from FP32's; null if it does not.
-        final_loss: mean over the last tenth of the steps; null if that is not finite, or not measured.
-        metric: mean of the model file's metric after training, if it has one.
-        seconds: median time of a step; null if not measured.
-        bytes_held: of parameters, gradients and optimizer state; null if not measured.
-        peak_bytes: allocated at most, on a GPU.
+        name: ``fp32``, ``torch.amp`` or the name of the policy.
+        how: Description of the run.
+        health: Health of its loop.
+        diverged: Step from which the loss stays away from FP32's; null if it does not diverge.
+        final_loss: Mean loss over the last tenth of the steps; null if not finite, or not measured.
+        metric: Mean of the model file's metric after training; null without one.
+        seconds: Median time of a step; null if not measured.
+        bytes_held: Bytes of parameters, gradients and optimizer state; null if not measured.
+        peak_bytes: Peak bytes allocated on a GPU.
     """
 
     name: str

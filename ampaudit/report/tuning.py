@@ -1,4 +1,4 @@
-"""The document of ``tune``: what must stay in float32 for the accuracy that was asked for."""
+"""The document of ``tune``: the ops that must stay in float32 for a required accuracy."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ class FrontierPoint:
     """A choice that no other beats in both accuracy and cost, under the model of errors.
 
     Attributes:
-        ops: ops in float32.
-        share: of all ops that could be in 16 bits.
-        casts: values that are cast, each perhaps for several readers.
-        cost: of what is in float32, and of the casts: in ops, bytes or seconds, as ``cost_kind`` says.
-        predicted_db: accuracy of the worst output; null if exact.
-        measured_db: the same, where it was run; null elsewhere, and if it is broken.
-        policy: its rule file (YAML).
-        chosen: whether it is the report's choice.
-        weights: stored in float32.
-        broken: whether it was run and left inf or NaN in an output.
+        ops: Number of ops in float32.
+        share: Share of all ops that could be in 16 bits.
+        casts: Number of cast values, each counted once.
+        cost: Cost of the float32 ops and the casts, in ops, bytes or seconds according to ``cost_kind``.
+        predicted_db: Predicted accuracy of the worst output; null if exact.
+        measured_db: Measured accuracy; null if it was not run, or is broken.
+        policy: Rule file (YAML).
+        chosen: Whether the report chooses it.
+        weights: Number of weights stored in float32.
+        broken: Whether it was run and left inf or NaN in an output.
     """
 
     ops: int
@@ -95,13 +95,13 @@ class TriedSet:
 
     Attributes:
         step: ``start``, ``solve``, ``shrink``, ``exhaustive`` or ``final``.
-        what: in words.
-        ops: ops in float32.
-        predicted_db: accuracy of the worst output; null if exact.
-        measured_db: the same as measured; null if exact, or broken.
-        broken: whether an output is inf or NaN.
-        reached: whether it has the accuracy that was asked for.
-        metric: the model's metric with it; null without ``--metric-drop``.
+        what: Description of the choice.
+        ops: Number of ops in float32.
+        predicted_db: Predicted accuracy of the worst output; null if exact.
+        measured_db: Measured accuracy; null if exact, or broken.
+        broken: Whether an output contains inf or NaN.
+        reached: Whether it has the required accuracy.
+        metric: Metric of the model; null without ``--metric-drop``.
     """
 
     step: Literal["start", "solve", "shrink", "exhaustive", "final"]
@@ -119,35 +119,35 @@ class TuningReport(Shown):
     """The fewest float32 ops for an accuracy.
 
     Attributes:
-        target_db: the accuracy that was asked for, of every output; null with ``--metric-drop``.
-        metric_drop: the loss of the model's metric that was allowed; null with ``--min-sqnr``.
-        metric: the metric in FP32 and with the policy; null without one.
-        cost_kind: what was minimised.
-        reached: whether the policy has the accuracy that was asked for.
-        low_db: accuracy with everything in 16 bits; null if exact, or broken.
-        low_broken: whether that leaves inf or NaN in an output.
-        low_predicted_db: the accuracy that was predicted for it.
-        predicted_db: accuracy that was predicted for the policy; null if exact.
-        measured_db: accuracy of the policy, run as a whole; null if exact, or broken.
-        ops: ops that may be in 16 bits or in float32.
-        kept: those that stay in float32, in graph order.
-        lower_bound: least number of ops that must stay in float32 under the model of errors.
-        minimal: whether each kept op was shown to be needed, but for those out of range (``--exhaustive``).
-        casts: that the policy inserts, per forward pass.
-        weights: that are stored in float32.
-        bytes_before: of all weights, as the model has them.
-        bytes_after: as the policy stores them.
-        noise: the values whose rounding hurts most with everything in 16 bits, worst first.
-        frontier: from everything in 16 bits to the most accurate choice.
-        tried: the choices that were run, in order.
-        runs: forward passes in 16 bits, and probes.
-        policy: the rule file (YAML).
-        name: of that policy.
-        rescale: a change of weights by powers of two that makes some of it unnecessary; may be empty.
-        seconds: wall time by phase.
-        broken: whether the policy leaves inf or NaN in an output.
-        code: PyTorch code that casts the model and keeps whole layers in float32, and was found to have the
-            accuracy; empty if none was.
+        target_db: Required accuracy of every output; null with ``--metric-drop``.
+        metric_drop: Allowed drop of the model's metric; null with ``--min-sqnr``.
+        metric: Metric in FP32 and with the policy; null without one.
+        cost_kind: Minimized cost.
+        reached: Whether the policy has the required accuracy.
+        low_db: Accuracy with everything in 16 bits; null if exact, or broken.
+        low_broken: Whether everything in 16 bits leaves inf or NaN in an output.
+        low_predicted_db: Predicted accuracy with everything in 16 bits.
+        predicted_db: Predicted accuracy of the policy; null if exact.
+        measured_db: Measured accuracy of the policy as a whole; null if exact, or broken.
+        ops: Number of ops that may be in 16 bits or in float32.
+        kept: Ops that stay in float32, in graph order.
+        lower_bound: Least number of ops that must stay in float32 under the model of errors.
+        minimal: Whether each kept op that is in range was shown to be necessary (``--exhaustive``).
+        casts: Number of casts that the policy inserts per forward pass.
+        weights: Weights that are stored in float32.
+        bytes_before: Bytes of all weights in the model.
+        bytes_after: Bytes of all weights as the policy stores them.
+        noise: Values whose rounding costs the most accuracy with everything in 16 bits, worst first.
+        frontier: Choices from everything in 16 bits to the most accurate one.
+        tried: Choices that were run, in order.
+        runs: Number of forward passes in 16 bits, and of probes.
+        policy: Rule file (YAML).
+        name: Name of the policy.
+        rescale: Weights to rescale by powers of two, so that fewer ops stay in float32; may be empty.
+        seconds: Wall time by phase.
+        broken: Whether the policy leaves inf or NaN in an output.
+        code: PyTorch code that casts the model, keeps whole layers in float32 and was verified to reach the
+            accuracy; empty if there is none.
     """
 
     schema: Literal[1]
