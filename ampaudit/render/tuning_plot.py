@@ -29,7 +29,7 @@ _ACCURACY, _SHARE = "Accuracy of the outputs in dB", "share of ops in float32"
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A point of the picture: where it is, what a reader is told, and the frontier's number of it."""
+    """A point of the chart with its coordinates, its tooltip and its index in the frontier."""
 
     share: float
     db: float
@@ -39,13 +39,13 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """What both pictures show.
+    """The content of the SVG and the matplotlib chart.
 
     Attributes:
-        predicted: the frontier.
-        measured: points of it that were run.
-        named: everything in 16 bits and the choice, with their styles.
-        target: the accuracy that was asked for.
+        predicted: Points of the frontier with their predicted accuracy.
+        measured: Points of the frontier with their measured accuracy.
+        named: Everything in 16 bits and the chosen point, with their styles.
+        target: Required accuracy; ``None`` without one.
     """
 
     predicted: tuple[_Mark, ...]
@@ -69,7 +69,7 @@ class _Picture:
 
 
 def _picture(report: TuningReport) -> _Picture:
-    """Take what can be drawn from a report: an output that is exact, or broken, has no accuracy."""
+    """Collect the points of a report that have an accuracy: exact and broken outputs have none."""
 
     def marks(field: str) -> Iterator[_Mark]:
         for number, point in enumerate(report.frontier):
@@ -90,7 +90,7 @@ def _picture(report: TuningReport) -> _Picture:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return an accuracy that a picture can show: FP32 resolves no more than 2^-24, which is 144 dB."""
+    """Return an accuracy within the range of the chart: FP32 resolves 2^-24, which is 144 dB."""
     return value if value is not None and abs(value) <= _MAX_DB else None
 
 
@@ -139,9 +139,9 @@ def _draw(axes: Any, picture: _Picture) -> None:
 
 
 def frontier_figure(report: TuningReport) -> Markup:
-    """Return the picture as SVG of any width, whose points lead to their rule files; empty without points.
+    """Return the chart as SVG whose points link to their rule files; empty without points.
 
-    Horizontal places are shares of the width, so that a narrow page changes no letter's size.
+    Horizontal positions are shares of the width, so that text keeps its size on a narrow page.
     """
     picture = _picture(report)
     marks = picture.marks
@@ -195,7 +195,7 @@ def frontier_figure(report: TuningReport) -> Markup:
 
 
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about so many round numbers between two."""
+    """Return about ``count`` round numbers between ``low`` and ``high``."""
     rough = (high - low) / count
     if not rough > 0 or not math.isfinite(rough):
         return [low]
@@ -215,7 +215,7 @@ def _label(x: str, y: float, text: str, anchor: str, dx: int = 0) -> Markup:
 
 
 def _circle(x: str, y: float, radius: float, style: str, mark: _Mark) -> Markup:
-    """Draw a point; one of the frontier leads to its rule file."""
+    """Draw a point; points of the frontier link to their rule files."""
     template = Markup('<circle cx="{}" cy="{}" r="{}" class="{}"><title>{}</title></circle>')
     circle = template.format(x, y, radius, style, escape_control(mark.title))
     if mark.number is None:
@@ -224,7 +224,7 @@ def _circle(x: str, y: float, radius: float, style: str, mark: _Mark) -> Markup:
 
 
 def _key(picture: _Picture) -> Markup:
-    """Return the legend, of what is there."""
+    """Return the legend for the kinds of points that exist."""
     there = {
         "predicted": picture.predicted,
         "measured": picture.measured,

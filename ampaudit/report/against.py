@@ -22,17 +22,17 @@ class Correspondence:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDifference:
-    """A place at which the audited model computes something else than its reference.
+    """A difference between the functions that the audited model and its reference compute.
 
     Attributes:
         kind: ``value`` (another function), ``constant``, ``weight``, ``missing`` (an op of the reference), or
             ``clamped`` (a number that the format lacks is its largest, as in masks).
-        site: of the audited model.
-        layer: of that site; in an ONNX graph, the name of the node.
-        counterpart: the reference's site; ``None`` if it has none.
-        source: the line of the reference, where it is known.
-        what: the difference in words.
-        outputs: outputs that are wrong because of it; none if it makes no difference on these inputs.
+        site: Site of the audited model.
+        layer: Module path of that site; in an ONNX graph, the name of the node.
+        counterpart: Site of the reference; ``None`` if it has none.
+        source: Line of the reference, if known.
+        what: Description of the difference.
+        outputs: Outputs that it makes wrong; empty if it has no effect on these inputs.
     """
 
     kind: Literal["value", "constant", "weight", "missing", "clamped"]
@@ -49,11 +49,11 @@ class AgainstReport:
     """How the audited model corresponds to its reference.
 
     Attributes:
-        reference: its location.
-        matched: sites that compute something, with their counterparts.
-        only_here: sites without a counterpart: parts of ops that are one op in the reference, or additions.
-        only_reference: sites of the reference without a counterpart.
-        differences: those that make outputs wrong first.
+        reference: Location of the reference.
+        matched: Computing sites with their counterparts.
+        only_here: Sites without a counterpart: additions, or parts of an op of the reference.
+        only_reference: Sites of the reference without a counterpart.
+        differences: Differences, those that make outputs wrong first.
     """
 
     reference: str
@@ -64,6 +64,6 @@ class AgainstReport:
 
     @property
     def extent(self) -> str:
-        """How many ops correspond."""
+        """The number of matched ops, and of those on one side only."""
         here, there = len(self.only_here), len(self.only_reference)
         return f"{plural(len(self.matched), 'op')} matched, {here} only here, {there} only in the reference"

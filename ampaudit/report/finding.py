@@ -165,18 +165,18 @@ class Trial:
     """A change that was tried for a finding (``--advise``).
 
     Attributes:
-        kind: a rewrite of the code, weights rescaled, a rule of the policy, or another format.
-        change: what to do.
-        paste: what to copy.
-        before: what the run without it gave.
-        after: what the run with it gave.
+        kind: A rewrite of the code, rescaled weights, a rule of the policy, or another format.
+        change: Description of the change.
+        paste: Text to copy.
+        before: Result of the run without it.
+        after: Result of the run with it.
         outcome: ``cure`` if no error is left and every output has the required accuracy against the user's
             FP32 model; ``fix`` if this finding is gone and errors are left elsewhere; ``failed`` otherwise.
-        left: errors that are left.
-        before_db: accuracy of the worst output without it; ``None`` if it is exact, or not finite.
-        after_db: the same with it.
-        diff: the change of the source as a unified diff (``--diff``); empty where it is to be pasted.
-        code: a rule or another format as PyTorch code for a variable ``model``; empty where there is none.
+        left: Number of remaining errors.
+        before_db: Accuracy of the worst output without it; ``None`` if it is exact, or not finite.
+        after_db: Accuracy of the worst output with it.
+        diff: Change of the source as a unified diff (``--diff``); empty if it has to be pasted.
+        code: A rule or another format as PyTorch code for a variable ``model``; empty without any.
     """
 
     kind: TrialKind
@@ -205,18 +205,18 @@ class CombinedPolicy:
     """One policy for the errors of a report, run as a whole (``--advise``).
 
     Attributes:
-        change: what it keeps in float32, in words.
-        name: the policy's.
-        extends: the policy that was scanned with, or the path of its file.
-        text: the rule file (YAML).
-        code: the same as PyTorch code for a variable ``model``; empty where there is none.
-        before: what the run without it gave.
-        after: what the run with it gave.
+        change: Description of what it keeps in float32.
+        name: Name of the policy.
+        extends: Name or path of the policy of the scan.
+        text: Rule file (YAML).
+        code: The policy as PyTorch code for a variable ``model``; empty without any.
+        before: Result of the run without it.
+        after: Result of the run with it.
         outcome: ``cure`` if no error is left and every output has the required accuracy against the user's
             FP32 model; ``fix`` if errors are left.
-        left: the errors that are left, each with its site.
-        before_db: accuracy of the worst output without it; ``None`` if it is exact, or not finite.
-        after_db: the same with it.
+        left: Remaining errors, each with its site.
+        before_db: Accuracy of the worst output without it; ``None`` if it is exact, or not finite.
+        after_db: Accuracy of the worst output with it.
     """
 
     change: str
@@ -263,12 +263,12 @@ class Finding:
     """One finding of one check.
 
     Attributes:
-        fate: of a value that is not finite: intended, hidden again inside the model, or in its output.
-        hidden_at: sites that hide it, by turning inf or NaN into finite values.
-        suppressed: the option or comment that suppresses it; null if it counts.
-        tried: changes that cure or fix it, the smallest first; if none does, all that were tried.
-        batch: name of the batch in which an origin appears first, or another finding is worst, such as ``call
-            14`` of a recording; null if that has none.
+        fate: Fate of a value that is not finite: intended, masked inside the model, or in its output.
+        hidden_at: Sites that mask it by turning inf or NaN into finite values.
+        suppressed: Option or comment that suppresses it; null if it counts.
+        tried: Changes that cure or fix it, smallest first; if none does, all that were tried.
+        batch: Name of the batch in which an origin appears first, or another finding is worst, such as
+            ``call 14`` of a recording; null if that batch has no name.
     """
 
     code: str

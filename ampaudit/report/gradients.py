@@ -52,11 +52,13 @@ class ScaleAdvice:
     """The suitable loss scales according to one run.
 
     Attributes:
-        share: what may be flushed in a layer.
-        layers: in graph order.
-        rows: the table over 2^0 to 2^24.
-        low: smallest exponent that suits every layer, set by the layer ``low_at``.
-        high: largest one, set by ``high_at``.
+        share: Share of a layer's gradient that may be flushed.
+        layers: Scales by layer, in graph order.
+        rows: Table of the scales from 2^0 to 2^24.
+        low: Smallest exponent that suits every layer.
+        high: Largest exponent that suits every layer.
+        low_at: Layer that sets ``low``.
+        high_at: Layer that sets ``high``.
     """
 
     share: float
@@ -125,10 +127,10 @@ class LossValues:
     """The unscaled loss of one batch; null if not finite.
 
     Attributes:
-        float32: in FP32.
-        lower: in 16 bits, as training would see it.
-        repaired: in 16 bits with the faults of the forward pass repaired, where that differs; the gradients
-            are those of this loss.
+        float32: Loss in FP32.
+        lower: Loss in 16 bits, as in training.
+        repaired: Loss in 16 bits with the faults of the forward pass repaired, if that differs; the gradients
+            belong to this loss.
     """
 
     float32: float | None
@@ -141,16 +143,16 @@ class BackwardReport:
     """Results of the backward pass.
 
     Attributes:
-        loss_scale: what the loss was multiplied by.
-        dynamic: whether training lowers it when something overflows.
-        scale_from: who says so.
-        losses: per batch.
-        advice: the scales that suit; null where no gradient is held in 16 bits.
-        suggested: exponent of the scale to use; null where none suits, or the format needs none.
-        parameters: their gradients.
-        frozen: parameters that ask for no gradient.
-        unused: parameters that ask for one, and that no batch's loss depends on.
-        notes: what was not as in training.
+        loss_scale: Factor of the loss.
+        dynamic: Whether training lowers the scale after an overflow.
+        scale_from: Source of the scale.
+        losses: Losses by batch.
+        advice: Suitable scales; null if no gradient is held in 16 bits.
+        suggested: Exponent of the suggested scale; null if none suits, or the format needs none.
+        parameters: Gradients of the parameters.
+        frozen: Parameters that do not require a gradient.
+        unused: Parameters that require a gradient but do not affect the loss of any batch.
+        notes: Deviations from real training.
     """
 
     loss_scale: float

@@ -53,11 +53,11 @@ class StepGrowth:
     """Exponential growth over steps, fitted.
 
     Attributes:
-        what: the error of an output relative to its values, or the values nearest the limit.
-        name: the output, or the site.
-        doubles_every: steps.
-        reaches: the step at which, at this rate, the error has its least required accuracy, or values leave
-            the range; null if it is not within as many steps again.
+        what: ``error`` of an output relative to its values, or ``values`` nearest the limit.
+        name: Name of the output or site.
+        doubles_every: Doubling time in steps.
+        reaches: Step at which the error exceeds the required accuracy, or values leave the range, at this
+            rate; null if that is beyond twice the number of steps.
     """
 
     what: Literal["error", "values"]
@@ -71,10 +71,10 @@ class StepsReport:
     """All steps.
 
     Attributes:
-        traces: how often the model was traced; more than a few if shapes or values change with each step.
-        steps: in order.
-        growth: of errors and of values, where they grow.
-        fed_back: what the inputs of a step are made from, in words.
+        traces: Number of traces of the model; large if shapes or Python values change with each step.
+        steps: Steps, in order.
+        growth: Growth of errors and of values, if they grow exponentially.
+        fed_back: Description of how the outputs of a step become the inputs of the next.
     """
 
     traces: int
