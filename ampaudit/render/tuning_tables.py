@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from ampaudit.core.formats import FORMATS
@@ -38,7 +39,7 @@ _COSTS = {
 
 def tuning_verdict(report: TuningReport) -> tuple[str, str]:
     """Return ``PASS`` or ``FAIL``, the accuracy that was reached, and how little it takes."""
-    clauses = [f"{_made(report)} has {_reached(report)}"]
+    clauses = [f"{_choice_words(report)} has {_reached(report)}"]
     if report.kept or report.weights:
         low = format_accuracy(report.low_db, broken=report.low_broken)
         clauses.append(f"everything in 16 bits {'is' if low == 'exact' else 'has'} {low}")
@@ -50,7 +51,7 @@ def _format(report: TuningReport) -> str:
     return report.dtype if report.dtype in FORMATS else "16 bits"
 
 
-def _made(report: TuningReport) -> str:
+def _choice_words(report: TuningReport) -> str:
     """Describe the choice: the format, and what is in float32 beside it."""
     ops = f"{len(report.kept):,} of {plural(report.ops, 'op')}" if report.kept else "no op"
     weights = f" and {plural(len(report.weights), 'weight')} stored in float32" if report.weights else ""
@@ -69,7 +70,7 @@ def _reached(report: TuningReport) -> str:
 
 
 def _bound(report: TuningReport) -> Iterator[str]:
-    """Say how few ops would do."""
+    """Describe the lower bound on the number of float32 ops."""
     count, least = len(report.kept), report.lower_bound
     if not report.reached or not count:
         return
@@ -83,7 +84,7 @@ def _bound(report: TuningReport) -> Iterator[str]:
 
 
 def tuning_tables(report: TuningReport, *, full: bool, grouped: bool) -> Iterator[Section]:
-    """Return everything but the rule file: every row if ``full``, stacked layers merged if ``grouped``."""
+    """Render everything but the rule file: all rows if ``full``, stacked layers merged if ``grouped``."""
     limit = None if full else _SHOWN
     if report.kept:
         yield _kept_ops(report, limit, full=full, grouped=grouped)
@@ -102,7 +103,7 @@ def tuning_tables(report: TuningReport, *, full: bool, grouped: bool) -> Iterato
 
 
 def tuning_summary(report: TuningReport) -> Section:
-    """Return what stays in float32, what that costs, and where the rest stands."""
+    """Render what stays in float32 and its cost, and how to see more."""
     ops = [name for name, *_ in stacked(report.kept, lambda k: k.site, lambda k: (k.why, k.op), False)]
     weights = [name for name, *_ in stacked(report.weights, lambda w: w.name, lambda w: (w.why,), False)]
     kept_names = {"Ops kept": ops, "Weights kept": weights}
@@ -137,7 +138,7 @@ def _kept_ops(report: TuningReport, limit: int | None, *, full: bool, grouped: b
 def _kept_cells(
     name: str, times: str, members: list[KeptOp], *, measured: bool, full: bool
 ) -> tuple[str, ...]:
-    worst = min(members, key=lambda op: _rank(op.without_db))
+    worst = min(members, key=lambda op: -math.inf if op.without_db is None else op.without_db)
     source = worst.source
     return (
         name,
@@ -154,10 +155,6 @@ def _measured_without(members: Sequence[KeptOp]) -> str:
     if any(op.broken_without for op in members):
         return format_accuracy(None, broken=True)
     return _least([op.measured_without_db for op in members])
-
-
-def _rank(without: float | None) -> float:
-    return float("-inf") if without is None else without
 
 
 def _kept_weights(report: TuningReport, limit: int | None, *, grouped: bool) -> Section:
@@ -186,7 +183,7 @@ def _more(count: int, limit: int | None) -> Iterator[Block]:
 
 
 def _summary(report: TuningReport) -> Iterator[tuple[str, str]]:
-    """Describe casts, storage, and what was made as small as possible."""
+    """Describe arithmetic, storage, and the minimized cost."""
     ops, casts = f"{len(report.kept):,} of {plural(report.ops, 'op')}", plural(report.casts, "cast")
     yield "Arithmetic", f"{ops} in float32; {casts} per forward pass"
     share = f" ({report.bytes_after / report.bytes_before:.0%})" if report.bytes_before else ""
@@ -197,7 +194,7 @@ def _summary(report: TuningReport) -> Iterator[tuple[str, str]]:
 
 
 def _frontier(report: TuningReport) -> Section:
-    """Return a few points of the frontier: the ends, the choice, what was measured, and some between."""
+    """Render about ten points of the frontier: the ends, the choice, measured ones, and some in between."""
     points = _chosen_points(report.frontier)
     cost = () if report.cost_kind == "ops" else ("cost",)
     rows = (
@@ -282,7 +279,7 @@ def _model_of_errors(report: TuningReport, *, full: bool) -> Iterator[Section]:
     """Return the ranking of roundings, and predicted against measured accuracy."""
     if report.noise:
         yield noise_section(report.noise, full=full)
-    pairs = [(_made(report), report.predicted_db, report.measured_db, report.broken)]
+    pairs = [(_choice_words(report), report.predicted_db, report.measured_db, report.broken)]
     if report.kept or report.weights:
         pairs.append(
             (f"everything in {_format(report)}", report.low_predicted_db, report.low_db, report.low_broken)
@@ -297,7 +294,7 @@ def _model_of_errors(report: TuningReport, *, full: bool) -> Iterator[Section]:
 
 
 def _remarks(report: TuningReport) -> Iterator[tuple[str, str]]:
-    """Describe the rule file, the runs, their time, and what else to know."""
+    """Describe the rule file, the runs, their time, the inputs and notes."""
     yield "Rule file", f"{report.name}, {plural(len(report.policy.splitlines()), 'line')}"
     yield "Runs", f"{report.runs:,}: forward passes in 16 bits, and backward passes that probe the outputs"
     if report.seconds:
@@ -317,7 +314,7 @@ def tuning_policy(report: TuningReport) -> Iterator[Section]:
 
 
 def code_title(report: TuningReport) -> str:
-    """Say what the PyTorch code does."""
+    """Return the heading of the PyTorch code."""
     layers = ", which keeps whole layers in float32" if report.kept or report.weights else ""
     return f"As PyTorch code{layers}"
 
