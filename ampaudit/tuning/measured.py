@@ -1,4 +1,4 @@
-"""Runs a model with everything in 16 bits, and states from what it shows what is to be chosen."""
+"""Runs a model with everything in 16 bits, and derives the problem that ``tune`` solves."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ __all__ = ["CostKind", "LowPrecisionRun", "costs_of", "default_device", "run_low
 _DEFAULT = "a100"  # fast in float16 and bfloat16 alike, and common
 # ops that read only those elements of their first argument that they return
 _GATHERS = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
-_EXTRA_BYTES = 2  # of an element in float32 over one in 16 bits
-_CAST_BYTES = 6  # an element read in one format and written in the other
-MARGIN = 1.4  # that values must keep to the format's limit to be in 16 bits
+_EXTRA_BYTES = 2  # bytes by which a float32 element exceeds a 16-bit one
+_CAST_BYTES = 6  # bytes moved to read an element in one format and write it in the other
+MARGIN = 1.4  # factor by which 16-bit values must stay below the format's limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class LowPrecisionRun:
     """A run with everything in 16 bits, and the means to run any other choice.
 
     Attributes:
-        trials: of the model in the 16-bit format.
-        audit: of the run.
-        problem: what is to be chosen.
-        ranges: ops and weights that must be in float32 because of their values, with the reason in words.
-        appeared: ops that are in a trace only once their inputs are in float32; they are to stay there.
+        trials: Trials of the model in the 16-bit format.
+        audit: Audit of the run.
+        problem: Problem to solve.
+        ranges: Reasons why values force ops and weights into float32, by name.
+        appeared: Ops that exist only once their inputs are in float32; they stay in float32.
     """
 
     trials: Trials
@@ -79,10 +79,10 @@ def run_low_precision(trials: Trials) -> LowPrecisionRun:
 
 
 def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[dict[str, str], set[str]]:
-    """Return what must be in float32 because of its values, and the values that no cast may take."""
+    """Return ops and weights that need float32 for their range, and the values that no cast may take."""
     record = audit.record
     masks = record.masks | record.by_design
-    peaks = {site: seen.ref_peak for site, seen in record.observations.items()}
+    peaks = {site: stats.ref_peak for site, stats in record.observations.items()}
     ranges: dict[str, str] = {}
     wide: set[str] = set()
     for origin in record.origins:
@@ -102,8 +102,12 @@ def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[di
     masters = audit.converted.masters
     for place in audit.converted.traced.placeholders:
         tensor = masters.get(place.node)
-        known = graph.values.get(place.name)
-        if tensor is None or known is None or not tensor.is_floating_point() or not tensor.numel():
+        if (
+            tensor is None
+            or place.name not in graph.values
+            or not tensor.is_floating_point()
+            or not tensor.numel()
+        ):
             continue
         peak = float(tensor.detach().abs().nan_to_num(0.0, math.inf, math.inf).amax())
         if limit < peak < math.inf and place.name not in masks:
@@ -113,7 +117,7 @@ def _out_of_range(audit: Audit, graph: PrecisionGraph, limit: float) -> tuple[di
 
 
 def _prices(audit: Audit, graph: PrecisionGraph, costs: Costs) -> Prices:
-    """Return the costs under the names of values."""
+    """Return the costs keyed by the names of values."""
     nodes = {value.name: value.site.node for value in graph.values.values() if value.site is not None}
     nodes |= {place.name: place.node for place in audit.converted.traced.placeholders}
     values = {name: costs.ops[SiteId(name)] for name in graph.values if SiteId(name) in costs.ops}
@@ -126,17 +130,17 @@ def _prices(audit: Audit, graph: PrecisionGraph, costs: Costs) -> Prices:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What float32 costs, in the unit of its kind: ops, bytes moved per pass, or seconds.
+    """Costs of float32, in the unit of its kind: ops, bytes moved per pass, or seconds.
 
     Bytes and seconds are those of eager PyTorch: each op and each cast is a kernel of its own, which reads
     its inputs from memory and writes its outputs there. A compiler that fuses a cast makes it cheaper.
 
     Attributes:
-        ops: extra cost of running a site in float32 instead of 16 bits; of every site, and never negative.
-        casts: cost of casting the value of a node once, in either direction; of nodes with such a value.
-        weights: extra cost of storing a weight in float32, by placeholder. Tied weights have it once, under
-            the first name that the graph reads.
-        device: the device whose time it is; ``None`` for other kinds.
+        ops: Extra cost of running each site in float32 instead of 16 bits, never negative.
+        casts: Cost of casting a node's value once, in either direction, for nodes whose values can be cast.
+        weights: Extra cost of storing a weight in float32, by placeholder. Tied weights are counted once,
+            under the first name that the graph reads.
+        device: Device whose time is estimated; ``None`` for other kinds.
     """
 
     ops: Mapping[SiteId, float]
@@ -146,7 +150,7 @@ class Costs:
 
 
 def costs_of(traced: TracedModel, kind: CostKind, device: Device | None = None) -> Costs:
-    """Return what float32 costs in a model that was traced in 16 bits.
+    """Return the costs of float32 in a model that was traced in 16 bits.
 
     ``ops`` counts ops that compute or select. All casts together cost less than one of them, and all weights
     together less than one cast, so that these only choose among equal numbers of ops.
@@ -158,9 +162,9 @@ def costs_of(traced: TracedModel, kind: CostKind, device: Device | None = None) 
     TF32. A data-dependent size counts as 1.
 
     Args:
-        traced: the model, with everything in 16 bits; what is in float32 all the same costs no more.
-        kind: the unit.
-        device: for ``time``; ``default_device`` without it.
+        traced: Model with everything in 16 bits; ops that are in float32 anyway cost nothing extra.
+        kind: Unit of the costs.
+        device: Device for ``time``; by default that of ``default_device``.
 
     Raises:
         UsageError: the catalogue lacks a rate of the device.
@@ -182,13 +186,13 @@ def costs_of(traced: TracedModel, kind: CostKind, device: Device | None = None) 
 
 def default_device() -> Device:
     """Return the catalogue's entry for the GPU of this machine, or else for an A100."""
-    entries = (own.entry for own in this_machine().devices if own.kind != "cpu")
+    entries = (device.entry for device in this_machine().devices if device.kind != "cpu")
     return all_devices()[next((entry for entry in entries if entry is not None), _DEFAULT)]
 
 
-def _traffic(moved: int) -> OpCost:
+def _traffic(count: int) -> OpCost:
     """Return the cost of moving bytes without arithmetic."""
-    return OpCost(flops=0, precision="float32", product=False, moved=moved, cast=False)
+    return OpCost(flops=0, precision="float32", product=False, moved=count, cast=False)
 
 
 def _seconds(op: OpCost, device: Device) -> float | None:
@@ -211,22 +215,22 @@ def _calls(traced: TracedModel) -> dict[SiteId, tuple[OpCost, OpCost]]:
     low = {node.name: _on_meta(results_of(node)) for node in traced.graph.nodes}
     wide = {name: pytree.tree_map_only(torch.Tensor, _widen, value) for name, value in low.items()}
     nodes = {node.name: node for node in traced.graph.nodes}
-    found = {}
+    calls = {}
     for site in traced.sites:
         node = nodes[site.node]
         if site.role not in (Role.COMPUTE, Role.SELECT) or not _tensors(low[site.node]):
-            found[site.id] = (_traffic(0), _traffic(0))
+            calls[site.id] = (_traffic(0), _traffic(0))
             continue
         costs = [_call(node, values) for values in (low, wide)]
         flops = costs[0].flops or _composite_flops(node, low)
         before, after = (replace(cost, flops=flops, product=flops > 0) for cost in costs)
-        found[site.id] = (before, after)
-    return found
+        calls[site.id] = (before, after)
+    return calls
 
 
 def _arguments(node: fx.Node, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    found: Any = map_arg((node.args, node.kwargs), lambda source: values[source.name])
-    return found[0], found[1]
+    arguments: Any = map_arg((node.args, node.kwargs), lambda source: values[source.name])
+    return arguments[0], arguments[1]
 
 
 def _call(node: fx.Node, values: Mapping[str, Any]) -> OpCost:
@@ -280,22 +284,22 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
 
 def _castable(traced: TracedModel) -> dict[str, int]:
     """Count the elements that a cast of each node's value converts."""
-    found = {}
+    counts_by_node = {}
     for node in traced.graph.nodes:
         items = _tensors(_on_meta(node.meta.get("val")))
         counts = [item.numel() for item in items if item.dtype in CASTABLE_DTYPES]
         if counts:
-            found[node.name] = sum(counts)
-    return found
+            counts_by_node[node.name] = sum(counts)
+    return counts_by_node
 
 
 def _stored(traced: TracedModel) -> dict[str, int]:
     """Count the elements of each weight, of tied ones under the first name that the graph reads."""
     weights = [p for p in traced.placeholders if p.slot is not Slot.INPUT and p.dtype in CASTABLE_DTYPES]
     unread = {node.name: not node.users for node in traced.graph.nodes}
-    found, seen = dict[str, int](), set[int]()
+    sizes, counted = dict[str, int](), set[int]()
     for weight in sorted(weights, key=lambda weight: unread[weight.node]):
         tensor = traced.tensors[weight.node]
-        found[weight.node] = 0 if id(tensor) in seen else tensor.numel()
-        seen.add(id(tensor))
-    return found
+        sizes[weight.node] = 0 if id(tensor) in counted else tensor.numel()
+        counted.add(id(tensor))
+    return sizes

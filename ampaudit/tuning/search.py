@@ -1,4 +1,7 @@
-"""Runs choices, corrects the budget by what they show, and takes away what is not needed.
+"""Searches for the cheapest choice of float32 values that has the required accuracy.
+
+Solves the problem for a budget, runs the solution, corrects the budget by the measured error, and removes
+members that are not needed.
 
 A value in float32 whose reader is in 16 bits costs a cast, and its rounding. Without the budget this is
 submodular, a minimum cut (Kolmogorov and Zabih, 2004), so the linear relaxation is integral but for the few
@@ -20,34 +23,34 @@ import numpy as np
 from ampaudit.core.config import Progress, silent
 from ampaudit.report.tuning import TriedSet
 from ampaudit.run.sensitivity.precision_graph import ValueKind
-from ampaudit.tuning.problem import Chosen, Prices, TuningProblem
+from ampaudit.tuning.problem import Choice, Prices, TuningProblem
 
 __all__ = ["Accuracy", "Solver", "TuningSearch", "accuracy_of", "finite_db", "noise_of", "tried_set"]
 
-NODES = 50  # of the search tree, after which the best choice is taken; the bound says how far it may be off
-SECONDS = 60.0  # the same, for a machine that is stuck
-GAP = 0.005  # of the cost, at which a choice is good enough: half an op in a hundred
-_POINTS = 12  # of the frontier
-_POINTS_GAP = 0.02  # the frontier is a picture
-_TIE = 0.1  # of the least price: among choices that cost the same, the most accurate
+NODES = 50  # limit of the search tree; the dual bound says how far the best choice may be off
+SECONDS = 60.0  # limit of one solve, for a machine that is stuck
+GAP = 0.005  # relative gap of the cost at which a choice is good enough: half an op in a hundred
+_POINTS = 12  # budgets that are solved for the frontier
+_POINTS_GAP = 0.02  # relative gap of the cost on the frontier, which is a picture
+_TIE = 0.1  # share of the least price: among choices that cost the same, the most accurate
 _NEGLIGIBLE = 1e-9  # share of the budget; smaller coefficients only trouble the solver
 TriedStep = Literal["start", "solve", "shrink", "exhaustive", "final"]
 
-ROUNDS = 5  # of solving and running
-TRUSTED = 8.0  # factor up to which measured and predicted errors may differ for the prediction to be a guide
-SLACK = 1.05  # of the error, which is worth another round
-UNSURE = 1.25  # factor between measured and predicted error from which ops are taken away one by one as well
-RUNS = 12  # up to which that is done
+ROUNDS = 5  # rounds of solving and running
+TRUSTED = 8.0  # factor between measured and predicted error up to which the prediction is a guide
+SLACK = 1.05  # factor of the error that is worth another round
+UNSURE = 1.25  # factor between measured and predicted error from which ops are also removed one by one
+RUNS = 12  # limit of runs for that
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """What a run showed.
+    """The measured accuracy of a choice.
 
     Attributes:
-        db: accuracy of the worst output; ``None`` if it is exact, ``-inf`` with inf or NaN in 16 bits.
-        reached: whether it is what was asked for.
-        metric: the metric in FP32 and in this run, if there is one.
+        db: Accuracy of the worst output; ``None`` if it is exact, ``-inf`` with inf or NaN in 16 bits.
+        reached: Whether that meets the requirement.
+        metric: The metric in FP32 and in this run, if the model has one.
     """
 
     db: float | None
@@ -67,140 +70,129 @@ def noise_of(db: float) -> float:
 
 @dataclass
 class TuningSearch:
-    """Searches for the cheapest choice that has the accuracy as measured.
+    """Search for the cheapest choice whose measured accuracy meets the requirement.
 
     Attributes:
-        problem: what is to be chosen.
-        run: runs a choice.
-        budget: relative squared error that is allowed; ``None`` where a metric decides.
-        solver: of the problem.
-        tried: the choices that were run, in order.
+        problem: Values to choose from.
+        run: Function that measures a choice.
+        budget: Allowed relative squared error; ``None`` where a metric decides.
+        solver: Solver of the problem.
+        tried: Choices that were run, in order.
     """
 
     problem: TuningProblem
-    run: Callable[[Chosen], Accuracy]
+    run: Callable[[Choice], Accuracy]
     budget: float | None
     on_progress: Progress = silent
     tried: list[TriedSet] = field(default_factory=list)
-    _known: dict[Chosen, Accuracy] = field(default_factory=dict)
+    results: dict[Choice, Accuracy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.solver = Solver(self.problem)
 
-    @property
-    def runs(self) -> int:
-        """The number of choices that were run."""
-        return len(self._known)
-
-    def measured(self, chosen: Chosen, step: TriedStep, what: str) -> Accuracy:
+    def measure(self, choice: Choice, step: TriedStep, what: str) -> Accuracy:
         """Run a choice, once."""
-        if chosen not in self._known:
-            self.on_progress(what, len(self._known), 0)
-            found = self._known[chosen] = self.run(chosen)
-            self.tried.append(tried_set(self.problem, chosen, found, step, what))
-        return self._known[chosen]
+        if choice not in self.results:
+            self.on_progress(what, len(self.results), 0)
+            result = self.results[choice] = self.run(choice)
+            self.tried.append(tried_set(self.problem, choice, result, step, what))
+        return self.results[choice]
 
-    def known(self, chosen: Chosen) -> Accuracy | None:
-        """Return what a run of a choice showed, if there was one."""
-        return self._known.get(chosen)
-
-    def solved(self) -> Chosen | None:
-        """Return the cheapest choice that was found to reach the accuracy; ``None`` if none does."""
-        first = self.measured(self.problem.required, "start", "everything else in 16 bits")
+    def cheapest(self) -> Choice | None:
+        """Return the cheapest choice that reaches the accuracy; ``None`` if none does."""
+        first = self.measure(self.problem.required, "start", "everything else in 16 bits")
         if first.reached:
             return self.problem.required
-        chosen = None if self.budget is None else self._solved(self.budget, first)
-        chosen = self._bisected() if chosen is None else chosen
-        if chosen is None:
+        choice = None if self.budget is None else self._solve(self.budget, first)
+        choice = self._bisect() if choice is None else choice
+        if choice is None:
             return None
-        chosen = self._shrunk(chosen)
-        return self._taken_away(chosen, "shrink", RUNS)[0] if self._is_unsure() else chosen
+        choice = self._shrink(choice)
+        return self._drop_ops(choice, "shrink", RUNS)[0] if self._is_unsure() else choice
 
-    def _solved(self, budget: float, first: Accuracy) -> Chosen | None:
-        """Return the cheapest choice found for a budget that is corrected by what runs show."""
+    def _solve(self, budget: float, first: Accuracy) -> Choice | None:
+        """Return the cheapest choice for a budget that is corrected by measured errors."""
         correction = self._correction(self.problem.required, first, 1.0)
         best: Point | None = None
         for _ in range(ROUNDS):
             point = self.solver.solve(budget / correction)
             if point is None or (best is not None and point.cost >= best.cost):
                 break
-            found = self.measured(
-                point.chosen, "solve", f"{len(self.problem.ops(point.chosen))} ops in float32"
+            result = self.measure(
+                point.choice, "solve", f"{len(self.problem.ops(point.choice))} ops in float32"
             )
-            best = point if found.reached else best
-            before, correction = correction, self._correction(point.chosen, found, correction)
-            if found.reached and correction >= before:
+            best = point if result.reached else best
+            before, correction = correction, self._correction(point.choice, result, correction)
+            if result.reached and correction >= before:
                 break
-        return best.chosen if best is not None else None
+        return best.choice if best is not None else None
 
-    def _correction(self, chosen: Chosen, found: Accuracy, before: float) -> float:
-        """Return measured over predicted error, by which budgets are divided."""
-        predicted = self.problem.noise(chosen)
-        if found.noise == 0.0 or predicted == 0.0 or math.isinf(found.noise):
+    def _correction(self, choice: Choice, result: Accuracy, before: float) -> float:
+        """Return the ratio of measured to predicted error, by which budgets are divided."""
+        predicted = self.problem.noise(choice)
+        if result.noise == 0.0 or predicted == 0.0 or math.isinf(result.noise):
             return before * 2
-        ratio = found.noise / predicted
-        if found.reached:
-            return max(ratio, before / TRUSTED)
-        return max(ratio, before * SLACK)
+        return max(result.noise / predicted, before / TRUSTED if result.reached else before * SLACK)
 
-    def _bisected(self) -> Chosen | None:
+    def _bisect(self) -> Choice | None:
         """Return the cheapest point of the frontier that reaches the accuracy, whatever is predicted."""
-        points = [*(point.chosen for point in self.solver.frontier()), frozenset(self.problem.free)]
-        if not self.measured(points[-1], "solve", "the most accurate choice").reached:
+        points = [*(point.choice for point in self.solver.frontier()), frozenset(self.problem.free)]
+        if not self.measure(points[-1], "solve", "the most accurate choice").reached:
             return None
         low, high = 0, len(points) - 1
         while high - low > 1:
             middle = (low + high) // 2
             ops = f"{len(self.problem.ops(points[middle]))} ops in float32"
-            low, high = (
-                (low, middle) if self.measured(points[middle], "solve", ops).reached else (middle, high)
-            )
+            if self.measure(points[middle], "solve", ops).reached:
+                high = middle
+            else:
+                low = middle
         return points[high]
 
-    def _shrunk(self, chosen: Chosen) -> Chosen:
-        """Take away as many of the least useful members as the accuracy allows, by bisection."""
-        order = self.least_useful(chosen)
+    def _shrink(self, choice: Choice) -> Choice:
+        """Remove as many of the least useful members as the accuracy allows, by bisection."""
+        order = self._least_useful(choice)
         low, high = 0, len(order)  # so many can go for certain; so many perhaps
         while low < high:
             count = min(2 * low or 1, (low + high + 1) // 2)
-            fewer = self.problem.reduced(chosen, order[:count])
-            found = self.measured(fewer, "shrink", f"without the {count} least useful")
-            low, high = (count, high) if found.reached else (low, count - 1)
-        return self.problem.reduced(chosen, order[:low])
+            fewer = self.problem.reduced(choice, order[:count])
+            result = self.measure(fewer, "shrink", f"without the {count} least useful")
+            low, high = (count, high) if result.reached else (low, count - 1)
+        return self.problem.reduced(choice, order[:low])
 
-    def least_useful(self, chosen: Chosen) -> list[str]:
-        """Return the members that may go, those first whose rounding adds the least error."""
-        members = chosen - self.problem.required
-        return sorted(members, key=lambda name: (self.problem.noise(chosen - {name}), name))
+    def _least_useful(self, choice: Choice) -> list[str]:
+        """Return the optional members, those first whose rounding adds the least error."""
+        members = choice - self.problem.required
+        return sorted(members, key=lambda name: (self.problem.noise(choice - {name}), name))
 
-    def minimal(self, chosen: Chosen) -> tuple[Chosen, dict[str, Accuracy]]:
-        """Take away each op that is not needed, one run each; return what the others' absence shows."""
+    def minimize(self, choice: Choice) -> tuple[Choice, dict[str, Accuracy]]:
+        """Drop each op that is not needed, one run each; return the accuracy without each of the others."""
         while True:
-            found, needed = self._taken_away(chosen, "exhaustive")
-            if found == chosen:
-                return chosen, needed
-            chosen = found  # what was needed beside an op that is gone may not be needed any more
+            smaller, needed = self._drop_ops(choice, "exhaustive")
+            if smaller == choice:
+                return choice, needed
+            choice = smaller  # an op that was needed beside a dropped one may no longer be needed
 
     def _is_unsure(self) -> bool:
-        """Return whether some run showed that its error was predicted badly."""
-        pairs = ((found.noise, self.problem.noise(chosen)) for chosen, found in self._known.items())
+        """Return whether the error of some run was predicted badly."""
+        pairs = ((result.noise, self.problem.noise(choice)) for choice, result in self.results.items())
         return any(max(pair) > min(pair) * UNSURE for pair in pairs)
 
-    def _taken_away(
-        self, chosen: Chosen, step: TriedStep, runs: float = math.inf
-    ) -> tuple[Chosen, dict[str, Accuracy]]:
-        """Take away single ops, the least useful first, while there are runs left."""
+    def _drop_ops(
+        self, choice: Choice, step: TriedStep, runs: float = math.inf
+    ) -> tuple[Choice, dict[str, Accuracy]]:
+        """Drop single ops, the least useful first, while there are runs left."""
         needed: dict[str, Accuracy] = {}
-        ops = set(self.problem.ops(chosen))
-        for name in self.least_useful(chosen):
-            if name in ops and self.runs < runs:
-                fewer = self.problem.reduced(chosen, [name])
-                found = self.measured(fewer, step, f"without {name}")
-                if found.reached:
-                    chosen = fewer
+        ops = set(self.problem.ops(choice))
+        for name in self._least_useful(choice):
+            if name in ops and len(self.results) < runs:
+                fewer = self.problem.reduced(choice, [name])
+                result = self.measure(fewer, step, f"without {name}")
+                if result.reached:
+                    choice = fewer
                 else:
-                    needed[name] = found
-        return chosen, needed
+                    needed[name] = result
+        return choice, needed
 
 
 def accuracy_of(noise: float) -> float | None:
@@ -214,18 +206,18 @@ def finite_db(db: float | None) -> float | None:
 
 
 def tried_set(
-    problem: TuningProblem, chosen: Chosen, found: Accuracy, step: TriedStep, what: str
+    problem: TuningProblem, choice: Choice, result: Accuracy, step: TriedStep, what: str
 ) -> TriedSet:
-    """Return a choice that was run, for the report."""
-    predicted = accuracy_of(problem.noise(chosen))
-    broken = found.db == -math.inf
-    ops, metric = len(problem.ops(chosen)), None if found.metric is None else found.metric[1]
-    return TriedSet(step, what, ops, predicted, finite_db(found.db), broken, found.reached, metric)
+    """Return the report's entry for a choice that was run."""
+    predicted = accuracy_of(problem.noise(choice))
+    broken = result.db == -math.inf
+    ops, metric = len(problem.ops(choice)), None if result.metric is None else result.metric[1]
+    return TriedSet(step, what, ops, predicted, finite_db(result.db), broken, result.reached, metric)
 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Send what the solver's C++ code prints, whatever its options say, to the null device."""
+    """Discard the output of the solver's C++ code, which ignores its own options."""
     sys.stdout.flush()
     try:
         saved = os.dup(1)
@@ -246,10 +238,10 @@ class Point:
     """A choice with its cost and its predicted relative squared error, in the worst column.
 
     Attributes:
-        bound: no choice within the budget costs less.
+        bound: Lower bound on the cost of any choice within the budget.
     """
 
-    chosen: Chosen
+    choice: Choice
     cost: float
     noise: float
     bound: float
@@ -270,10 +262,11 @@ class _Rows:
 
 
 class Solver:
-    """Solves one problem for any budget.
+    """Solve one problem for any budget.
 
-    Variables are 1 for a value in float32; for a value in float32 that a reader in 16 bits casts; and for a
-    cast of a value, which is paid once per direction. One more is the error of the worst column.
+    There is a binary variable for each value in float32, for each pair of a float32 value and a 16-bit reader
+    that casts it, and for each cast of a value, which is paid once per direction. The last variable is the
+    error of the worst column.
     """
 
     def __init__(self, problem: TuningProblem) -> None:
@@ -282,7 +275,7 @@ class Solver:
         self._rows = _Rows()
         self._count = len(self._index)
         self._reads = {key: self._variable() for key in problem.sensitivities.reads}
-        self._noise = self._variable()  # of the worst column, in units of the budget
+        self._noise = self._variable()  # error of the worst column, in units of the budget
         self._casts: dict[tuple[str, bool], int] = {}
         self._constrain()
 
@@ -290,9 +283,9 @@ class Solver:
         """Return the cheapest choice whose predicted error is within a budget; ``None`` if none is.
 
         Args:
-            budget: relative squared error that each column may have.
-            prices: instead of the problem's own.
-            gap: share of the cost by which the choice may exceed the least one.
+            budget: Relative squared error that each column may have.
+            prices: Prices to use instead of the problem's.
+            gap: Relative gap allowed between the choice's cost and the optimum.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -308,23 +301,23 @@ class Solver:
         objective = self._objective(prices or self.problem.prices)
         objective[self._noise] = tie = _TIE * min(objective[objective > 0], default=0.0)
         with _silenced():
-            found = milp(
+            solution = milp(
                 objective,
                 constraints=LinearConstraint(*self._matrix(budget)),
                 bounds=Bounds(least, most),
                 integrality=kinds,
                 options={"node_limit": NODES, "time_limit": SECONDS, "mip_rel_gap": gap},
             )
-        if found.x is None:
+        if solution.x is None:
             return None
-        chosen = frozenset(name for name in self.problem.free if found.x[self._index[name]] > 0.5)
-        cost, noise = self.problem.cost(chosen), self.problem.noise(chosen)
-        return Point(chosen, cost, noise, max(float(found.mip_dual_bound or 0.0) - tie, 0.0))
+        choice = frozenset(name for name in self.problem.free if solution.x[self._index[name]] > 0.5)
+        cost, noise = self.problem.cost(choice), self.problem.noise(choice)
+        return Point(choice, cost, noise, max(float(solution.mip_dual_bound or 0.0) - tie, 0.0))
 
-    def least_ops(self, budget: float) -> int:
-        """Return how many ops any choice within the budget has at least."""
-        found = self.solve(budget, self.problem.prices.counting(self.problem.graph))
-        return 0 if found is None else math.ceil(found.bound - 1e-6)
+    def min_ops(self, budget: float) -> int:
+        """Return a lower bound on the number of ops in any choice within the budget."""
+        point = self.solve(budget, self.problem.prices.counting(self.problem.graph))
+        return 0 if point is None else math.ceil(point.bound - 1e-6)
 
     def frontier(self) -> list[Point]:
         """Return the best choices for budgets between everything in 16 bits and the most accurate."""
@@ -332,26 +325,26 @@ class Solver:
         if not first:
             return []
         steps = np.geomspace(first, max(last, first * 1e-4), _POINTS)  # 40 dB at most
-        found: dict[Chosen, Point] = {}
+        points: dict[Choice, Point] = {}
         for budget in steps:
             point = self.solve(float(budget) * (1 + 1e-9), gap=_POINTS_GAP)
             if point is not None:
-                found.setdefault(point.chosen, point)
-        return sorted(found.values(), key=lambda point: point.cost)
+                points.setdefault(point.choice, point)
+        return sorted(points.values(), key=lambda point: point.cost)
 
     def _variable(self) -> int:
         self._count += 1
         return self._count - 1
 
     def _constrain(self) -> None:
-        """Say when a value is cast, and that an op without a rule follows its inputs."""
+        """Add the constraints on casts, and on ops whose dtype follows their inputs."""
         index, rows = self._index, self._rows
         for name, value in self.problem.graph.values.items():
             if value.kind is ValueKind.FOLLOW:  # float32 only if one of its inputs is
                 sources = self.problem.graph.reads.get(name, ())
                 rows.add({**{index[source]: -1.0 for source in sources}, index[name]: 1.0}, most=0.0)
-        for (made, reader), number in self._reads.items():
-            rows.add({number: 1.0, index[made]: -1.0, index[reader]: 1.0}, least=0.0)
+        for (value_name, reader), number in self._reads.items():
+            rows.add({number: 1.0, index[value_name]: -1.0, index[reader]: 1.0}, least=0.0)
         for source, user in self.problem.graph.readers():
             first, second = index[source.name], index[user.name]
             if user.kind is ValueKind.FOLLOW:
@@ -381,7 +374,7 @@ class Solver:
         return least, most
 
     def _matrix(self, budget: float) -> tuple[Any, Any, Any]:
-        """Return the constraints, with one about the error of each column, in units of the budget."""
+        """Return all constraints, including one on the error of each column in units of the budget."""
         from scipy.sparse import coo_array
 
         rows = _Rows(list(self._rows.entries), list(self._rows.least), list(self._rows.most))

@@ -34,30 +34,30 @@ from ampaudit.run.share import ALONE, BatchNumbers, PartDone, Share
 from ampaudit.source import ModelSource
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.config import TuneConfig
-from ampaudit.tuning.problem import Chosen
+from ampaudit.tuning.problem import Choice
 from ampaudit.tuning.search import Accuracy
 
 __all__ = ["Trials", "follow", "loaded", "rescale_text", "rule_file"]
 
 
-_POLICY = "ampaudit"  # whose norms are in float32, as those of a tuned policy
+_POLICY = "ampaudit"  # keeps norms in float32, as a tuned policy does
 BASE = "16-bit"
 
 
 class Trials:
-    """Runs one model in one 16-bit format: probed, and under choices of what is in float32.
+    """Run one model in one 16-bit format: with probes, and with chosen values in float32.
 
-    Where machines share the batches, the first decides what is run, and the others do what it tells them;
-    there, each method raises ``PartDone`` once this machine's batches are done.
+    Where machines share the batches, the first decides what to run, and the others follow it; on those, each
+    method raises ``PartDone`` once this machine's batches are done.
 
     Args:
-        source: the model.
-        dtype: name of the 16-bit format.
-        config: what is asked for.
-        changes: how the model was rescaled.
+        source: Model to run.
+        dtype: Name of the 16-bit format.
+        config: Options of ``tune``.
+        changes: Rescalings of the model.
 
     Attributes:
-        base: the policy that puts everything in 16 bits.
+        base: Policy that puts everything in 16 bits.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class Trials:
         (audit,) = run_audits(self.source.model, self.source.batches, [plan], config.on_progress, self._share)
         return audit
 
-    def accuracy(self, chosen: Chosen) -> Accuracy:
+    def accuracy(self, choice: Choice) -> Accuracy:
         """Run a choice on all batches; return the accuracy of the worst output in the worst batch."""
-        self._share.tell("accuracy", *sorted(chosen))
-        config, kept, own = self.config, dict[int, Any](), BatchNumbers()
+        self._share.tell("accuracy", *sorted(choice))
+        config, outputs, results = self.config, dict[int, Any](), BatchNumbers()
         for batch in self._probes[-1].batches:
             self._share.mine("trial", batch.number)
-            pairs = batch.run(chosen, self.dtype)
-            found = (seen.accuracy_db for seen in compare_outputs(pairs, batch.number).values())
-            own[batch.number] = [min((db for db in found if db is not None), default=math.inf)]
+            pairs = batch.run(choice, self.dtype)
+            accuracies = (output.accuracy_db for output in compare_outputs(pairs, batch.number).values())
+            results[batch.number] = [min((db for db in accuracies if db is not None), default=math.inf)]
             if config.metric_drop is not None:
-                kept[batch.number] = pairs
-        for number, pair in (metrics_of(self.source, kept) if kept else {}).items():
-            own[number] += pair
-        every = self._share.gathered(own).values()
+                outputs[batch.number] = pairs
+        for number, pair in (metrics_of(self.source, outputs) if outputs else {}).items():
+            results[number] += pair
+        every = self._share.gathered(results).values()
         least = min(db for db, *_ in every)
         worst = None if least == math.inf else least
         if config.metric_drop is None:
@@ -118,27 +118,27 @@ class Trials:
         return Accuracy(worst, within_drop(exact, lower, config.metric_drop), (exact, lower))
 
     def keep_low(self, casts: Collection[str]) -> None:
-        """Note that these casts in the model's code are to 16 bits, whatever they take."""
+        """Treat these casts in the model's code as casts to 16 bits, whatever their inputs."""
         self._share.tell("keep_low", *sorted(casts))
         self._probes[-1].keep_low(casts)
 
     def audit(self, text: str) -> tuple[Audited, tuple[float, float] | None]:
         """Audit a rule file; return the audit with the metric in FP32 and in 16 bits, if one is asked for."""
         self._share.tell("audit", text)
-        config, kept = self.config, dict[int, Any]()
+        config, outputs = self.config, dict[int, Any]()
         target = config.target_db
         settings = ScanConfig(
             dtype=self.number_format.name,
             device=config.device,
             seed=config.seed,
             min_sqnr=MIN_SQNR if target is None else target,
-            keep_outputs=kept.__setitem__,
+            keep_outputs=outputs.__setitem__,
             share=config.share,
         )
         audited: Audited | None = None
         with suppress(PartDone):  # the outputs that this machine has are still to be judged
             (audited,) = audit_policies(self.source, [loaded(text)], settings)
-        metric = None if config.metric_drop is None else metric_of(self.source, kept, self._share)
+        metric = None if config.metric_drop is None else metric_of(self.source, outputs, self._share)
         if audited is None:
             raise PartDone
         return audited, metric
@@ -153,7 +153,7 @@ class Trials:
 
 
 def follow(source: ModelSource, config: TuneConfig, share: Share) -> NoReturn:
-    """Run what the first machine tells, until it has ended.
+    """Run the tasks of the first machine until it ends.
 
     Raises:
         PartDone: always.
@@ -171,7 +171,7 @@ def follow(source: ModelSource, config: TuneConfig, share: Share) -> NoReturn:
 
 
 def _followed(trials: Trials, name: str, words: list[str]) -> Trials:
-    """Do one task; return the trials of which the next ones are."""
+    """Run one task; return the trials that the next task belongs to."""
     if name == "rescale":
         return trials.rescaled() or trials
     if name == "probe":
@@ -191,7 +191,7 @@ def _followed(trials: Trials, name: str, words: list[str]) -> Trials:
 
 
 def _base(source: ModelSource) -> RuleSet:
-    """Return the policy to begin with: everything in 16 bits."""
+    """Return the initial policy, which puts everything in 16 bits."""
     if source.kind != "onnx":
         return load_policy(BASE)
     rules = load_policy("strongly-typed")
@@ -206,18 +206,18 @@ def rescaled_source(
     if source.kind == "onnx":
         return source, ()
     settings = ScanConfig(dtype=dtype, device=config.device, seed=config.seed)
-    found = rescaled_model(source, load_policy(_POLICY), settings)
-    return found.source, found.changes
+    rescaled = rescaled_model(source, load_policy(_POLICY), settings)
+    return rescaled.source, rescaled.changes
 
 
 def rescale_text(changes: tuple[ResidualRescale, ...], after: TuningReport) -> str:
     """Return the changes in words and as code, with what must stay in float32 after them."""
     ops = f"{len(after.kept)} of {plural(after.ops, 'op')} in float32"
     accuracy = "" if after.measured_db is None else f", {after.measured_db:.1f} dB"
-    written = f"then: {ops}{accuracy}; written by: ampaudit convert --rescale --tune DB"
-    said = "\n".join(change.change for change in changes)
+    outcome = f"then: {ops}{accuracy}; written by: ampaudit convert --rescale --tune DB"
+    summary = "\n".join(change.change for change in changes)
     code = "\n\n".join(change.paste for change in changes)
-    return f"{said}\n{written}\n\n{code}"
+    return f"{summary}\n{outcome}\n\n{code}"
 
 
 def rule_file(
@@ -231,12 +231,12 @@ def rule_file(
     """Return a rule file (YAML) that extends a policy and keeps ops and weights in float32.
 
     Args:
-        base: the policy to extend.
-        name: of the new one.
-        title: its title.
-        ops: sites in float32, by the reason.
-        weights: names of weights that are stored in float32.
-        every: all sites and all weights, so that patterns match no others.
+        base: Policy to extend.
+        name: Name of the new policy.
+        title: Title of the new policy.
+        ops: Sites in float32, by reason.
+        weights: Names of weights stored in float32.
+        every: All sites and all weights, which the patterns must tell apart.
     """
     sites, names = every
     data: dict[str, Any] = {"name": name, "title": title, "extends": [base.location or base.name]}

@@ -47,7 +47,7 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 from ampaudit.tuning.config import TuneConfig
 from ampaudit.tuning.measured import LowPrecisionRun, run_low_precision
-from ampaudit.tuning.problem import Chosen, TuningProblem
+from ampaudit.tuning.problem import Choice, TuningProblem
 from ampaudit.tuning.search import Accuracy, TuningSearch, accuracy_of, finite_db, noise_of, tried_set
 from ampaudit.tuning.trials import Trials, follow, loaded, rescale_text, rule_file
 
@@ -55,8 +55,8 @@ __all__ = ["tune", "tuned_rules"]
 
 NAME = "tuned"
 SHOWN_NOISE = 40
-_KINDS = ("python", "import", "huggingface", "object")  # of sources whose layers are those of the user's code
-ROUNDS = 4  # of a search and an audit of what it found
+_KINDS = ("python", "import", "huggingface", "object")  # kinds of sources with layers of the user's code
+ROUNDS = 4  # rounds of a search and an audit of its result
 
 
 @with_options(TuneConfig)
@@ -86,18 +86,18 @@ def tune(
         AuditError: see ``ampaudit.core.errors``.
         PartDone: another machine has the report.
     """
-    chosen = TuneConfig.given(config, options)
-    chosen.check()
-    opened = with_plain_weights(as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed)))
-    _refuse(opened, chosen)
-    formats = ("float16", "bfloat16") if chosen.dtype == "auto" else (chosen.dtype,)
-    share: Share = chosen.share or ALONE
-    with using_twins(chosen.twins):
+    settings = TuneConfig.given(config, options)
+    settings.check()
+    opened = with_plain_weights(as_source(model, inputs, options=source or SourceConfig(seed=settings.seed)))
+    _refuse(opened, settings)
+    formats = ("float16", "bfloat16") if settings.dtype == "auto" else (settings.dtype,)
+    share: Share = settings.share or ALONE
+    with using_twins(settings.twins):
         if share.follows:
-            follow(opened, chosen, share)
-        found = [_tuned(opened, dtype, chosen, share) for dtype in formats]
+            follow(opened, settings, share)
+        reports = [_tuned(opened, dtype, settings, share) for dtype in formats]
     return min(
-        found, key=lambda report: (not report.reached, len(report.kept), -(report.measured_db or math.inf))
+        reports, key=lambda report: (not report.reached, len(report.kept), -(report.measured_db or math.inf))
     )
 
 
@@ -158,18 +158,18 @@ class _Tuning:
         self._tried: list[TriedSet] = []
 
     def report(self) -> TuningReport:
-        """Search, audit what was found, and tighten the search until the audit agrees."""
+        """Search, audit the result, and tighten the search until the audit agrees."""
         config, problem = self._config, self._low.problem
         target = config.target_db
         budget = None if target is None else noise_of(target)
         for _ in range(ROUNDS):
             with self._timing("search"):
-                search, chosen, needed = self._searched(problem, budget)
+                search, choice, needed = self._searched(problem, budget)
             self._tried += search.tried
             with self._timing("audits"):
-                final = self._final(chosen if chosen is not None else frozenset(problem.free), problem)
+                final = self._final(choice if choice is not None else frozenset(problem.free), problem)
             broken, low = self._broken(final), self._low_casts(final)
-            if final.accuracy.reached or (chosen is None and not broken):
+            if final.accuracy.reached or (choice is None and not broken):
                 break
             if low:
                 self._trials.keep_low(low)
@@ -182,35 +182,35 @@ class _Tuning:
                 budget *= min(noise_of(target) / final.accuracy.noise, 0.99)
         if not final.accuracy.reached:
             final = self._audited_along(search, final) or final
-        made = tuning_report(
+        report = tuning_report(
             Tuned(self._low, problem, search, final, needed, tuple(self._tried), dict(self._seconds))
         )
-        return self._with_rescale(made)
+        return self._with_rescale(report)
 
     def _searched(
         self, problem: TuningProblem, budget: float | None
-    ) -> tuple[TuningSearch, Chosen | None, dict[str, Accuracy]]:
-        """Search a choice; with what the absence of each op shows, if that was asked for."""
+    ) -> tuple[TuningSearch, Choice | None, dict[str, Accuracy]]:
+        """Search for a choice; with ``exhaustive``, also measure the accuracy without each op."""
         search = TuningSearch(problem, self._trials.accuracy, budget, self._config.on_progress)
-        chosen = search.solved()
-        if chosen is None or not self._config.exhaustive:
-            return search, chosen, {}
-        return search, *search.minimal(chosen)
+        choice = search.cheapest()
+        if choice is None or not self._config.exhaustive:
+            return search, choice, {}
+        return search, *search.minimize(choice)
 
     def _audited_along(self, search: TuningSearch, short: Final) -> Final | None:
-        """Return the cheapest point of the frontier whose audit is right, where trials were not."""
+        """Return the cheapest point of the frontier whose audit passes, where that of the result did not."""
         problem = search.problem
-        points = [point.chosen for point in search.solver.frontier()]
-        points = [chosen for chosen in points if problem.cost(chosen) > problem.cost(short.chosen)]
+        points = [point.choice for point in search.solver.frontier()]
+        points = [choice for choice in points if problem.cost(choice) > problem.cost(short.choice)]
         points.append(frozenset(problem.free))
         best: Final | None = None
         low, high = -1, len(points) - 1
         middle = high  # everything in float32 first: if that falls short, all do
         while middle > low:
             with self._timing("audits"):
-                found = self._final(points[middle], problem)
-            if found.accuracy.reached:
-                best, high = found, middle
+                audited = self._final(points[middle], problem)
+            if audited.accuracy.reached:
+                best, high = audited, middle
             elif best is None:
                 return None
             else:
@@ -226,7 +226,7 @@ class _Tuning:
 
     def _with_rescale(self, report: TuningReport) -> TuningReport:
         """Add a rescaled residual stream, if less must stay in float32 after it."""
-        if not any(kept.why == "range" for kept in report.kept):
+        if not any(op.why == "range" for op in report.kept):
             return report
         trials = self._trials.rescaled()
         if trials is None:
@@ -235,10 +235,10 @@ class _Tuning:
         better = after.reached and (not report.reached or len(after.kept) < len(report.kept))
         return replace(report, rescale=rescale_text(trials.changes, after)) if better else report
 
-    def _final(self, chosen: Chosen, problem: TuningProblem) -> Final:
+    def _final(self, choice: Choice, problem: TuningProblem) -> Final:
         """Audit a choice under its rule file."""
         self._config.on_progress("auditing the policy", 0, 0)
-        text = policy_text(self._low, problem, chosen)
+        text = policy_text(self._low, problem, choice)
         target, drop = self._config.target_db, self._config.metric_drop
         audited, metric = self._trials.audit(text)
         db = _accuracy(audited.report)
@@ -247,34 +247,34 @@ class _Tuning:
         else:
             fits = db is None or target is None or db >= target
             accuracy = Accuracy(db, fits and audited.report.exit_code == 0)
-        self._tried.append(tried_set(problem, chosen, accuracy, "final", "the policy, audited as a whole"))
+        self._tried.append(tried_set(problem, choice, accuracy, "final", "the policy, audited as a whole"))
         if not accuracy.reached and (appeared := self._appeared(audited) - self._low.appeared):
             self._low.appeared.update(appeared)
-            return self._final(chosen, problem)
-        return Final(chosen, text, audited, accuracy)
+            return self._final(choice, problem)
+        return Final(choice, text, audited, accuracy)
 
     def _appeared(self, audited: Audited) -> set[str]:
-        """Return 16-bit ops of a policy's trace that are none with everything in 16 bits.
+        """Return 16-bit ops of a policy's trace that do not exist with everything in 16 bits.
 
-        Some ops are split, or have another name, once their input is in float32.
+        Some ops are split, or renamed, once their input is in float32.
         """
-        known = {site.id for site in self._low.audit.sites}
+        low_ops = {site.id for site in self._low.audit.sites}
         sites = (site for site in audited.audit.converted.traced.sites if site.facts is not None)
-        return {s.id for s in sites if s.decision.cast is Cast.LOWER and s.id not in known}
+        return {s.id for s in sites if s.decision.cast is Cast.LOWER and s.id not in low_ops}
 
     def _broken(self, final: Final) -> frozenset[str]:
-        """Return ops at which the audit found errors, and which are in 16 bits."""
+        """Return the 16-bit ops at which the audit found errors."""
         values = self._low.problem.graph.values
         errors = {f.site for f in final.audited.report.findings if f.severity == Severity.ERROR}
-        return frozenset(s for s in errors if s in values and values[s].free and s not in final.chosen)
+        return frozenset(s for s in errors if s in values and values[s].free and s not in final.choice)
 
     def _low_casts(self, final: Final) -> frozenset[str]:
-        """Return casts in the model's code that are to 16 bits although what they take is in float32.
+        """Return casts in the model's code to 16 bits whose inputs are in float32.
 
-        What ``x.to(y.dtype)`` does depends on the policy; it is taken for a cast to whatever ``x`` has.
+        The target of ``x.to(y.dtype)`` depends on the policy; the problem assumes the dtype of ``x``.
         """
         values = self._low.problem.graph.values
-        wide = self._low.problem.graph.in_float32(final.chosen)
+        wide = self._low.problem.graph.in_float32(final.choice)
         sites = final.audited.audit.converted.traced.sites
         casts = (site.id for site in sites if site.role is Role.CAST and site.dtype in LOW_PRECISION_DTYPES)
         return frozenset(name for name in casts if name in wide and values[name].kind is ValueKind.FOLLOW)
@@ -290,14 +290,8 @@ def _accuracy(report: Report) -> float | None:
 def pytorch_code(trials: Trials, report: TuningReport) -> str:
     """Return code that casts a model and keeps the layers of what a tuning keeps in float32.
 
-    Layers are kept as a whole, so more than the choice is in float32.
-
-    Args:
-        trials: have the model, the format and the device.
-        report: of the tuning.
-
-    Returns:
-        The code; empty if it does not reach the accuracy, or no layer has the ops.
+    Layers are kept as a whole, so more than the choice is in float32. The code is empty if it does not reach
+    the accuracy, or if no layer has the ops.
     """
     source, form = trials.source, trials.number_format
     if source.kind not in _KINDS or not report.reached:
@@ -313,23 +307,26 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     context = context_of(audit, form, settings)
     subject = AdviceContext(source.model, half, context)
     attempts = Attempts(subject, source, plan, settings, refused_sites(context), ())
-    members = [Kept(tuple(SiteId(kept.site) for kept in report.kept), "")] if report.kept else []
+    members = [Kept(tuple(SiteId(op.site) for op in report.kept), "")] if report.kept else []
     members += [Kept((), "", weight.name) for weight in report.weights]
     tensors = (leaf for batch in source.batches for leaf in tensor_leaves(batch.args, batch.kwargs))
     floats = any(tensor.is_floating_point() for tensor in tensors)
     then = f"\n# it takes floating-point inputs in {form.name}" if floats else ""
     if not members:
         return f"model.{half_method(form)}(){then}" if attempts.judged(context).cures else ""
-    written = with_code(subject, members)
-    attempt = attempts.run(written[1]) if written is not None else None
-    return f"{written[0]}{then}" if written is not None and attempt is not None and attempt.cures else ""
+    suggestion = with_code(subject, members)
+    if suggestion is None:
+        return ""
+    text, proposal = suggestion
+    attempt = attempts.run(proposal)
+    return f"{text}{then}" if attempt is not None and attempt.cures else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Final:
     """A choice with its rule file, audited as a whole."""
 
-    chosen: Chosen
+    choice: Choice
     text: str
     audited: Audited
     accuracy: Accuracy
@@ -337,16 +334,16 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        low: the run with everything in 16 bits.
-        problem: what was chosen from, with all that turned out to be out of range.
-        search: the last one.
-        final: the result.
-        needed: by op, what its absence shows.
-        tried: all choices that were run.
-        seconds: wall time by phase.
+        low: Run with everything in 16 bits.
+        problem: Final problem, with all ops that turned out to be out of range.
+        search: Last search.
+        final: Choice with its audit.
+        needed: Accuracy without each op.
+        tried: All choices that were run.
+        seconds: Wall time by phase, in seconds.
     """
 
     low: LowPrecisionRun
@@ -358,9 +355,9 @@ class Tuned:
     seconds: dict[str, float]
 
 
-def policy_text(low: LowPrecisionRun, problem: TuningProblem, chosen: Chosen) -> str:
+def policy_text(low: LowPrecisionRun, problem: TuningProblem, choice: Choice) -> str:
     """Return the rule file of a choice."""
-    values, ops = problem.graph.values, problem.ops(chosen)
+    values, ops = problem.graph.values, problem.ops(choice)
     stored = [name for name, value in values.items() if value.kind is ValueKind.WEIGHT]
     groups = {
         Reason.RANGE: [
@@ -380,7 +377,7 @@ def policy_text(low: LowPrecisionRun, problem: TuningProblem, chosen: Chosen) ->
     target = low.trials.config.target_db
     goal = "" if target is None else f", for {target:g} dB"
     title = f"{plural(len(ops), 'op')} in float32{goal} in {dtype_name(low.trials.dtype)}"
-    weights = [name for name in stored if name in chosen]
+    weights = [name for name in stored if name in choice]
     return rule_file(low.trials.base, NAME, title, groups, weights, (every, stored))
 
 
@@ -404,13 +401,13 @@ def tuning_report(tuned: Tuned) -> TuningReport:
         low_db=finite_db(start.db),
         low_broken=start.db == -math.inf,
         low_predicted_db=accuracy_of(problem.noise(frozenset())),
-        predicted_db=accuracy_of(problem.noise(final.chosen)),
+        predicted_db=accuracy_of(problem.noise(final.choice)),
         measured_db=finite_db(final.accuracy.db),
         ops=len(problem.ops(frozenset(problem.free))),
         kept=tuple(_kept_ops(tuned)),
-        lower_bound=_least_ops(tuned),
+        lower_bound=_min_ops(tuned),
         minimal=config.exhaustive and final.accuracy.reached,
-        casts=len(problem.borders(problem.graph.in_float32(final.chosen))),
+        casts=len(problem.borders(problem.graph.in_float32(final.choice))),
         weights=tuple(_kept_weights(tuned)),
         bytes_before=weights.before,
         bytes_after=weights.after,
@@ -434,26 +431,26 @@ def _appeared(low: LowPrecisionRun) -> list[str]:
 
 
 def _errors(final: Final) -> list[str]:
-    """Say what the audit of the policy finds, if that is why it is rejected."""
+    """List the errors that the audit of the policy found."""
     report = final.audited.report
     errors = dict.fromkeys(f"{f.code} at {f.site}" for f in report.active if f.severity == Severity.ERROR)
     return [f"the audit of the policy has errors: {', '.join(list(errors)[:3])}"] if errors else []
 
 
-def _least_ops(tuned: Tuned) -> int:
-    """Return how many ops must stay in float32 under the model of errors, calibrated by the result's run."""
+def _min_ops(tuned: Tuned) -> int:
+    """Return a lower bound on the ops in float32 under the error model, calibrated by the final run."""
     final, target = tuned.final, tuned.low.trials.config.target_db
     if target is None or not final.accuracy.reached:
         return len(tuned.problem.ops(tuned.problem.required))
-    predicted, measured = tuned.problem.noise(final.chosen), final.accuracy.noise
-    # one run that came out better than predicted says that others may
+    predicted, measured = tuned.problem.noise(final.choice), final.accuracy.noise
+    # if one run is better than predicted, others may be
     scale = max(predicted / measured, 1.0) if measured and predicted else 1.0
-    return tuned.search.solver.least_ops(noise_of(target) * scale)
+    return tuned.search.solver.min_ops(noise_of(target) * scale)
 
 
 def _kept_ops(tuned: Tuned) -> list[KeptOp]:
-    problem, chosen = tuned.problem, tuned.final.chosen
-    return [_kept_op(tuned, problem.graph.values[name]) for name in problem.ops(chosen)]
+    problem, choice = tuned.problem, tuned.final.choice
+    return [_kept_op(tuned, problem.graph.values[name]) for name in problem.ops(choice)]
 
 
 def _kept_op(tuned: Tuned, value: PrecisionValue) -> KeptOp:
@@ -462,7 +459,7 @@ def _kept_op(tuned: Tuned, value: PrecisionValue) -> KeptOp:
     assert site is not None
     measured = tuned.needed.get(name)
     out = name in problem.required
-    without = None if out else accuracy_of(problem.noise(tuned.final.chosen - {name}))
+    without = None if out else accuracy_of(problem.noise(tuned.final.choice - {name}))
     if out:
         text = tuned.low.ranges.get(name, "it reads values near the limit of 16 bits, or beyond it")
     else:
@@ -481,40 +478,40 @@ def _kept_op(tuned: Tuned, value: PrecisionValue) -> KeptOp:
 
 
 def _kept_weights(tuned: Tuned) -> list[KeptWeight]:
-    problem, chosen = tuned.problem, tuned.final.chosen
-    traced, found = tuned.low.audit.converted.traced, list[KeptWeight]()
+    problem, choice = tuned.problem, tuned.final.choice
+    traced, weights = tuned.low.audit.converted.traced, list[KeptWeight]()
     nodes = {place.name: place.node for place in traced.placeholders}
     for name, value in problem.graph.values.items():
-        if value.kind is ValueKind.WEIGHT and name in chosen and name in nodes:
+        if value.kind is ValueKind.WEIGHT and name in choice and name in nodes:
             out = name in problem.required
-            without = None if out else accuracy_of(problem.noise(chosen - {name}))
+            without = None if out else accuracy_of(problem.noise(choice - {name}))
             extra = 2 * traced.tensors[nodes[name]].numel()
-            found.append(KeptWeight(name, extra, "range" if out else "accuracy", without))
-    return found
+            weights.append(KeptWeight(name, extra, "range" if out else "accuracy", without))
+    return weights
 
 
 def _frontier(tuned: Tuned) -> list[FrontierPoint]:
     """Return the points of the frontier, with the result among them, by growing accuracy."""
     problem, final = tuned.problem, tuned.final
-    points = {point.chosen: point.noise for point in tuned.search.solver.frontier()}
-    points.setdefault(final.chosen, problem.noise(final.chosen))
+    points = {point.choice: point.noise for point in tuned.search.solver.frontier()}
+    points.setdefault(final.choice, problem.noise(final.choice))
     every = max(len(problem.ops(frozenset(problem.free))), 1)
-    found = []
-    for chosen, noise in sorted(points.items(), key=lambda item: -item[1]):
-        known = final.accuracy if chosen == final.chosen else tuned.search.known(chosen)
-        ops = len(problem.ops(chosen))
-        found.append(
+    frontier = []
+    for choice, noise in sorted(points.items(), key=lambda item: -item[1]):
+        result = final.accuracy if choice == final.choice else tuned.search.results.get(choice)
+        ops = len(problem.ops(choice))
+        frontier.append(
             FrontierPoint(
                 ops=ops,
                 share=ops / every,
-                casts=len(problem.borders(problem.graph.in_float32(chosen))),
-                cost=problem.cost(chosen),
+                casts=len(problem.borders(problem.graph.in_float32(choice))),
+                cost=problem.cost(choice),
                 predicted_db=accuracy_of(noise),
-                measured_db=None if known is None else finite_db(known.db),
-                policy=policy_text(tuned.low, problem, chosen),
-                chosen=chosen == final.chosen,
-                broken=known is not None and known.db == -math.inf,
-                weights=sum(problem.graph.values[name].kind is ValueKind.WEIGHT for name in chosen),
+                measured_db=None if result is None else finite_db(result.db),
+                policy=policy_text(tuned.low, problem, choice),
+                chosen=choice == final.choice,
+                broken=result is not None and result.db == -math.inf,
+                weights=sum(problem.graph.values[name].kind is ValueKind.WEIGHT for name in choice),
             )
         )
-    return found
+    return frontier

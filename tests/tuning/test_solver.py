@@ -34,9 +34,9 @@ def problems(draw: st.DrawFn) -> TuningProblem:
 @given(problem=problems(), share=st.floats(0.05, 0.95))
 def test_no_subset_within_the_budget_costs_less(problem: TuningProblem, share: float) -> None:
     budget = problem.noise(frozenset()) * share
-    subsets = (frozenset(chosen) for size in range(6) for chosen in combinations(NAMES, size))
-    least = min(problem.cost(chosen) for chosen in subsets if problem.noise(chosen) <= budget)
+    subsets = (frozenset(choice) for size in range(6) for choice in combinations(NAMES, size))
+    least = min(problem.cost(choice) for choice in subsets if problem.noise(choice) <= budget)
     found = Solver(problem).solve(budget, gap=0.0)
     assert found is not None
-    assert problem.noise(found.chosen) <= budget * (1 + 1e-9)
+    assert problem.noise(found.choice) <= budget * (1 + 1e-9)
     assert found.cost == pytest.approx(least, rel=1e-6)

@@ -14,11 +14,11 @@ import ampaudit
 from ampaudit.audit.metric import within_drop
 from ampaudit.core.errors import AuditError
 from ampaudit.report.tuning import TuningReport
-from ampaudit.tuning.problem import Chosen
+from ampaudit.tuning.problem import Choice
 from ampaudit.tuning.search import Accuracy
 from ampaudit.tuning.trials import Trials
 
-Runs = dict[Chosen, Accuracy]
+Runs = dict[Choice, Accuracy]
 
 
 class Model(nn.Module):
@@ -47,8 +47,8 @@ def tuned(
     found = set[float]()
     run = Trials.accuracy
 
-    def noted(trials: Trials, chosen: Chosen) -> Accuracy:
-        accuracy = run(trials, chosen)
+    def noted(trials: Trials, choice: Choice) -> Accuracy:
+        accuracy = run(trials, choice)
         found.add(round(accuracy.db, 2) if accuracy.db is not None else 999.0)
         return accuracy
 
