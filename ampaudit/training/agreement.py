@@ -1,4 +1,4 @@
-"""Lets processes that hold parts of a model's gradients agree whether one of them is inf or NaN."""
+"""Agreement on overflow between processes that hold parts of a model's gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ __all__ = ["agree", "own_part", "own_parts", "parameters_of", "process_groups"]
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's own part of a sharded tensor, without its graph but with its memory."""
-    given: Any = tensor.detach()
-    part: torch.Tensor = given.to_local() if isinstance(given, DTensor) else given
+    """Return this process's local part of a sharded tensor, detached, sharing its memory."""
+    local: Any = tensor.detach()
+    part: torch.Tensor = local.to_local() if isinstance(local, DTensor) else local
     return part
 
 
 def own_parts(optimizer: Any) -> Any:
-    """Return what GradScaler reads of an optimizer, with this process's own part of each sharded gradient.
+    """Return an optimizer proxy for GradScaler with the local part of each sharded gradient.
 
-    Of gradients that stand together, torch checks whole and sharded ones only apart, and looks at the first
-    one's sharding for all.
+    Torch cannot check whole and sharded gradients together: it assumes the first one's sharding for all.
     """
     parts = [_stand_in(p) if isinstance(p.grad, DTensor) else p for p in parameters_of(optimizer)]
     return SimpleNamespace(param_groups=[{"params": parts}])
@@ -34,9 +33,9 @@ def own_parts(optimizer: Any) -> Any:
 
 def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
-    made = own_part(parameter.grad)
-    made.grad = own_part(parameter.grad)
-    return made
+    proxy = own_part(parameter.grad)
+    proxy.grad = own_part(parameter.grad)
+    return proxy
 
 
 def process_groups(optimizer: Any) -> list[Any]:
@@ -52,22 +51,22 @@ def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def agree(
-    found: dict[torch.device, torch.Tensor], groups: Sequence[Any], device: torch.device
+    verdicts: dict[torch.device, torch.Tensor], groups: Sequence[Any], device: torch.device
 ) -> torch.Tensor:
-    """Make each process's verdict that of all, in place.
+    """Combine the verdicts of all processes, in place.
 
     Args:
-        found: by device, 1 if a gradient is inf or NaN; empty if this process has no gradients, and filled if
-            another has some.
-        groups: that agree, one after another; ``True`` for all processes.
-        device: on which they do.
+        verdicts: Scalars by device, 1 if a gradient is inf or NaN. Empty if this process has no gradients;
+            filled if another one has some.
+        groups: Process groups to reduce over, one after another; ``True`` for all processes.
+        device: Device of the communication.
 
     Returns:
-        The verdict of each rank.
+        The verdict of each rank, of shape (ranks,).
 
     Raises:
-        RunFailed: a process is gone.
-        UsageError: there are no groups yet.
+        RunFailed: A process is gone.
+        UsageError: ``torch.distributed`` is not initialized.
     """
     if not dist.is_initialized():
         raise UsageError(
@@ -75,22 +74,22 @@ def agree(
             hint="call torch.distributed.init_process_group first, or leave out group=",
         )
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    told = torch.zeros(ranks + 1, device=device)  # last: whether anybody has gradients
-    if found:
-        told[rank] = torch.stack([verdict.to(device) for verdict in found.values()]).amax()
-        told[ranks] = 1.0
+    by_rank = torch.zeros(ranks + 1, device=device)  # last: whether anybody has gradients
+    if verdicts:
+        by_rank[rank] = torch.stack([verdict.to(device) for verdict in verdicts.values()]).amax()
+        by_rank[ranks] = 1.0
     for group in groups:
-        _all_reduce(told, group)
-    if not found and told[ranks]:
-        found[device] = torch.zeros((), device=device)
-    for verdict in found.values():
-        verdict.copy_(told[:ranks].amax())
-    return told[:ranks]
+        _all_reduce(by_rank, group)
+    if not verdicts and by_rank[ranks]:
+        verdicts[device] = torch.zeros((), device=device)
+    for verdict in verdicts.values():
+        verdict.copy_(by_rank[:ranks].amax())
+    return by_rank[:ranks]
 
 
-def _all_reduce(told: torch.Tensor, group: Any) -> None:
+def _all_reduce(tensor: torch.Tensor, group: Any) -> None:
     try:
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=None if group is True else group)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=None if group is True else group)
     except (RuntimeError, dist.DistBackendError) as error:
         raise RunFailed(
             f"a process of the group is gone: they could not agree about this step ({first_line(error)})",

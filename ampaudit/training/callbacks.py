@@ -16,12 +16,12 @@ __all__ = ["HealthRecorder"]
 
 
 class HealthRecorder:
-    """Records a run from start to end, and writes the report.
+    """Record a run from start to end, and write the report.
 
     Args:
-        path: of the JSON report; ``None`` writes none.
-        every: measure one step in this many.
-        dtype: the 16-bit format to judge the run by; by default the trainer's.
+        path: File of the JSON report; ``None`` writes none.
+        every: Interval of measured steps.
+        dtype: 16-bit format to judge the run by; by default the trainer's.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class HealthRecorder:
         return None if self._monitor is None else self._monitor.report()
 
     def _start(self, model: nn.Module, optimizers: Any, scaler: Any, trained_in: str | None) -> None:
-        """Watch the optimizers of a trainer that is set to a 16-bit format, or to none."""
+        """Watch the optimizers of a trainer; ``trained_in`` is its 16-bit format, if it has one."""
         dtype, reason = (trained_in, "the trainer's format") if self._dtype is None else (self._dtype, "")
         self._monitor = watch_as(model, optimizers, scaler, self._every, dtype, reason)
 

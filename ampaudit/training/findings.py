@@ -19,11 +19,11 @@ from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Va
 
 __all__ = ["diverged_at", "findings_of", "smoothed_end", "training_report", "watched_report"]
 
-MAX_RELATIVE = 0.1  # of FP32's smoothed loss
-MAX_OF_START = 0.02  # of FP32's first loss
+MAX_RELATIVE = 0.1  # deviation, relative to FP32's smoothed loss
+MAX_OF_START = 0.02  # deviation, relative to FP32's first loss
 MAX_LOST = 0.1  # share of updates
 MAX_SKIPPED = 0.1  # share of steps
-MAX_METRIC_DROP = 0.05  # of FP32's metric
+MAX_METRIC_DROP = 0.05  # drop, relative to FP32's metric
 MAX_FLUSHED = 0.5  # share of gradient elements, or of second moments
 # of the gradient of a layer's weight: that of a bias below is a sum that cancels, and rounding is left
 NOISE = 2.0**-10
@@ -76,7 +76,7 @@ def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
 
 
 def _broken(health: Health) -> Iterator[str]:
-    """Say where a loop without an FP32 run to compare with broke; a skipped step does no harm."""
+    """Describe where a loop without an FP32 reference broke; skipped steps are harmless."""
     broken = [step for step in health.recorded if step.broken]
     if broken and (not all(step.skipped for step in broken) or broken[-1] is health.recorded[-1]):
         share = f"{len(broken)} of {plural(len(health.recorded), 'recorded step')}"
@@ -140,7 +140,7 @@ def _state(variant: Variant) -> Iterator[Finding]:
 
 
 def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
-    """Return gradients that are 0 unlike FP32's; without FP32, those that are all zeros."""
+    """Find gradients that are flushed to 0, compared with FP32; without FP32, those that are all zeros."""
     exact = {p.name: p.zero for p in reference.health.parameters} if reference is not None else {}
 
     def lost(parameter: ParameterHealth) -> float:
@@ -162,7 +162,7 @@ def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
 
 
 def _cancelled(health: Health) -> set[str]:
-    """Return biases whose gradient is rounding error, such as those before batch norm and of keys."""
+    """Return biases whose gradients are rounding errors, such as those before batch norm and of keys."""
     peaks = {p.name: p.largest_gradient for p in health.parameters}
     biases = {name: peak for name, peak in peaks.items() if name.endswith("bias") and peak}
     weights = {name: peaks.get(name.removesuffix("bias") + "weight") or 0.0 for name in biases}
@@ -249,7 +249,7 @@ def watched_report(
 
 
 def _watched_notes(healths: Sequence[Health]) -> Iterator[str]:
-    """Say what was not recorded."""
+    """Yield notes on what was not recorded."""
     if any(health.steps for health in healths) and not any(health.recorded for health in healths):
         yield "no loss was recorded: call loss(value) of the monitor in the loop"
     dropped = sum(health.dropped for health in healths)
@@ -260,24 +260,25 @@ def _watched_notes(healths: Sequence[Health]) -> Iterator[str]:
 def diverged_at(losses: Sequence[float | None], reference: Sequence[float | None]) -> int | None:
     """Return the first step from which the smoothed loss stays above FP32's; ``None`` if it does not.
 
-    Above is by more than a tenth of FP32's loss and a fiftieth of its first one; or not finite.
+    A loss is above if it exceeds FP32's by more than a tenth of it plus a fiftieth of the first FP32 loss, or
+    if it is not finite.
     """
     width = max(len(losses) // 20, 1)
     ours, theirs = _smoothed(losses, width), _smoothed(reference, width)
     start = abs(next((value for value in reference if value is not None), 0.0))
     first: int | None = None
-    for step, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+    for step, (loss, other) in enumerate(zip(ours, theirs, strict=True)):
         inside = (
-            own is not None
+            loss is not None
             and other is not None
-            and own - other <= MAX_RELATIVE * abs(other) + MAX_OF_START * start
+            and loss - other <= MAX_RELATIVE * abs(other) + MAX_OF_START * start
         )
         first = None if inside else (step if first is None else first)
     return first
 
 
 def smoothed_end(losses: Sequence[float | None]) -> float | None:
-    """Return the mean of the last tenth; ``None`` if one of them is not finite, or there is none."""
+    """Return the mean of the last tenth; ``None`` if there is none, or one is not finite."""
     last = losses[-max(len(losses) // 10, 1) :]
     if not last or any(value is None for value in last):
         return None

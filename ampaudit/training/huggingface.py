@@ -14,20 +14,20 @@ __all__ = ["TransformersHealthCallback"]
 
 
 class TransformersHealthCallback(HealthRecorder, TrainerCallback):
-    """Records the health of a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.
+    """Record the health of a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.
 
-    The Trainer logs the mean loss of the ``logging_steps`` since the last log: each of them gets that mean.
+    The Trainer logs the mean loss of ``logging_steps`` steps; that mean is recorded for each of them.
 
     A callback does not know its trainer. With ``trainer.add_callback(TransformersHealthCallback(...,
-    trainer=trainer))``, the trainer logs the numbers of the last watched step as ``ampaudit/...`` with its
-    own, so they reach whatever ``report_to`` names.
+    trainer=trainer))``, the trainer also logs the numbers of the last watched step as ``ampaudit/...``, so
+    they reach whatever ``report_to`` names.
 
     Args:
-        path: of the JSON report; ``None`` writes none.
-        every: measure one step in this many.
-        dtype: the 16-bit format to judge the run by; by default the trainer's.
-        scaler: the loss scaler; by default Accelerate's, if there is one.
-        trainer: the trainer that logs.
+        path: File of the JSON report; ``None`` writes none.
+        every: Interval of measured steps.
+        dtype: 16-bit format to judge the run by; by default the trainer's.
+        scaler: Loss scaler; by default Accelerate's, if there is one.
+        trainer: Trainer that logs the numbers.
     """
 
     def __init__(

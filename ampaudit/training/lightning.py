@@ -13,24 +13,23 @@ __all__ = ["LightningHealthCallback"]
 
 
 class LightningHealthCallback(HealthRecorder, Callback):
-    """Records the health of a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``.
+    """Record the health of a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``.
 
-    It watches every optimizer of the module, in automatic and manual optimization; the loss of a step is
-    what was backpropagated for it: with several optimizers, the sum of the losses that reached its own
-    parameters. The numbers of the last watched step are logged by the module's own ``log`` as
-    ``ampaudit/...``, so they reach the trainer's loggers and callbacks.
+    Every optimizer of the module is watched, in automatic and manual optimization. The loss of a step is the
+    sum of the losses that were backpropagated to its optimizer's parameters. The module's ``log`` logs the
+    numbers of the last watched step as ``ampaudit/...``, so they reach the trainer's loggers and callbacks.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start recording with the optimizers and the precision plugin's scaler."""
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-        self._backpropagated: list[tuple[torch.Tensor, list[int]]] = []  # with the counts of gradients before
+        self._backpropagated: list[tuple[torch.Tensor, list[int]]] = []  # losses, with prior gradient counts
         self._stepped = False
         trained_in = {"bf16": "bfloat16", "16": "float16"}.get(trainer.precision.partition("-")[0])
         self._start(pl_module, trainer.optimizers, self._scaler, trained_in)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Forget the losses of a step that was taken: this batch may have none."""
+        """Forget the losses of the previous step: this batch may have none."""
         del trainer, pl_module, batch, batch_idx
         self._forget()
 

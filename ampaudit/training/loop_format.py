@@ -14,21 +14,21 @@ __all__ = ["LoopFormat"]
 
 
 class LoopFormat:
-    """The format of a loop: the one that is given, that of its parameters, or that of autocast.
+    """The format of a loop: the caller's, that of the parameters, or that of autocast.
 
-    Autocast is seen in the forward passes before the first measured step; without any, it is float16.
+    Autocast is detected in the forward passes before the first measured step; the default is float16.
 
     Args:
-        model: the model that is trained.
-        given: the format, if the caller knows it.
-        reason: how the caller knows it, if the report should say so.
+        model: Model that is trained.
+        dtype: Format, if the caller knows it.
+        reason: Source of the caller's format, for the report.
 
     Attributes:
-        form: the format.
-        reason: where it is from, to follow the format's name; empty if the user gave it.
+        form: Number format.
+        reason: Source of the format, as it follows the format's name; empty if the user chose it.
     """
 
-    def __init__(self, model: nn.Module, given: Dtype | None, reason: str = "") -> None:
+    def __init__(self, model: nn.Module, dtype: Dtype | None, reason: str = "") -> None:
         self.form: NumberFormat = FLOAT16
         self.reason = "by default: the loop has neither 16-bit parameters nor autocast"
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -36,9 +36,9 @@ class LoopFormat:
         for parameter in model.parameters():
             if parameter.dtype in sizes:
                 sizes[parameter.dtype] += parameter.numel()
-        largest = max(sizes, key=lambda dtype: sizes[dtype])
-        if given is not None:
-            self.form, self.reason = low_precision_format(given), reason
+        largest = max(sizes, key=sizes.__getitem__)
+        if dtype is not None:
+            self.form, self.reason = low_precision_format(dtype), reason
         elif sizes[largest]:
             self.form, self.reason = format_named(dtype_name(largest)), "the format of the parameters"
         else:

@@ -1,7 +1,7 @@
-"""Wrappers that compute a model in another way, over its own parameters and submodules.
+"""Wrappers that compute a model in mixed precision, over the model's own parameters and submodules.
 
-The graph is that of the whole model; DTensor computes each op on the parts and exchanges what the op needs.
-So inputs and outputs are whole, and the layouts that a plan gives to what passes between layers are not used.
+The graph is that of the whole model; DTensor computes each op on the shards and communicates as needed.
+Inputs and outputs are therefore whole, and a plan's layouts of activations between layers are not used.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Executable = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 
 
 class ModelProxy(nn.Module):
-    """Wraps a model; optimizers, checkpoints and DDP see the model's own tensors.
+    """Wrap a model such that optimizers, checkpoints and DDP see the model's own tensors.
 
     Args:
-        model: the user's; called itself, it computes as before.
+        model: User's model; calling it directly computes as before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,12 +94,12 @@ class ModelProxy(nn.Module):
 
 
 class AutocastModule(ModelProxy):
-    """Runs the model's own code under autocast, if no graph can contain it; outputs are float32.
+    """Run the model's own code under autocast, for models that no graph can contain; outputs are float32.
 
     Args:
-        model: the user's.
-        device: device type of the autocast.
-        dtype: its 16-bit format.
+        model: User's model.
+        device: Device type of autocast.
+        dtype: 16-bit format of autocast.
     """
 
     def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
@@ -128,10 +128,10 @@ def in_float32(output: Any) -> Any:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Return whether parameters of a model are spread over processes, other than by FSDP as a whole.
+    """Return whether parameters of a model are DTensors.
 
     Raises:
-        UsageError: its layers are sharded by FSDP one by one.
+        UsageError: FSDP shards single layers of the model.
     """
     if not any(isinstance(tensor, DTensor) for tensor in named_tensors(model).values()):
         return False
@@ -145,7 +145,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def without_plan(model: nn.Module) -> nn.Module:
-    """Return a copy, with the same parameters, that does not redistribute what passes between layers."""
+    """Return a copy with the same parameters and without the hooks that redistribute activations."""
     copied = structural_copy(model, {id(tensor): tensor for tensor in named_tensors(model).values()})
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -156,11 +156,11 @@ def without_plan(model: nn.Module) -> nn.Module:
 
 
 def on_shards(run: Executable, values: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Run a graph on values of which some may be spread over processes, and return whole outputs.
+    """Run a graph on values that may be DTensors, and return whole outputs.
 
     Raises:
-        UsageError: parameters are spread in several ways.
-        RunFailed: DTensor has no way to compute an op.
+        UsageError: Parameters are spread over different meshes.
+        RunFailed: DTensor cannot compute an op.
     """
     meshes = list(dict.fromkeys(value.device_mesh for value in values if isinstance(value, DTensor)))
     if not meshes:
@@ -177,25 +177,27 @@ def on_shards(run: Executable, values: Sequence[torch.Tensor]) -> tuple[Any, ...
 
 
 def _placed(value: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """Return a value as autograd shall see it: with a gradient that is placed like the value."""
+    """Return a DTensor whose gradient has the placements of the value."""
     if isinstance(value, DTensor):
         return value.redistribute(placements=value.placements)
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def replicated(value: Any, like: torch.Tensor) -> Any:
-    """Return a tensor that a graph makes of nothing, next to those that are spread over processes."""
+    """Return a constant of the graph, replicated over the mesh of ``like`` if that is a DTensor."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor):
         return value
     return _placed(value, like.device_mesh)
 
 
 def by_parts(function: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-    """Apply a function of each element to the parts of a tensor; what is still to be added up is, before."""
+    """Apply an elementwise function to the local part of a tensor, after reducing partial sums."""
     if not isinstance(value, DTensor):
         return function(value)
-    kept = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
-    value = value.redistribute(placements=kept)
-    made = function(value.to_local())
+    placements = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
+    value = value.redistribute(placements=placements)
+    result = function(value.to_local())
     shape, stride = value.shape, value.stride()
-    return DTensor.from_local(made, value.device_mesh, kept, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        result, value.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )

@@ -1,4 +1,4 @@
-"""Runs a model in mixed precision, tracing it once for each kind of input."""
+"""A module that computes a model in mixed precision, traced once for each kind of input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["KEEPS_ACTIVATIONS", "MixedModule", "ModuleConfig", "round_through"]
 
 
 KEEPS_ACTIVATIONS = "activations that the model's code recomputes are kept: the same values, in more memory"
-_MAX_RETRACES = 3  # from then on it is no value that is worked out once
+_MAX_RETRACES = 3  # after more traces, warn that the model is traced again for each call
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class ModuleConfig:
     """The configuration of a mixed-precision module.
 
     Attributes:
-        rules: the policy.
-        author_rules: what the model's own autocast regions mean.
-        number_format: the 16-bit format.
-        emulate: whether 16 bits are emulated in float32.
+        rules: Policy.
+        author_rules: Policy of the model's own autocast regions.
+        number_format: 16-bit format.
+        emulate: Whether 16 bits are emulated in float32.
     """
 
     rules: RuleSet
@@ -66,7 +66,7 @@ class ModuleConfig:
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """The format as torch's dtype."""
+        """The 16-bit format as a torch dtype."""
         return torch_dtype(self.number_format)
 
 
@@ -75,21 +75,21 @@ class _Compiled:
     run: Executable
     traced: TracedModel
     structure: OutputStructure
-    names: Mapping[str, str]  # of parameters and buffers: the graph's name, and the module's
+    names: Mapping[str, str]  # names of parameters and buffers, from the graph's to the module's
 
 
 class MixedModule(ModelProxy):
-    """Computes a model with a policy's casts in its graph.
+    """Compute a model with a policy's casts in its graph.
 
     Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
-    The model is traced for each kind of call: shapes and dtypes, names, arguments that are no tensors, and
-    what the model's code can read, such as modes, attributes and hooks. A model that counts its calls, or
-    draws random numbers in Python, is traced again for each. A policy's measured rules see the first inputs,
-    and what they decide stays.
+    The model is traced once for each combination of shapes, dtypes, names, arguments other than tensors, and
+    state that the model's code can read, such as modes, attributes and hooks. A model that counts its calls,
+    or draws random numbers in Python, is traced for each call. A policy's measured rules decide once, on the
+    first inputs.
 
     Args:
-        model: the user's.
-        config: how to compute.
+        model: User's model.
+        config: Policy and formats.
     """
 
     def __init__(self, model: nn.Module, config: ModuleConfig) -> None:
@@ -134,7 +134,7 @@ class MixedModule(ModelProxy):
         return compiled
 
     def _warn(self, traced: TracedModel) -> None:
-        """Warn once about what the graph leaves out, or that each call costs a trace."""
+        """Warn once about code that the graph leaves out, or about repeated tracing."""
         self._ampaudit_retraced += traced.random_constants or any(change.plain for change in traced.changes)
         stored = [change.name for change in traced.changes if not change.plain]
         if stored and not self._ampaudit_stored:
@@ -165,10 +165,10 @@ class MixedModule(ModelProxy):
                 f"forward changes {traced.changes[0].name}, and parameters are spread over processes",
                 hint="use ampaudit.prepare(..., how='autocast')",
             )
-        own = [name for name in traced.custom_functions if name != CHECKPOINT]
-        if own:
+        functions = [name for name in traced.custom_functions if name != CHECKPOINT]
+        if functions:
             raise UsageError(
-                f"the model defines its own backward ({', '.join(own)}), which a graph cannot contain",
+                f"the model defines its own backward ({', '.join(functions)}), which a graph cannot contain",
                 hint="use ampaudit.prepare(..., how='autocast')",
             )
         if traced.structure is None or traced.structure.has_objects:
@@ -181,7 +181,7 @@ class MixedModule(ModelProxy):
         return _Compiled(make(traced), traced, traced.structure, names)
 
     def _whole(self) -> nn.Module:
-        """Return the model as it is traced: one whose layers do not exchange what passes between them."""
+        """Return the model to trace, without the hooks that redistribute activations."""
         if not is_spread(self.original):
             return self.original
         if self._ampaudit_config.rules.measured:
@@ -196,16 +196,16 @@ class MixedModule(ModelProxy):
         config = self._ampaudit_config
         device = next(iter(self.original.parameters()), torch.empty(0)).device
         plan = RunConfig(config.rules, config.author_rules, config.number_format, device)
-        seen, _ = measure(self.original, [Batch(args, kwargs)], plan, silent)
-        return seen
+        measurements, _ = measure(self.original, [Batch(args, kwargs)], plan, silent)
+        return measurements
 
     def _values(self, compiled: _Compiled, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Look up each placeholder's value by name, since FSDP swaps parameters during a call."""
-        traced, given = compiled.traced, iter(inputs)
+        traced, remaining = compiled.traced, iter(inputs)
         values: list[torch.Tensor] = []
         for place in traced.placeholders:
             if place.slot is Slot.INPUT:
-                value = next(given)
+                value = next(remaining)
             elif place.slot is Slot.CONSTANT:
                 value = traced.tensors[place.node]
             else:
@@ -234,7 +234,7 @@ class MixedModule(ModelProxy):
 
 
 class _RoundFunction(torch.autograd.Function):
-    """Rounds a value and its gradient to the format."""
+    """Round a value and its gradient to the format."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -254,14 +254,14 @@ def round_through(value: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def native(traced: TracedModel) -> Executable:
-    """Run the graph in its own dtypes; it takes a value for each placeholder and returns the outputs."""
+    """Return a function that runs the graph in its own dtypes, on a value for each placeholder."""
     return _transformed(traced, lambda graph, node, copied: copied)
 
 
 def emulated(traced: TracedModel) -> Executable:
-    """Run the graph in float32 with each 16-bit value and gradient rounded; placeholders take float32.
+    """Return a function that runs the graph in float32 and rounds each 16-bit value and gradient.
 
-    Where several ops use a value, their gradients are added up before they are rounded.
+    Where several ops use a value, their gradients are summed before they are rounded.
     """
     # buffers are rounded by their owner: a copy could not be written to
     stored = {place.node: place.dtype for place in traced.placeholders if place.slot is not Slot.BUFFER}
@@ -279,27 +279,27 @@ def emulated(traced: TracedModel) -> Executable:
 def _transformed(
     traced: TracedModel, transform: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 ) -> Executable:
-    """Copy the graph with each result transformed, and stop gradients where the code does."""
+    """Copy the graph with each result transformed; gradients stop where the model's code stops them."""
     graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], lambda n: known[n]))
+            graph.output(fx.node.map_arg(node.args[0], lambda n: copies[n]))
             continue
-        known[node] = transform(graph, node, graph.node_copy(node, lambda n: known[n]))
+        copies[node] = transform(graph, node, graph.node_copy(node, lambda n: copies[n]))
         if node.op == "call_function" and not differentiable(node):
-            known[node] = _detached(graph, node, known[node])
+            copies[node] = _detached(graph, node, copies[node])
     return _callable(graph)
 
 
 def _replicate_constants(graph: fx.Graph) -> None:
-    """Let a graph's own tensors stand next to shards: those that it computes from no other value."""
+    """Replicate the graph's constants over the mesh of its inputs, so that DTensor accepts them."""
     like = next((node for node in graph.nodes if node.op == "placeholder"), None)
     for node in list(graph.nodes):
         if like is not None and node.op == "call_function" and not node.all_input_nodes:
             with graph.inserting_after(node):
-                made = graph.call_function(replicated, (node, like))
-            node.replace_all_uses_with(made, lambda user, made=made: user is not made)
+                constant = graph.call_function(replicated, (node, like))
+            node.replace_all_uses_with(constant, lambda user, constant=constant: user is not constant)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -308,7 +308,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _detached(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
-    """Detach what the model's code computes with gradients off."""
+    """Detach a result that the model's code computes with gradients off."""
     value = node.meta.get("val")
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     if not is_float or node.target is operator.getitem or isinstance(node.target, OnCopy):

@@ -1,7 +1,7 @@
-"""Records the steps of one optimizer through its hooks, and its scaler's.
+"""Records the steps of one optimizer through its own hooks and those of its scaler.
 
-Peaks of gradients are taken over all elements; zeros, updates and states of the optimizer over a sample of
-each parameter, which is copied before the step.
+Gradient peaks cover all elements. Zeros, updates and optimizer states are measured on a sample of each
+parameter, which is copied before the step.
 """
 
 from __future__ import annotations
@@ -31,28 +31,27 @@ from ampaudit.training.written_state import WrittenState
 
 __all__ = ["OptimizerMonitor"]
 
-SAMPLE = 1024  # elements of a parameter whose update is measured
+SAMPLE = 1024  # sampled elements of each parameter
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
-_own = threading.local()  # how many nodes the books of a thread have made, as ``nodes``
+_own = threading.local()  # ``nodes``: number of autograd nodes that this thread's loss books created
 
 
 class OptimizerMonitor:
-    """Records scales, skipped steps and losses, and on every k-th step gradients, updates and states.
+    """Record scales, skipped steps and losses, and on every k-th step gradients, updates and states.
 
-    A step ends when the optimizer has stepped, or the scaler has left it out. Numbers stay on the device
-    until ``health``.
+    A step ends when the optimizer steps or the scaler skips it. Numbers stay on the device until ``health``.
 
     Args:
-        optimizer: torch's, without wrappers.
-        scaler: the loop's, if it has an enabled one.
-        names: of the model's parameters, by identity.
-        every: measure one step in this many.
-        low: the 16-bit format that the loop is judged by.
-        state: what forward passes write.
+        optimizer: Torch optimizer, without wrappers.
+        scaler: Enabled loss scaler of the loop, if any.
+        names: Names of the model's parameters, by identity.
+        every: Interval of measured steps.
+        low: 16-bit format that the loop is judged by.
+        state: Buffers that forward passes write.
 
     Attributes:
-        storage: the dtype of the optimizer's parameters.
-        losses: by step.
+        storage: Dtype of the optimizer's parameters.
+        losses: Losses by step.
     """
 
     def __init__(
@@ -76,15 +75,15 @@ class OptimizerMonitor:
         self._scales: list[float | torch.Tensor] = []
         self._skipped: list[bool | torch.Tensor] = []
         self._skip_count: int | torch.Tensor = 0
-        self._overflows: torch.Tensor | None = None  # steps in which each rank's gradients were inf or NaN
-        self._heard: set[int] = set()  # parameters whose gradients are followed
-        self._scale: torch.Tensor | None = None  # while the scaler steps
-        self._depth = 0  # a subclass's step may call its base's, and both run the hooks
+        self._overflows: torch.Tensor | None = None  # steps with inf or NaN gradients, by rank
+        self._heard: set[int] = set()  # ids of parameters whose gradients have a hook
+        self._scale: torch.Tensor | None = None  # scale while the scaler steps
+        self._depth = 0  # nested step calls: a subclass's step may call its base's, and both run the hooks
         self._undo: list[Callable[[], None]] = []
         self.open()
 
     def open(self) -> None:
-        """Start recording, or go on."""
+        """Start or resume recording."""
         if not self._undo:
             before = self.optimizer.register_step_pre_hook(self._before)
             after = self.optimizer.register_step_post_hook(self._after)
@@ -103,17 +102,17 @@ class OptimizerMonitor:
         self.losses.record(value, step, in_closure=self._depth > 0)
 
     def _find_parameters(self) -> None:
-        """Add the optimizer's parameters that are not known yet; groups may be added later."""
-        known = {id(p) for p in self._parameters}
+        """Add new parameters of the optimizer; groups may be added during the loop."""
+        ids = {id(p) for p in self._parameters}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in known:
+                if id(parameter) not in ids:
                     name = self._all_names.get(id(parameter), f"parameter[{len(self._parameters)}]")
                     self._names.append(name)
                     self._parameters.append(parameter)
 
     def _hear_gradients(self) -> None:
-        """Follow the gradients of parameters that are new, or frozen no longer."""
+        """Hook the gradients of parameters that are new or were unfrozen."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in self._heard:
@@ -125,7 +124,7 @@ class OptimizerMonitor:
         self.losses.add_gradient(parameter, in_closure=self._depth > 0)
 
     def _scaler_steps(self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note a step that the scaler leaves out."""
+        """Call the scaler's step, and record whether the step was skipped."""
         if optimizer is not self.optimizer:
             return step(optimizer, *args, **kwargs)
         number = self.losses.step
@@ -137,13 +136,13 @@ class OptimizerMonitor:
         return result
 
     def _count_overflows(self, overflowed: Callable[[Any], torch.Tensor | None] | None) -> None:
-        """Count the ranks that have made all skip the step, as ampaudit's own scaler tells them."""
-        found = None if overflowed is None else overflowed(self.optimizer)
-        if found is not None:
-            self._overflows = found if self._overflows is None else self._overflows + found
+        """Count overflows by rank; only ampaudit's own scaler reports them."""
+        overflow = None if overflowed is None else overflowed(self.optimizer)
+        if overflow is not None:
+            self._overflows = overflow if self._overflows is None else self._overflows + overflow
 
     def _find_scaler(self) -> None:
-        """Adopt the scaler that is stepping the optimizer: without its scale, gradients look too small."""
+        """Adopt the scaler that is stepping the optimizer: gradients are measured relative to its scale."""
         scaler = next((o for o in _callers() if isinstance(o, torch.amp.GradScaler) and o.is_enabled()), None)
         if scaler is not None:
             self._scaler, self._scale = scaler, _scale_of(scaler)
@@ -209,14 +208,14 @@ class OptimizerMonitor:
 
     def latest(self) -> dict[str, float | torch.Tensor]:
         """Return the numbers of the last watched step, on the device."""
-        found: dict[str, float | torch.Tensor] = {**self._meter.latest()}
+        numbers: dict[str, float | torch.Tensor] = {**self._meter.latest()}
         if self._scaler is not None and self._scales:
-            found["loss_scale"] = self._scales[-1]
-            found["skipped_steps"] = self._skip_count
-        return found
+            numbers["loss_scale"] = self._scales[-1]
+            numbers["skipped_steps"] = self._skip_count
+        return numbers
 
     def notes(self) -> Iterator[str]:
-        """Say what of the record is of this process alone, and which process has made all skip."""
+        """Yield notes on numbers of this process only, and on the process that caused skipped steps."""
         if self._parameters and any(isinstance(parameter, DTensor) for parameter in self._parameters):
             yield (
                 f"parameters are sharded: gradients, updates and states are those of the part that rank "
@@ -269,7 +268,10 @@ def _callers() -> Iterator[Any]:
 
 
 def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
-    """Let a monitor call the scaler's step; several share one wrapper. Return what undoes it."""
+    """Wrap the scaler's step with a monitor, and return a function that undoes it.
+
+    Several monitors share one wrapper.
+    """
     wrapper: Any = vars(scaler).get("step")
     if not hasattr(wrapper, "monitors"):
         original = scaler.step
@@ -287,7 +289,7 @@ def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
     def undo() -> None:
         wrapper.monitors.remove(monitor)
         if wrapper.monitors or vars(scaler).get("step") is not wrapper:
-            return  # another's wrapper around this one goes on calling it
+            return  # another wrapper around this one still calls it
         if wrapper.earlier is None:
             del scaler.step
         else:
@@ -297,12 +299,12 @@ def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
 
 
 class StepMeter:
-    """Measures watched steps of one optimizer.
+    """Measure watched steps of one optimizer.
 
     Args:
-        names: of the parameters, in order.
-        parameters: those of the optimizer.
-        low: the 16-bit format that they are judged by.
+        names: Names of the parameters, in order.
+        parameters: Parameters of the optimizer.
+        low: 16-bit format that they are judged by.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], low: LoopFormat) -> None:
@@ -329,8 +331,8 @@ class StepMeter:
         """Measure the gradients of the step.
 
         Args:
-            scale: the loss scale of the step.
-            remaining: the scale that the gradients still have; fused optimizers divide by it themselves.
+            scale: Loss scale of the step.
+            remaining: Scale that is still to be divided out; fused optimizers do that themselves.
         """
         for index in self._before:
             gradient = self._parameters[index].grad
@@ -350,8 +352,8 @@ class StepMeter:
         nonzero = sampled != 0
         flushed = nonzero & (sampled * scale <= self._low.form.flush_below)
         count = nonzero.sum()
-        zero, lost = 1.0 - count / sampled.numel(), flushed.sum() / count.clamp(min=1)
-        return torch.stack([peak, zero, lost, (~peak.isfinite()).float()])
+        zero, flushed_share = 1.0 - count / sampled.numel(), flushed.sum() / count.clamp(min=1)
+        return torch.stack([peak, zero, flushed_share, (~peak.isfinite()).float()])
 
     @torch.no_grad()
     def measure_updates(self, optimizer: torch.optim.Optimizer) -> None:
@@ -362,10 +364,10 @@ class StepMeter:
             parameter, old = self._parameters[index], self._before[index]
             update = _sample(own_part(parameter)).float() - old
             rounded = old.to(dtype)
-            intended = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
-            lost = intended & ((rounded.float() + update).to(dtype) == rounded)
+            intended = self._active[index] | (update != 0)  # an update that is lost in 16 bits is 0
+            unchanged = intended & ((rounded.float() + update).to(dtype) == rounded)
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
-            share = lost.sum() / intended.sum().clamp(min=1)
+            share = unchanged.sum() / intended.sum().clamp(min=1)
             measured = torch.stack([update.norm(), old.norm(), share, self._state(second, old)])
             rows.append((self._names[index], torch.cat([gradient, measured])))
         self.steps.append(rows)
@@ -384,13 +386,13 @@ class StepMeter:
         rows = [row for _, row in self.steps[-1]] if self.steps else []
         if not rows:
             return {}
-        peak, zero, flushed, _, update, weight, lost, _ = torch.stack(rows).unbind(1)
+        peak, zero, flushed, _, update, weight, unchanged, _ = torch.stack(rows).unbind(1)
         return {
             "gradient_peak": peak.amax(),
             "gradient_zero": zero.mean(),
             "gradient_flushed": flushed.mean(),
             "update_ratio": (update / weight.clamp(min=torch.finfo(weight.dtype).tiny)).median(),
-            "update_lost": lost.mean(),
+            "update_lost": unchanged.mean(),
         }
 
     def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
@@ -419,7 +421,7 @@ def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> Parame
         row["update"] / row["weight"] for row in rows if row["weight"] > 0 and math.isfinite(row["update"])
     ]
     states = [row["state"] for row in rows if math.isfinite(row["state"])]
-    moved = [row["lost"] for row in rows if row["zero"] < 1 or row["update"] > 0]
+    losses = [row["lost"] for row in rows if row["zero"] < 1 or row["update"] > 0]
     return ParameterHealth(
         name=name,
         elements=elements,
@@ -428,7 +430,7 @@ def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> Parame
         flushed=_mean(row["flushed"] for row in rows) or 0.0,
         broken=int(sum(row["broken"] for row in rows)),
         update_ratio=statistics.median(ratios) if ratios else None,
-        lost=_mean(moved),
+        lost=_mean(losses),
         state_flushed=_mean(states),
     )
 
@@ -447,25 +449,25 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Loss:
-    """A loss of the current step, and what is known of its backward pass."""
+    """A loss of the current step, with the state of its backward pass."""
 
     value: torch.Tensor | float
     reached: bool = False  # a backward pass went through its graph
-    added: bool = False  # the gradients hold its batch's
-    passed_over: bool = False  # another batch's was recorded without a backward pass in between
+    added: bool = False  # the gradients contain those of its batch
+    passed_over: bool = False  # another batch's loss was recorded without a backward pass in between
 
 
 class LossBook:
-    """Holds the losses of a loop by step.
+    """The losses of a loop by step.
 
     A loop may record a loss before or after its backward pass, its step, or its scaler's update. A loss
-    belongs to the step that ends next after its forward pass, and autograd numbers its nodes in the order in
-    which it creates them: the numbers at the ends of steps tell where a forward pass lies. A number without a
-    graph belongs to the step that has just ended, if autograd has recorded nothing since; or if that step has
-    no loss, and the loop left its first step without one until the step had ended.
+    belongs to the first step that ends after its forward pass. Autograd numbers its nodes in order of
+    creation, so comparing with the count at the end of each step places the forward pass. A number without a
+    graph belongs to the step that just ended if autograd has recorded nothing since, or if that step has no
+    loss and the loop also recorded the loss of its first step after that step's end.
 
-    A loss is left out if its batch is in no step: no backward pass went through its graph, or, for a number,
-    came before the next batch's loss; or its gradients were dropped before the step.
+    A loss is dropped if its batch contributes to no step: no backward pass went through its graph (for a
+    number: none came before the next batch's loss), or its gradients were cleared before the step.
     """
 
     def __init__(self) -> None:
@@ -473,14 +475,14 @@ class LossBook:
         self._ends: list[int] = []  # autograd's count at the end of each step
         self._last, self._others = _count()
         self._idle = True
-        self._inside = -1  # step whose loss a closure has recorded
-        self._late: bool | None = None  # whether the loop records the numbers of steps that have ended
-        self._pending: list[_Loss] = []  # of the current step, without a backward pass yet
-        self._gradients: dict[int, ref[torch.Tensor]] = {}  # of the current step, by parameter
-        self.backwards = 0  # how often a gradient was added to
-        self._after_backward = True  # whether the loop records the losses of this step after each
-        self._backwards_before = [0, 0]  # that at the beginning of the step, and at the last loss
-        self.dropped = 0  # losses of batches that the loop took no step on
+        self._inside = -1  # step whose loss was recorded inside a closure
+        self._late: bool | None = None  # whether the loop records numbers after the end of their step
+        self._pending: list[_Loss] = []  # losses of the current step without a backward pass yet
+        self._gradients: dict[int, ref[torch.Tensor]] = {}  # gradients of the current step, by parameter id
+        self.backwards = 0  # number of additions to gradients
+        self._after_backward = True  # whether losses of this step are recorded after their backward pass
+        self._backwards_before = [0, 0]  # ``backwards`` at the beginning of the step, and at the last loss
+        self.dropped = 0  # number of dropped losses
 
     @property
     def step(self) -> int:
@@ -500,14 +502,14 @@ class LossBook:
         self._idle = True
 
     def add_gradient(self, parameter: torch.Tensor, *, in_closure: bool) -> None:
-        """Note that a backward pass has added to the gradient of a parameter."""
+        """Record that a backward pass added to the gradient of a parameter."""
         self.backwards += 1
         gradient = parameter.grad
         if gradient is None or in_closure:
             return
-        known = self._gradients.get(id(parameter))
-        # with create_graph, autograd makes another tensor of a sum
-        if known is not None and known() is not gradient and not gradient.requires_grad:
+        reference = self._gradients.get(id(parameter))
+        # with create_graph, autograd stores a sum as a new tensor
+        if reference is not None and reference() is not gradient and not gradient.requires_grad:
             self._drop(lambda loss: loss.added)
             self._gradients.clear()
         self._gradients[id(parameter)] = ref(gradient)
@@ -517,11 +519,11 @@ class LossBook:
             self._pending = [loss for loss in self._pending if not loss.added]
 
     def _drop(self, unused: Callable[[_Loss], bool]) -> None:
-        """Leave out losses of the current step."""
-        found = self._values.get(self.step, [])
-        kept = [loss for loss in found if not unused(loss)]
-        self.dropped += len(found) - len(kept)
-        self._values[self.step] = kept
+        """Drop unused losses of the current step."""
+        losses = self._values.get(self.step, [])
+        remaining = [loss for loss in losses if not unused(loss)]
+        self.dropped += len(losses) - len(remaining)
+        self._values[self.step] = remaining
 
     @property
     def idle(self) -> bool:
@@ -530,23 +532,24 @@ class LossBook:
         return self._idle
 
     def _advance(self) -> bool:
-        """Return whether autograd has recorded anything since the last call, besides the nodes of books."""
+        """Return whether autograd has recorded nodes since the last call, other than those of loss books."""
         before = self._others
         self._last, self._others = _count()
-        moved = self._others != before
-        self._idle &= not moved
-        return moved
+        advanced = self._others != before
+        self._idle &= not advanced
+        return advanced
 
     def record(self, value: Any, step: int | None, *, in_closure: bool) -> None:
         """Record a loss.
 
         Args:
-            value: a number, or a tensor with one element.
-            step: of the loss; ``None`` to find it.
-            in_closure: whether the optimizer is calling it: the first loss is that of the step's weights.
+            value: A number, or a tensor with one element.
+            step: Step of the loss; ``None`` to infer it.
+            in_closure: Whether a closure of the optimizer records it; only its first loss is that of the
+                weights that the step begins with.
 
         Raises:
-            UsageError: the loss is not one number, or the step's number is negative.
+            UsageError: The loss is not one number, or the step is negative.
         """
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise UsageError(f"the loss has the shape {tuple(value.shape)}", hint="record loss.mean()")
@@ -554,18 +557,18 @@ class LossBook:
             raise UsageError(f"step={step}", hint="steps are numbered from 0")
         new_batch = self._advance()
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
-        found = self._step_of(node) if step is None else step
+        index = self._step_of(node) if step is None else step
         if in_closure:
-            if self._inside == found:
+            if self._inside == index:
                 return
-            self._inside = found
+            self._inside = index
         loss = _Loss(value.detach().clone() if isinstance(value, torch.Tensor) else float(value))
-        if step is None and found == self.step and not in_closure:
+        if step is None and index == self.step and not in_closure:
             self._follow(loss, node, new_batch=new_batch)
-        self._values.setdefault(found, []).append(loss)
+        self._values.setdefault(index, []).append(loss)
 
     def _follow(self, loss: _Loss, node: Any, *, new_batch: bool) -> None:
-        """Follow a loss of the current step to its backward pass."""
+        """Track a loss of the current step until its backward pass."""
         # it came before the loss, unless it was that of a loss which was recorded before its own
         loss.added = self._after_backward and self.backwards > self._backwards_before[1]
         self._after_backward = loss.added
@@ -600,7 +603,7 @@ class LossBook:
 
 
 def _count() -> tuple[int, int]:
-    """Return the number of a new node, as autograd counts those of a thread, and that without any book's."""
+    """Return autograd's count of nodes in this thread, and the count without nodes of loss books."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
     _own.nodes = getattr(_own, "nodes", 0) + 1
@@ -609,27 +612,27 @@ def _count() -> tuple[int, int]:
 
 
 def _uses_leaf(node: Any, after: int) -> bool:
-    """Return whether a graph reaches a parameter through nodes that are newer than a count."""
-    pending, seen = [node], {node}
+    """Return whether a graph reaches a parameter through nodes with sequence numbers above ``after``."""
+    pending, visited = [node], {node}
     while pending:
         node = pending.pop()
         if hasattr(node, "variable"):
             return True
         if node._sequence_nr() > after:
-            following = {inner for inner, _ in node.next_functions if inner is not None} - seen
-            seen |= following
+            following = {inner for inner, _ in node.next_functions if inner is not None} - visited
+            visited |= following
             pending += following
     return False
 
 
 def _nearest_to_leaf(node: Any) -> Any:
-    """Return a node of a graph that leads to a parameter: a loss and what is computed from it share it."""
-    pending, seen = [node], {node}
+    """Return a graph's first node next to a parameter, which a loss shares with values derived from it."""
+    pending, visited = [node], {node}
     while pending:
-        found = pending.pop()
-        following = [inner for inner, _ in found.next_functions if inner is not None]
+        current = pending.pop()
+        following = [inner for inner, _ in current.next_functions if inner is not None]
         if any(hasattr(inner, "variable") for inner in following):
-            return found
-        pending += [inner for inner in following if inner not in seen]
-        seen |= set(following)
+            return current
+        pending += [inner for inner in following if inner not in visited]
+        visited |= set(following)
     return node

@@ -58,9 +58,9 @@ class ScaleState:
     """The state of a dynamic scale.
 
     Attributes:
-        scale: what the loss is multiplied by.
-        good: steps without overflow since the scale last changed, or since the last overflow.
-        patience: overflows left until the scale is reduced.
+        scale: Factor of the loss.
+        good: Number of steps without overflow since the scale last changed, or since the last overflow.
+        patience: Number of overflows left until the scale is reduced.
     """
 
     scale: float
@@ -71,8 +71,9 @@ class ScaleState:
 def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:
     """Return the state after one step.
 
-    An overflow takes one of the ``hysteresis`` lives; without any left, each lowers the scale. A scale that
-    grows gives them back (Megatron-Core's ``DynamicGradScaler``, DeepSpeed's ``DynamicLossScaler``).
+    An overflow uses up one of ``hysteresis`` tolerated overflows; once none is left, each reduces the scale.
+    Growth of the scale restores them (Megatron-Core's ``DynamicGradScaler``, DeepSpeed's
+    ``DynamicLossScaler``).
     """
     if rule.kind != "dynamic":
         return state
@@ -80,7 +81,7 @@ def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> Scal
         patience = max(state.patience - 1, 0)
         reduced = max(state.scale * rule.backoff, rule.min or 0.0) if patience == 0 else state.scale
         return ScaleState(reduced, 0, patience)
-    if state.good + 1 != rule.interval:  # as torch: a shorter interval set later comes too late
+    if state.good + 1 != rule.interval:  # like torch, which misses an interval that was shortened too late
         return replace(state, good=state.good + 1)
     grown = state.scale * rule.growth
     largest = torch.finfo(torch.float32).max
@@ -96,13 +97,13 @@ class LossScaler(GradScaler):
 
     ``scale``, ``unscale_`` and ``step`` are torch's. Where gradients differ between the processes of a group
     (sharded, or not averaged), the group decides together: all processes skip a step, or none. Processes that
-    hold shards of the same parameters (DTensor) do so without being told.
+    hold shards of the same parameters (DTensor) do so automatically.
 
     Args:
-        rule: the profile's numbers.
+        rule: Constants of the profile.
         device: ``cuda`` or ``cpu``.
-        enabled: if false, the scaler does nothing.
-        group: processes that skip steps together, ``True`` for all; by default those that share parameters.
+        enabled: Whether the scaler has any effect.
+        group: Processes that skip steps together, ``True`` for all; by default those that share parameters.
     """
 
     def __init__(
@@ -152,9 +153,9 @@ class LossScaler(GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
         """Check fused optimizers as torch does, then agree on overflow within the group."""
-        found = super()._check_inf_per_device(optimizer)
+        result = super()._check_inf_per_device(optimizer)
         self._agree(optimizer)
-        return found
+        return result
 
     def _unscale_grads_(
         self,
@@ -163,11 +164,11 @@ class LossScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale and check as torch does, but of each gradient the part that this process holds."""
+        """Unscale and check as torch does, on this process's part of each gradient."""
         return super()._unscale_grads_(own_parts(optimizer), inv_scale, found_inf, allow_fp16)
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the verdict on an optimizer's gradients that of all processes that hold parts of them."""
+        """Combine the overflow verdicts of all processes that hold parts of an optimizer's gradients."""
         groups = process_groups(optimizer) if self.group is None else [self.group]
         if groups and self.is_enabled():
             state = self._per_optimizer_states[id(optimizer)]
@@ -177,10 +178,10 @@ class LossScaler(GradScaler):
     def overflowed(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """Return whether an optimizer's gradients are inf or NaN, by rank; ``None`` if no ranks have agreed.
 
-        It is known from ``unscale_`` or ``step`` until ``update``.
+        Available from ``unscale_`` or ``step`` until ``update``.
         """
-        found: torch.Tensor | None = self._per_optimizer_states[id(optimizer)].get("overflowed")
-        return found
+        overflow: torch.Tensor | None = self._per_optimizer_states[id(optimizer)].get("overflowed")
+        return overflow
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Set the next scale from the overflow checks of this step's optimizers."""
@@ -191,27 +192,27 @@ class LossScaler(GradScaler):
             self._state = replace(self._state, scale=float(new_scale))
             return
         verdicts = [
-            found for state in self._per_optimizer_states.values()
-            for found in state["found_inf_per_device"].values()
+            verdict for state in self._per_optimizer_states.values()
+            for verdict in state["found_inf_per_device"].values()
         ]  # fmt: skip
         if not verdicts:
             raise UsageError(
                 "scaler.update() was called before any scaler.step(optimizer) or unscale_(optimizer)",
                 hint="call update() once at the end of each step",
             )
-        overflow = sum(float(found) for found in verdicts) > 0
+        overflow = sum(float(verdict) for verdict in verdicts) > 0
         self._state = next_scale_state(self._state, self.rule, overflow)
         super().update(self._state.scale)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._state.good)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's entries and the remaining lives."""
-        found = super().state_dict()
-        if found:
-            found |= {"scale": self._state.scale, "_growth_tracker": self._state.good}
-            found["patience"] = self._state.patience
-        return found
+        """Return torch's entries and the remaining patience."""
+        state = super().state_dict()
+        if state:
+            state |= {"scale": self._state.scale, "_growth_tracker": self._state.good}
+            state["patience"] = self._state.patience
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ``state_dict`` of this scaler or a plain GradScaler."""
@@ -226,21 +227,21 @@ def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> L
     """Create the loss scaler of a system.
 
     Args:
-        name: of a profile: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
-        device: device type of the gradients.
-        group: processes that must skip steps together; ``True`` for all of them.
+        name: Name of a profile: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
+        device: Device type of the gradients.
+        group: Processes that must skip steps together; ``True`` for all of them.
 
     Returns:
         The scaler, with the interface of torch's GradScaler.
 
     Raises:
-        PolicyError: no such profile.
+        PolicyError: The profile does not exist.
     """
     return LossScaler(profile(name).scale, device, group=group)
 
 
 def _refuse_16_bits(optimizer: torch.optim.Optimizer) -> None:
-    """Raise before torch does, with a hint."""
+    """Reject 16-bit gradients before torch does, with a hint."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.dtype is torch.float16:
@@ -256,11 +257,11 @@ class Prepared:
     """A model, optimizer and scaler, ready to train.
 
     Attributes:
-        model: the prepared model, with the calling convention of the original.
-        optimizer: the user's own; it steps the FP32 masters, or the 16-bit weights if there are none.
-        scaler: torch's GradScaler with the policy's constants; does nothing if the policy has no loss scale,
-            or keeps the parameters themselves in float16.
-        master_free: whether the parameters themselves are in 16 bits.
+        model: Prepared model, with the calling convention of the original.
+        optimizer: User's optimizer, which steps the FP32 masters, or the 16-bit weights without masters.
+        scaler: GradScaler with the policy's constants; disabled if the policy has no loss scale, or keeps the
+            parameters themselves in float16.
+        master_free: Whether the parameters themselves are in 16 bits.
     """
 
     model: nn.Module
@@ -277,7 +278,8 @@ class Prepared:
         """Return a copy with an optimizer that was created later.
 
         Raises:
-            UsageError: it is another model's, or steps 16-bit weights that another optimizer keeps rounded.
+            UsageError: It belongs to another model, or steps 16-bit weights that another optimizer keeps
+                rounded.
         """
         if self.master_free and optimizer is not self.optimizer:
             raise UsageError(
@@ -307,7 +309,7 @@ class Prepared:
         """Resume from a ``state_dict``, so that the next step is bitwise identical.
 
         Raises:
-            UsageError: an entry is missing.
+            UsageError: An entry is missing.
         """
         missing = {"model", "optimizer", "scaler"} - set(state)
         if missing:
@@ -335,25 +337,25 @@ def prepare(
     """Prepare a model to train in mixed precision.
 
     Args:
-        model: the model, with FP32 parameters, which the optimizer continues to step.
-        optimizer: made from ``model.parameters()``. FSDP2 and tensor parallelism replace these: omit it,
+        model: Model with FP32 parameters, which the optimizer continues to step.
+        optimizer: Optimizer of ``model.parameters()``. FSDP2 and tensor parallelism replace these: omit it,
             shard ``prepared.model``, make the optimizer, and continue with ``prepared.stepping(optimizer)``.
         policy: ``torch-cuda`` or ``apex-o1`` (casts in the graph), ``apex-o2`` (16-bit working weights made
             from FP32 masters), ``apex-o3`` (no masters), ``apex-o0`` (FP32), any other, or a rule file.
         dtype: ``float16`` or ``bfloat16``.
-        loss_scale: name of a profile, or a fixed scale; by default the policy's own, none in bfloat16.
+        loss_scale: Name of a profile, or a fixed scale; by default the policy's, and none in bfloat16.
         how: ``graph`` traces the model; ``autocast`` runs its own code under ``torch.autocast``, for models
             with custom autograd functions, or to recompute activations (a graph keeps them).
-        emulate: compute in float32 and round to 16 bits, for devices without 16-bit kernels.
-        group: processes that must skip steps together, if their gradients differ; ``True`` for all of them.
-            Those that share sharded parameters do so in any case.
+        emulate: Whether to compute in float32 and round to 16 bits, for devices without 16-bit kernels.
+        group: Processes that must skip steps together if their gradients differ; ``True`` for all of them.
+            Processes that share sharded parameters always do.
 
     Returns:
         The model, optimizer and scaler to train with.
 
     Raises:
-        UsageError: the policy does not support this kind of training, or the model is wrapped already.
-        PolicyError: no such policy or profile.
+        UsageError: The policy does not support this kind of training, or the model is wrapped already.
+        PolicyError: The policy or profile does not exist.
     """
     if how not in get_args(How):
         raise UsageError(f"how={how!r}", hint=f"one of: {', '.join(get_args(How))}")
@@ -377,13 +379,13 @@ def prepare(
             _cast_masters(model, optimizer, config)
         prepared = MixedModule(model, config)
     rule, master_free = _loss_scale(loss_scale, rules, form), is_master_free(rules)
-    unscalable = master_free and form is FLOAT16 and not emulate  # torch unscales no such gradients
+    unscalable = master_free and form is FLOAT16 and not emulate  # torch does not unscale such gradients
     scaler = LossScaler(rule, device, enabled=not unscalable, group=group)
     return Prepared(prepared, optimizer, scaler, master_free)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise for a model that is prepared, parallel or sharded already: a graph cannot contain that."""
+    """Reject a model that is already prepared, parallel or sharded: a graph cannot contain that."""
     for name, module in model.named_modules():
         place = f" (its submodule {describe(name)})" if name else ""
         if isinstance(module, ModelProxy):
@@ -421,26 +423,26 @@ def _autocast(model: nn.Module, rules: RuleSet, config: ModuleConfig, device: st
     return AutocastModule(model, device, config.low_dtype)
 
 
-def _loss_scale(given: str | float | None, rules: RuleSet, form: NumberFormat) -> LossScale:
-    if isinstance(given, int | float):
-        if not 0 < given < math.inf:
-            raise UsageError(f"loss_scale={given!r}", hint="give a positive, finite number, or a profile")
-        return LossScale(kind="static", init=float(given))
-    if isinstance(given, str):
-        return profile(given).scale
+def _loss_scale(option: str | float | None, rules: RuleSet, form: NumberFormat) -> LossScale:
+    if isinstance(option, int | float):
+        if not 0 < option < math.inf:
+            raise UsageError(f"loss_scale={option!r}", hint="give a positive, finite number, or a profile")
+        return LossScale(kind="static", init=float(option))
+    if isinstance(option, str):
+        return profile(option).scale
     return loss_scale_for(rules.file.loss_scale, form)[0]
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer holds other parameters than the model's FP32 ones."""
-    own = {id(parameter) for parameter in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(parameter) in own for parameter in held):
+    """Reject an optimizer with parameters other than the model's FP32 ones."""
+    model_parameters = {id(parameter) for parameter in model.parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(parameter) in model_parameters for parameter in parameters):
         raise UsageError(
             "the optimizer holds no parameter of the model",
             hint="make it from model.parameters(), after model.to()",
         )
-    low_precision = [p for p in held if p.dtype in (torch.float16, torch.bfloat16)]
+    low_precision = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
     if low_precision:
         raise UsageError(
             f"{len(low_precision)} parameters are in 16 bits already "
@@ -462,7 +464,7 @@ def cast_parameters(
 def round_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
-    """Emulate the same: round parameters and optimizer state after each step, and eps during it."""
+    """Emulate 16-bit parameters: round them and the optimizer state after each step, and eps during it."""
     tensors = named_tensors(model)
     low_precision = {id(tensors[name]): (tensors[name], dtype) for name, dtype in stored.items()}
 
@@ -478,19 +480,19 @@ def round_parameters(
     def round_eps(*_: Any) -> None:
         for group in optimizer.param_groups:
             if "eps" in group:
-                kept.append(group["eps"])
+                exact_eps.append(group["eps"])
                 group["eps"] = float(torch.tensor(group["eps"]).to(low_dtype))
 
     def restore_eps(*_: Any) -> None:
         for group in optimizer.param_groups:
             if "eps" in group:
-                group["eps"] = kept.pop(0)
+                group["eps"] = exact_eps.pop(0)
 
     round_all()
     if not low_precision:
         return
     low_dtype = next(iter(low_precision.values()))[1]
-    kept: list[float] = []
+    exact_eps: list[float] = []
     optimizer.register_step_pre_hook(round_eps)
     optimizer.register_step_post_hook(restore_eps)
     optimizer.register_step_post_hook(round_all)

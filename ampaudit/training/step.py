@@ -106,14 +106,16 @@ def make_optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimiz
     if not parameters:
         raise InputError("no parameter of the model requires a gradient", hint="call requires_grad_()")
     with calling_user_code("optimizer(params)"):
-        made = source.optimizer(parameters) if source.optimizer is not None else None
-    if made is None:
-        made = torch.optim.AdamW(parameters, lr=1e-3)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise InputError(f"optimizer(params) returned {type(made).__name__}", hint="return a torch optimizer")
-    if isinstance(made, torch.optim.LBFGS):
+        optimizer = source.optimizer(parameters) if source.optimizer is not None else None
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer(params) returned {type(optimizer).__name__}", hint="return a torch optimizer"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("LBFGS calls the model itself, and torch's GradScaler cannot scale that")
-    return made
+    return optimizer
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

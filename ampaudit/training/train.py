@@ -42,7 +42,7 @@ from ampaudit.training.watch import watch
 __all__ = ["MAX_BATCHES", "train"]
 
 _METRIC_BATCHES = 8
-MAX_BATCHES = 256  # held at once; a longer run goes over them again
+MAX_BATCHES = 256  # batches in memory; a longer run repeats them
 
 
 @with_options(TrainConfig)
@@ -57,56 +57,56 @@ def train(
     """Train in FP32, with torch.amp and under policies, from the same start on the same batches.
 
     Args:
-        model: the model, which is not changed; or its location: a path, or ``package.module:factory``.
-        batches: training batches; by default those of the model's file.
-        source: how to load a model from its location: weights, inputs, ``trust`` ...
-        config: the options as one record.
-        **options: fields of ``TrainConfig``, which override those of ``config``.
+        model: Model, which is not changed, or its location: a path, or ``package.module:factory``.
+        batches: Training batches; by default those of the model's file.
+        source: Options to load a model from its location: weights, inputs, ``trust`` ...
+        config: Options as one record.
+        **options: Fields of ``TrainConfig``, which override those of ``config``.
 
     Returns:
-        The report: the curves and findings of each run.
+        The report with the curves and findings of each run.
 
     Raises:
-        UsageError: there is nothing to train, or a setting is impossible.
-        InputError: there is no loss, or no parameter gets a gradient.
-        ReferenceBroken: the FP32 loss is not finite.
+        UsageError: The model cannot be trained, or options contradict each other.
+        InputError: There is no loss, or no parameter gets a gradient.
+        ReferenceBroken: The FP32 loss is not finite.
     """
-    chosen = TrainConfig.given(config, options)
-    chosen.check()
-    count = min(chosen.steps, MAX_BATCHES)
-    loading = source or SourceConfig(seed=chosen.seed)
+    settings = TrainConfig.given(config, options)
+    settings.check()
+    count = min(settings.steps, MAX_BATCHES)
+    loading = source or SourceConfig(seed=settings.seed)
     opened = as_source(model, None, batches, loading.changed(batches=count, train=True), most=count)
     opened = replace(
         opened,
-        loss=chosen.loss or opened.loss,
-        optimizer=chosen.optimizer or opened.optimizer,
-        metric=chosen.metric or opened.metric,
+        loss=settings.loss or opened.loss,
+        optimizer=settings.optimizer or opened.optimizer,
+        metric=settings.metric or opened.metric,
     )
     if opened.kind in ("pt2", "converted") or opened.release is not None:
         raise UsageError(f"{opened.location} cannot be trained", hint="give the Python model")
     if not opened.batches:
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
-    device = pick_device(chosen.device)
-    specs = _specs(chosen, device)
+    device = pick_device(settings.device)
+    specs = _specs(settings, device)
     variants, optimizer, notes = train_variants(
         opened,
         specs,
-        steps=chosen.steps,
-        every=min(chosen.every, max(chosen.steps // 4, 1)),
-        seed=chosen.seed,
+        steps=settings.steps,
+        every=min(settings.every, max(settings.steps // 4, 1)),
+        seed=settings.seed,
         device=device,
-        progress=chosen.on_progress,
+        progress=settings.on_progress,
     )
-    if len(opened.batches) < chosen.steps:
-        notes.append(f"{len(opened.batches)} batches for {chosen.steps} steps: they were used again")
+    if len(opened.batches) < settings.steps:
+        notes.append(f"{len(opened.batches)} batches for {settings.steps} steps: they were used again")
     return training_report(
         ModelInfo(opened.location, opened.kind, opened.sha256),
         device.type,
-        low_precision_format(chosen.dtype).name,
+        low_precision_format(settings.dtype).name,
         variants,
-        seed=chosen.seed,
+        seed=settings.seed,
         optimizer=optimizer,
-        fail_on=chosen.fail_on,
+        fail_on=settings.fail_on,
         judged=[spec.name for spec in specs if spec.name not in ("fp32", "torch.amp")],
         notes=notes,
     )
@@ -141,13 +141,13 @@ class VariantSpec:
     """The configuration of one variant.
 
     Attributes:
-        name: as reports call it.
-        description: what is run, for readers.
-        rules: the policy; ``None`` for plain FP32.
-        dtype: the 16-bit format.
-        loss_scale: a profile, a fixed scale, or the policy's own.
-        how: through the graph, or under ``torch.autocast``.
-        emulate: whether 16 bits are emulated.
+        name: Name in reports.
+        description: Description in reports.
+        rules: Policy; ``None`` for plain FP32.
+        dtype: 16-bit format.
+        loss_scale: Profile or fixed scale; ``None`` for the policy's.
+        how: ``graph`` or ``autocast``.
+        emulate: Whether 16 bits are emulated.
     """
 
     name: str
@@ -200,7 +200,7 @@ class _VariantRun:
             torch.cuda.reset_peak_memory_stats(self.device)
         started = time.perf_counter()
         self.training.optimizer.zero_grad()
-        # what plain FP32 raises is the model's own
+        # an exception of plain FP32 is an error of the model
         with calling_user_code("the model") if self.spec.rules is None else nullcontext():
             loss = self.training.forward(batch).loss
         self.monitor.loss(loss)
@@ -224,7 +224,7 @@ class _VariantRun:
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of parameters, gradients and optimizer state, in the dtypes of this variant."""
+        """Return the size of parameters, gradients and optimizer state in this variant's dtypes, in bytes."""
         low_precision = self.spec.storage != "float32"
         tensors = [t for p in self.inner.parameters() for t in (p, p.grad) if t is not None]
         tensors += optimizer_state(self.training.optimizer)
@@ -265,14 +265,11 @@ def train_variants(
     device: torch.device,
     progress: Progress,
 ) -> tuple[list[Variant], str, list[str]]:
-    """Train each variant; the first is FP32.
-
-    Returns:
-        The variants, the optimizer's name, and notes.
+    """Train each variant, of which the first is FP32; return the results, the optimizer's name, and notes.
 
     Raises:
-        ReferenceBroken: FP32's loss is not finite.
-        InputError: there is no loss, or no parameter gets a gradient.
+        ReferenceBroken: The FP32 loss is not finite.
+        InputError: There is no loss, or no parameter gets a gradient.
     """
     batches = [batch.mapped(lambda tensor: tensor.to(device)) for batch in source.batches]
     runs: list[_VariantRun] = []
@@ -281,7 +278,7 @@ def train_variants(
             torch.manual_seed(seed)
             runs.append(_VariantRun(spec, source, device, every))
         with ExitStack() as watching, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", KEEPS_ACTIVATIONS)  # a note of the report
+            warnings.filterwarnings("ignore", KEEPS_ACTIVATIONS)  # the report has a note instead
             for run in runs:
                 watching.enter_context(run.monitor)
             for number in range(steps):
@@ -302,7 +299,7 @@ def train_variants(
 
 
 def _metric(run: _VariantRun, source: ModelSource, batches: Sequence[Batch]) -> float | None:
-    """Return the mean of the file's metric over the first batches, with the trained weights in FP32."""
+    """Return the mean of the model file's metric over the first batches, computed in FP32."""
     if source.metric is None:
         return None
     model = structural_copy(source.model).to(run.device)
@@ -317,8 +314,8 @@ def _metric(run: _VariantRun, source: ModelSource, batches: Sequence[Batch]) -> 
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
-    own = torch.get_rng_state()
-    return (own,) if device.type == "cpu" else (own, random_state(device))
+    cpu_state = torch.get_rng_state()
+    return (cpu_state,) if device.type == "cpu" else (cpu_state, random_state(device))
 
 
 def _restore(state: tuple[torch.Tensor, ...], device: torch.device) -> None:

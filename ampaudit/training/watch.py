@@ -66,14 +66,14 @@ class TrainingMonitor:
     ) -> None:
         """Record the unscaled loss of a step, at any place in the loop.
 
-        A tensor is booked to the step that follows its forward pass. A number has no graph: record it before
-        the next forward pass, and if one backward pass is to go through several losses, record tensors.
-        Several losses of one step, as in accumulation, are averaged.
+        A tensor belongs to the step that follows its forward pass. A number has no graph: record it before
+        the next forward pass. If one backward pass goes through several losses, record tensors. Several
+        losses of one step, as in gradient accumulation, are averaged.
 
         Args:
-            value: the loss.
-            step: its step, if it is known.
-            optimizer: the one whose loss this is, if several are watched; by default that of all.
+            value: Unscaled loss, one number.
+            step: Number of its step, if known.
+            optimizer: Optimizer that minimizes the loss, if several are watched; by default all of them.
         """
         for monitor in self._optimizers if optimizer is None else [self._of(optimizer)]:
             monitor.record_loss(value, step)
@@ -88,7 +88,7 @@ class TrainingMonitor:
         return self._of(optimizer).losses.step
 
     def backwards_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return how often backward passes have added to a gradient of an optimizer's parameters."""
+        """Return the number of times that backward passes added to gradients of an optimizer's parameters."""
         return self._of(optimizer).losses.backwards
 
     def _of(self, optimizer: torch.optim.Optimizer) -> OptimizerMonitor:
@@ -125,7 +125,7 @@ class TrainingMonitor:
         """Write the report of this loop in the format of the file's suffix, such as .json or .html.
 
         Raises:
-            OutputError: it cannot be written; the report is kept in a file that a note names.
+            OutputError: The file cannot be written; a note names the file that keeps the report instead.
         """
         self.report().save(path, force=force)
 
@@ -149,18 +149,18 @@ def watch(
     Without ``with``, call the monitor's ``close`` when the loop has ended.
 
     Args:
-        model: the model, for the names of its parameters; it may be prepared, compiled, or wrapped by DDP.
-        optimizer: the optimizer that the loop steps, or several.
-        scaler: the loop's GradScaler, if it has one; otherwise it is found in the first step that it takes.
-        every: measure one step in this many; in the others, only backward passes are counted.
-        dtype: the 16-bit format to judge weights, gradients and states by; by default that of the parameters,
-            or else of autocast.
+        model: Model whose parameters are optimized; it may be prepared, compiled, or wrapped by DDP.
+        optimizer: Optimizer that the loop steps, or several.
+        scaler: GradScaler of the loop, if it has one; by default it is detected in its first step.
+        every: Interval of measured steps; in the others, only backward passes are counted.
+        dtype: 16-bit format to judge weights, gradients and states by; by default that of the parameters, or
+            else of autocast.
 
     Returns:
         The monitor, a context manager.
 
     Raises:
-        UsageError: the optimizer belongs to another model, or ``every`` is less than 1.
+        UsageError: The optimizer belongs to another model, or ``every`` is less than 1.
     """
     return watch_as(model, optimizer, scaler, every, dtype)
 
@@ -168,27 +168,29 @@ def watch(
 def watch_as(
     model: nn.Module, optimizer: Any, scaler: Any, every: int, dtype: Dtype | None, reason: str = ""
 ) -> TrainingMonitor:
-    """Like ``watch``, with the reason for the format that the report gives."""
+    """Watch a training loop, with the source of its format for the report."""
     if every < 1:
         raise UsageError("every must be at least 1")
     check_trained(model, None)
     *wrappers, inner = _wrapped(model)
     names = {id(p): layer_path(name) for name, p in inner.named_parameters()}
-    given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
-    for one in given:
+    optimizers = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+    for one in optimizers:
         _check_optimizer(_unwrapped(one), names)
-    if not given:
+    if not optimizers:
         raise UsageError("there is no optimizer to watch")
     prepared = next((wrapper for wrapper in wrappers if isinstance(wrapper, ModelProxy)), None)
     if dtype is None and prepared is not None:
         dtype, reason = prepared.low_dtype, "the format that the model is prepared for"
     low, state = LoopFormat(inner, dtype, reason), WrittenState(inner)
-    monitors = [OptimizerMonitor(_unwrapped(o), _scaler(scaler, o), names, every, low, state) for o in given]
+    monitors = [
+        OptimizerMonitor(_unwrapped(o), _scaler(scaler, o), names, every, low, state) for o in optimizers
+    ]
     return TrainingMonitor(inner, monitors, low)
 
 
 def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model, and those inside ``prepare``, DDP, ``torch.compile`` and others that wrap."""
+    """Yield a model and the models that it wraps, such as inside ``prepare``, DDP or ``torch.compile``."""
     yield model
     inner = getattr(model, "module", getattr(model, "_orig_mod", None))
     if isinstance(model, ModelProxy):
@@ -198,7 +200,7 @@ def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Return torch's optimizer inside Accelerate's, Lightning's, and others that wrap."""
+    """Return the torch optimizer inside wrappers such as Accelerate's and Lightning's."""
     inner = getattr(optimizer, "optimizer", None)
     return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -214,7 +216,7 @@ def _check_optimizer(optimizer: Any, names: dict[int, str]) -> None:
 
 
 def _scaler(scaler: Any, optimizer: Any) -> Any:
-    """Return the scaler that steps an optimizer, by default Accelerate's; ``None`` if it does nothing."""
+    """Return the scaler that steps an optimizer, by default Accelerate's; ``None`` if it is disabled."""
     scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
     if scaler is None:
         return None

@@ -17,12 +17,12 @@ class WrittenState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = [
+        buffers = [
             (layer_path(name), b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel()
         ]
-        finite = _finite([buffer for _, buffer in named])
+        finite = _finite([buffer for _, buffer in buffers])
         self._buffers = {
-            name: buffer for (name, buffer), holds in zip(named, finite.tolist(), strict=True) if holds
+            name: buffer for (name, buffer), holds in zip(buffers, finite.tolist(), strict=True) if holds
         }
         self._seen: list[tuple[int, torch.Tensor]] = []
 
@@ -33,7 +33,7 @@ class WrittenState:
 
     def broken(self) -> tuple[tuple[str, int | None], ...]:
         """Return the buffers that are inf or NaN now, with the first measured step after which they were."""
-        found = []
+        buffers = []
         now = _finite(list(self._buffers.values())).tolist()
         table = [(step, finite.tolist()) for step, finite in self._seen]
         for index, name in enumerate(self._buffers):
@@ -43,8 +43,8 @@ class WrittenState:
                     if finite[index]:
                         break
                     since = step
-                found.append((name, since))
-        return tuple(found)
+                buffers.append((name, since))
+        return tuple(buffers)
 
 
 @torch.no_grad()
