@@ -75,14 +75,14 @@ def convert(
     """Audit a model, and write its converted checkpoint if nothing breaks.
 
     Args:
-        model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
-            location: a path, or ``package.module:factory``.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; ``None``
-            for those of the model's file.
-        output: the directory to write.
-        source: how to load a model from its location: weights, inputs, ``trust`` ...
-        config: the options as one record.
-        **options: fields of ``ConvertConfig``, which override those of ``config``.
+        model: Model in the mode to audit (``train()`` or ``eval()``), which is not changed; or its location:
+            a path, or ``package.module:factory``.
+        inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; ``None`` for
+            those of the model's file.
+        output: Directory to write.
+        source: Options to load a model from its location: weights, inputs, ``trust`` ...
+        config: Options as one record.
+        **options: Fields of ``ConvertConfig``, which override those of ``config``.
 
     Returns:
         The report, and the conversion, or ``None`` if findings at or above ``fail_on`` prevented it.
@@ -90,53 +90,53 @@ def convert(
     Raises:
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
-    chosen, directory = ConvertConfig.given(config, options), given_path(output, "output")
-    chosen.check_output(directory)
-    opened = as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed))
-    if chosen.onnx and opened.release is not None:
+    settings, directory = ConvertConfig.given(config, options), given_path(output, "output")
+    settings.check_output(directory)
+    opened = as_source(model, inputs, options=source or SourceConfig(seed=settings.seed))
+    if settings.onnx and opened.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if opened.kind == "converted":
         is_program = (Path(opened.location) / PROGRAM).is_file()
         hint = "--to float32 undoes it" if is_program else "convert the original again"
         raise SourceError(f"{opened.location} is converted already", hint=hint)
-    if chosen.tune is not None:
-        chosen = chosen.changed(min_sqnr=max(chosen.tune, chosen.min_sqnr))
+    if settings.tune is not None:
+        settings = settings.changed(min_sqnr=max(settings.tune, settings.min_sqnr))
     if opened.kind == "onnx":
         from ampaudit.export.onnx.convert import convert_onnx
 
-        return convert_onnx(opened, directory, chosen)
-    shapes = DynamicShapes.read(chosen.dynamic, opened.model, opened.batches[0])
-    read = (*opened.files, *states_of([chosen.weights] if chosen.weights is not None else []))
+        return convert_onnx(opened, directory, settings)
+    shapes = DynamicShapes.read(settings.dynamic, opened.model, opened.batches[0])
+    read = (*opened.files, *states_of([settings.weights] if settings.weights is not None else []))
     rescaling = None
-    if chosen.rescale:
-        opened, audited, rescaling = audit_rescaled(opened, chosen.loaded())
-    if chosen.tune is not None:
-        chosen = chosen.changed(policy=tuned_rules(opened, chosen.dtype, chosen.tune, chosen))
-    chosen = chosen.loaded()
-    if rescaling is None or chosen.tune is not None:
-        (audited,) = audit_policies(opened, [chosen.rules], ScanConfig.of(chosen))
+    if settings.rescale:
+        opened, audited, rescaling = audit_rescaled(opened, settings.loaded())
+    if settings.tune is not None:
+        settings = settings.changed(policy=tuned_rules(opened, settings.dtype, settings.tune, settings))
+    settings = settings.loaded()
+    if rescaling is None or settings.tune is not None:
+        (audited,) = audit_policies(opened, [settings.rules], ScanConfig.of(settings))
     if audited.report.exit_code:
         return audited.report, None
     converted = audited.audit.converted
     refuse_path(converted.traced, "a converted program")
-    if chosen.dynamic:
+    if settings.dynamic:
         batch = shapes.traceable(opened.batches[0])
         opened = replace(opened, batches=(batch,))
-        converted = retraced(opened, audited, batch, chosen, shapes.dimensions())
-    graph = fold_casts(converted, chosen.mode)
-    storage = graph if chosen.mode == "inference" else fold_casts(converted, "inference")
-    checkpoint, names = _checkpoint(opened, chosen, rescaling)
+        converted = retraced(opened, audited, batch, settings, shapes.dimensions())
+    graph = fold_casts(converted, settings.mode)
+    storage = graph if settings.mode == "inference" else fold_casts(converted, "inference")
+    checkpoint, names = _checkpoint(opened, settings, rescaling)
     decisions = decide_as_planned(checkpoint, planned_dtypes(opened.model, storage), names)
     notes = [*opened.notes, *converted.traced.notes]
-    with keeping(audited.report), staged_directory(directory, force=chosen.force, ours=MANIFEST) as stage:
+    with keeping(audited.report), staged_directory(directory, force=settings.force, ours=MANIFEST) as stage:
         if opened.kind == "huggingface":
             copy_companions(Path(opened.location), stage, directory)
-            notes += set_dtype(stage, opened.model, decisions, chosen.dtype)
+            notes += set_dtype(stage, opened.model, decisions, settings.dtype)
         notes += rescaling.written(stage, opened) if rescaling is not None else ()
         clip = converted.traced.clip
-        progress = chosen.on_progress
+        progress = settings.on_progress
         files = write_weights(
-            checkpoint, decisions, stage, masters=chosen.masters, clip=clip, on_progress=progress
+            checkpoint, decisions, stage, masters=settings.masters, clip=clip, on_progress=progress
         )
         (stage / PLAN).write_text(
             plan_rules(audited.audit.converted.traced, audited.rules, opened.location), "utf-8"
@@ -146,38 +146,38 @@ def convert(
         weights = folded_weights(converted, graph, ready)
         progress("exporting the program", 0, 0)
         with mapped.dropping() if mapped is not None else nullcontext():
-            written = _write_program(stage, opened, audited, (converted, graph), weights, chosen, shapes)
-        notes += written.notes
-        tensors = written.reference.tensors.items()
+            program = _write_program(stage, opened, audited, (converted, graph), weights, settings, shapes)
+        notes += program.notes
+        tensors = program.reference.tensors.items()
         inputs = [tensor for name, tensor in tensors if name.startswith("input")]
         manifest = manifest_of(
-            chosen,
+            settings,
             files,
             kind="model",
             source=opened.location,
             source_sha256=opened.sha256,
-            seed=chosen.seed,
+            seed=settings.seed,
             clip=clip,
             notes=notes,
             inputs_sha256=digest_of_tensors(inputs) if inputs else None,
-            outputs=written.reference.outputs,
-            shapes=written.shapes,
+            outputs=program.reference.outputs,
+            shapes=program.shapes,
         )
         manifest = write_manifest(stage, manifest)
         check_unchanged(read)
-    made = conversion_of(directory, checkpoint, files, manifest)
+    conversion = conversion_of(directory, checkpoint, files, manifest)
     return audited.report, replace(
-        made,
+        conversion,
         verdict=audited.report.verdict,
-        onnx_casts=written.onnx.casts if written.onnx is not None else None,
-        onnx_error=written.onnx_error,
+        onnx_casts=program.onnx.casts if program.onnx is not None else None,
+        onnx_error=program.onnx_error,
         inputs=opened.inputs,
         gaps=audited.report.gaps,
     )
 
 
 class _Written(NamedTuple):
-    """A program that was written, as it runs here; empty without one."""
+    """The written program with its reference outputs; empty without a program."""
 
     reference: ReferenceOutputs = ReferenceOutputs({}, (), "")
     onnx: ExportedOnnx | None = None
@@ -189,9 +189,9 @@ class _Written(NamedTuple):
 def _checkpoint(
     source: ModelSource, options: ConvertConfig, rescaling: Rescaling | None
 ) -> tuple[Checkpoint, dict[str, str]]:
-    """Open the checkpoint to read tensors from, and map its names to the model's where they differ.
+    """Open the checkpoint to convert, and map its names to the model's where they differ.
 
-    Files are read where there are any, so that all that is in them survives.
+    Weight files are preferred to the model in memory, so that everything in them is preserved.
     """
     if options.weights is None and source.kind != "huggingface":
         return _state_dict_of(source.model), {}
@@ -203,14 +203,14 @@ def _checkpoint(
 def _state_dict_of(model: nn.Module) -> Checkpoint:
     """Return a model's state_dict with tied tensors stored once; their other names become metadata.
 
-    That is how ``safetensors.torch.save_model`` does it, so that its ``load_model`` reads the file.
+    This is the layout of ``safetensors.torch.save_model``, which ``load_model`` reads.
     """
     tensors: dict[str, torch.Tensor] = {}
     first: dict[tuple[object, ...], str] = {}
     metadata = {"format": "pt"}
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, torch.Tensor):
-            continue  # extra state that a module makes for itself
+            continue  # extra state of a module
         key = identity(tensor)
         if tensor.numel() and key in first:
             metadata[name] = first[key]
@@ -224,7 +224,7 @@ def _write_program(
     stage: Path,
     source: ModelSource,
     audited: Audited,
-    made: tuple[ConvertedModel, FoldedGraph],
+    models: tuple[ConvertedModel, FoldedGraph],
     weights: Mapping[str, torch.Tensor],
     options: ConvertConfig,
     shapes: DynamicShapes,
@@ -232,7 +232,7 @@ def _write_program(
     """Write the program, its reference outputs, and its ONNX form; compare them."""
     if not options.program:
         return _Written()
-    (converted, graph), batch = made, source.batches[0]
+    (converted, graph), batch = models, source.batches[0]
     names, train = converted.traced.outputs, options.mode == "train"
     dimensions = shapes.dimensions() if options.dynamic else None
     program = export_program(
@@ -270,13 +270,13 @@ def _write_program(
 def _map_written(
     source: ModelSource, graph: FoldedGraph, stage: Path, files: WeightFiles
 ) -> tuple[MappedWeights, dict[str, torch.Tensor]]:
-    """Map the newly written weights, and find those of each placeholder."""
+    """Map the newly written weights, and look up those of each placeholder."""
     mapped = map_checkpoint(stage)
     by_parameter = {stored.parameter: mapped.tensors[name] for name, stored in files.tensors.items()}
-    own = named_tensors(source.model)
-    names = {id(tensor): name for name, tensor in own.items() if name in by_parameter}
+    parameters = named_tensors(source.model)
+    names = {id(tensor): name for name, tensor in parameters.items() if name in by_parameter}
     return mapped, {
-        place.node: by_parameter[names[id(own[place.name])]]
+        place.node: by_parameter[names[id(parameters[place.name])]]
         for place in graph.placeholders
-        if place.name in own and id(own[place.name]) in names
+        if place.name in parameters and id(parameters[place.name]) in names
     }

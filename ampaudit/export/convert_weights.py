@@ -20,7 +20,7 @@ __all__ = ["conversion_of", "convert_weights", "is_checkpoint"]
 
 
 def is_checkpoint(location: str) -> bool:
-    """Return whether a location holds weights without a model, which are converted alone."""
+    """Return whether a location holds weights without a model."""
     return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
 
 
@@ -69,24 +69,24 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
         )
         manifest = write_manifest(stage, manifest)
         check_unchanged(read)
-    made = conversion_of(output, checkpoint, files, manifest)
-    return replace(made, exit_code=1 if made.overflow or made.broken else 0)
+    conversion = conversion_of(output, checkpoint, files, manifest)
+    return replace(conversion, exit_code=1 if conversion.overflow or conversion.broken else 0)
 
 
 def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, manifest: Manifest) -> Conversion:
     """Summarize a conversion; fields that need an audit or ONNX stay empty."""
     entries = checkpoint.entries
     stored: dict[str, int] = {}
-    kept: dict[str, tuple[int, int, str]] = {}
+    wide: dict[str, tuple[int, int, str]] = {}
     after = 0
     for name, tensor in files.tensors.items():
         size = replace(entries[name], dtype=tensor.dtype).size
         after += size
         stored[tensor.dtype] = stored.get(tensor.dtype, 0) + 1
         if tensor.dtype in ("F32", "F64"):
-            count, total, largest = kept.get(tensor.reason, (0, 0, name))
+            count, total, largest = wide.get(tensor.reason, (0, 0, name))
             largest = name if size > entries[largest].size else largest
-            kept[tensor.reason] = (count + 1, total + size, largest)
+            wide[tensor.reason] = (count + 1, total + size, largest)
     rounded = {name for name, tensor in files.tensors.items() if tensor.master_dtype is not None}
     return Conversion(
         source=manifest.source,
@@ -99,7 +99,7 @@ def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, mani
         bytes_before=sum(entry.size for entry in entries.values()) - checkpoint.widened,
         bytes_after=after,
         stored=stored,
-        kept=kept,
+        kept=wide,
         overflow={n: s.overflow for n, s in files.stats.items() if s.overflow and n in rounded},
         broken={n: s.broken for n, s in files.stats.items() if s.broken},
         masters=manifest.masters,

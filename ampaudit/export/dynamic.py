@@ -1,4 +1,4 @@
-"""Reads ``--dynamic``: which dimensions of a program's inputs may vary, and in which range."""
+"""Parses ``--dynamic``: the dimensions of a program's inputs that may vary, and their ranges."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _FORM = "write INPUT=DIM,DIM: a name for each dimension that may vary, _ for a f
 
 @dataclass(frozen=True, slots=True)
 class DynamicShapes:
-    """Names of the dimensions of a batch's tensors; equal names are equal sizes.
+    """Names of the dimensions of a batch's tensors; dimensions with one name have one size.
 
     Attributes:
-        inputs: name of each tensor.
-        axes: for each tensor the name of each dimension, or its size if it is fixed.
-        ranges: the least and the largest size that the user gave, by dimension.
+        inputs: Names of the tensors.
+        axes: Name of each dimension of each tensor, or its size if it is fixed.
+        ranges: Minimum and maximum size by dimension, where the user set them.
     """
 
     inputs: tuple[str, ...]
@@ -42,11 +42,11 @@ class DynamicShapes:
     ranges: Mapping[str, tuple[int, int | None]]
 
     @classmethod
-    def read(cls, given: Sequence[str], model: nn.Module, batch: Batch) -> DynamicShapes:
-        """Read what the user gave, against the inputs of a model.
+    def read(cls, texts: Sequence[str], model: nn.Module, batch: Batch) -> DynamicShapes:
+        """Parse the values of ``--dynamic``, and match them with the inputs of a model.
 
         Raises:
-            UsageError: there is no such input, or the dimensions do not fit it.
+            UsageError: There is no such input, or the dimensions do not fit it.
         """
         tensors = tensor_leaves(batch.args, batch.kwargs)
         leaves = named_inputs(batch.args, batch.kwargs)
@@ -55,29 +55,29 @@ class DynamicShapes:
         ]
         axes: list[tuple[str | int, ...]] = [tuple(tensor.shape) for tensor in tensors]
         ranges: dict[str, tuple[int, int | None]] = {}
-        for text in given:
+        for text in texts:
             name, equals, dimensions = text.partition("=")
             if not equals:
                 raise UsageError(f"--dynamic {describe(text)}", hint=_FORM)
             number = _number_of(name.strip(), names)
             axes[number] = tuple(_axes_of(text, dimensions.split(","), tensors[number], ranges))
-        made = cls(tuple(names), tuple(axes), ranges)
-        made.sizes(batch)
-        return made
+        shapes = cls(tuple(names), tuple(axes), ranges)
+        shapes.sizes(batch)
+        return shapes
 
     def sizes(self, batch: Batch) -> dict[str, int]:
         """Return the size of each dimension in a batch.
 
         Raises:
-            UsageError: one name stands for two sizes, or for one out of its range.
+            UsageError: One name stands for two sizes, or for one out of its range.
         """
-        found: dict[str, tuple[int, str]] = {}
+        first: dict[str, tuple[int, str]] = {}
         tensors = tensor_leaves(batch.args, batch.kwargs)
         for name, axes, tensor in zip(self.inputs, self.axes, tensors, strict=True):
             for axis, size in zip(axes, tensor.shape, strict=True):
                 if isinstance(axis, int):
                     continue
-                before, other = found.setdefault(axis, (size, name))
+                before, other = first.setdefault(axis, (size, name))
                 low, high = self.ranges.get(axis, (0, None))
                 if before != size:
                     raise UsageError(
@@ -86,16 +86,16 @@ class DynamicShapes:
                     )
                 if size < low or (high is not None and size > high):
                     raise UsageError(f"--dynamic: {axis} is {size} in {name}, out of its range")
-        return {axis: size for axis, (size, _) in found.items()}
+        return {axis: size for axis, (size, _) in first.items()}
 
     def dimensions(self) -> Dimensions:
-        """Return torch.export's description of each tensor."""
+        """Return the dynamic dimensions of each tensor for ``torch.export``."""
         dims = {axis: self._dim(axis) for axes in self.axes for axis in axes if isinstance(axis, str)}
         return tuple({index: dims[axis] for index, axis in axes.items()} or None for axes in self.axis_names)
 
     @property
     def axis_names(self) -> list[dict[int, str]]:
-        """Names of the axes of each tensor that may vary."""
+        """Names of the variable axes of each tensor."""
         return [
             {index: axis for index, axis in enumerate(axes) if isinstance(axis, str)} for axes in self.axes
         ]
@@ -105,19 +105,19 @@ class DynamicShapes:
         return Dim(name, min=low, max=high)
 
     def resized(self, batch: Batch, sizes: Mapping[str, int]) -> Batch:
-        """Return a batch with other sizes, by repeating or leaving out rows, so that values stay valid."""
-        made: dict[int, torch.Tensor] = {}
+        """Return a batch with other sizes; rows are repeated or dropped, so that values stay valid."""
+        replacements: dict[int, torch.Tensor] = {}
         for axes, tensor in zip(self.axes, tensor_leaves(batch.args, batch.kwargs), strict=True):
             changed = tensor
             for index, axis in enumerate(axes):
                 if isinstance(axis, str) and sizes[axis] != tensor.shape[index]:
                     rows = torch.arange(sizes[axis], device=tensor.device) % max(tensor.shape[index], 1)
                     changed = changed.index_select(index, rows)
-            made.setdefault(id(tensor), changed)
-        return with_tensors(batch, [made[id(t)] for t in tensor_leaves(batch.args, batch.kwargs)])
+            replacements.setdefault(id(tensor), changed)
+        return with_tensors(batch, [replacements[id(t)] for t in tensor_leaves(batch.args, batch.kwargs)])
 
     def traceable(self, batch: Batch) -> Batch:
-        """Return a batch to trace with: torch.export takes a size of 1 for a constant."""
+        """Return a batch to trace with, without sizes of 1: torch.export takes these for constants."""
         return self.resized(batch, {axis: max(size, 2) for axis, size in self.sizes(batch).items()})
 
     def final_ranges(self, program: ExportedProgram) -> dict[str, tuple[int, int | None]]:
@@ -127,32 +127,32 @@ class DynamicShapes:
             for node in program.graph.find_nodes(op="placeholder")
             if node.name in program.graph_signature.user_inputs
         ]
-        found: dict[str, tuple[int, int | None]] = {}
+        ranges: dict[str, tuple[int, int | None]] = {}
         for axes, fake in zip(self.axes, (f for f in fakes if isinstance(f, torch.Tensor)), strict=True):
             for axis, size in zip(axes, fake.shape, strict=True):
                 if isinstance(axis, str) and isinstance(size, torch.SymInt):
                     limits = program.range_constraints[size.node.expr]
                     high = int(limits.upper) if limits.upper.is_Integer else None
-                    found[axis] = max(int(limits.lower), self.ranges.get(axis, (1, None))[0]), high
-        return found
+                    ranges[axis] = max(int(limits.lower), self.ranges.get(axis, (1, None))[0]), high
+        return ranges
 
     def others(
         self, batch: Batch, ranges: Mapping[str, tuple[int, int | None]]
     ) -> tuple[list[dict[str, int]], dict[str, int]]:
-        """Choose two other sizes for each dimension, a larger and a smaller one, and the least ones."""
-        chosen: list[dict[str, int]] = [{}, {}]
+        """Return two more sizes for each dimension, a larger and a smaller one, and the minimum sizes."""
+        sizes: list[dict[str, int]] = [{}, {}]
         for axis, size in self.sizes(batch).items():
             low, high = ranges[axis]
-            wanted = (2 * size + 1, size // 2, size + 1, size - 1, size + 2)
+            candidates = (2 * size + 1, size // 2, size + 1, size - 1, size + 2)
             least = max(low, 2)
-            fitting = [n for n in wanted if n >= least and n != size and (high is None or n <= high)] or [
+            fitting = [n for n in candidates if n >= least and n != size and (high is None or n <= high)] or [
                 size
             ]
-            chosen[0][axis], chosen[1][axis] = fitting[0], fitting[min(1, len(fitting) - 1)]
-        return chosen, {axis: low for axis, (low, _) in ranges.items()}
+            sizes[0][axis], sizes[1][axis] = fitting[0], fitting[min(1, len(fitting) - 1)]
+        return sizes, {axis: low for axis, (low, _) in ranges.items()}
 
     def described(self, program: ExportedProgram, verified: Sequence[Mapping[str, int]]) -> ProgramShapes:
-        """Describe the inputs of a program; sizes of 1 count where they were verified."""
+        """Describe the inputs of a program; its ranges include a size of 1 only if that was verified."""
         ranges = self.final_ranges(program)
         for axis, (low, high) in ranges.items():
             if low < 2 and all(sizes[axis] > low for sizes in verified):
@@ -162,7 +162,7 @@ class DynamicShapes:
 
 
 def _number_of(name: str, names: Sequence[str]) -> int:
-    """Return the position of the tensor that a name, or a position, means."""
+    """Return the index of a tensor, from its name or its index."""
     if name.isdecimal() and int(name) < len(names):
         return int(name)
     if name in names:
@@ -176,29 +176,29 @@ def _number_of(name: str, names: Sequence[str]) -> int:
 def _axes_of(
     text: str, dimensions: Sequence[str], tensor: torch.Tensor, ranges: dict[str, tuple[int, int | None]]
 ) -> Iterator[str | int]:
-    """Read the dimensions of one tensor, and note their ranges."""
+    """Parse the dimensions of one tensor, and add their ranges to ``ranges``."""
     if len(dimensions) != tensor.ndim:
         raise UsageError(
             f"--dynamic {describe(text)}: the input has {tensor.ndim} dimensions {tuple(tensor.shape)}",
             hint=_FORM,
         )
     for dimension, size in zip(dimensions, tensor.shape, strict=True):
-        found = _DIMENSION.match(dimension.strip())
+        match = _DIMENSION.match(dimension.strip())
         if dimension.strip() == _FIXED:
             yield size
-        elif found is None:
+        elif match is None:
             raise UsageError(f"--dynamic: {describe(dimension)!r} is no name of a dimension", hint=_FORM)
         else:
-            name, low, high = found.groups()
+            name, low, high = match.groups()
             if low is not None:
-                given = _range_of(name, int(low), int(high) if high else None)
-                if ranges.setdefault(name, given) != given:
+                limits = _range_of(name, int(low), int(high) if high else None)
+                if ranges.setdefault(name, limits) != limits:
                     raise UsageError(f"--dynamic: {name} has two ranges", hint="one name stands for one size")
             yield name
 
 
 def _range_of(name: str, low: int, high: int | None) -> tuple[int, int | None]:
-    """Return a range as it can be asked for: no batch of ours is empty."""
+    """Validate a range; sizes start at 1, since batches are never empty."""
     low = max(low, 1)
     if high is not None and high < low:
         raise UsageError(f"--dynamic: the range of {name} is empty", hint="write NAME:LOW-HIGH")

@@ -24,13 +24,13 @@ __all__ = ["FoldedGraph", "fold_casts", "folded_weights", "planned_dtypes"]
 
 @dataclass(frozen=True, slots=True)
 class FoldedGraph:
-    """A graph, and for each of its weights how it is stored.
+    """A graph with the stored dtype of each of its weights.
 
     Attributes:
-        graph: its placeholders are those of the traced model, in the same order.
-        placeholders: the same, each with the dtype in which its value is given.
-        casts: conversions of weights that are left in the graph.
-        folded: conversions of weights that are folded into what is stored.
+        graph: Graph with the placeholders of the traced model, in the same order.
+        placeholders: Placeholders with the dtypes of their values.
+        casts: Number of weight casts left in the graph.
+        folded: Number of weight casts folded into the stored weights.
     """
 
     graph: fx.Graph
@@ -40,21 +40,21 @@ class FoldedGraph:
 
 
 def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
-    """For inference, fold the casts of each weight that every use takes in one 16-bit format.
+    """Fold the casts of weights whose uses all take one 16-bit format, for inference.
 
     Raises:
-        UsageError: training under a policy that clips weights: its masters would not be what it trains.
+        UsageError: The mode is ``train``, and the policy clips weights, so masters would differ from them.
     """
     traced = converted.traced
     if mode == "train" and traced.clip is not None:
         raise UsageError(f"--mode train: policy {traced.policy!r} clips weights", hint="use --mode inference")
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(traced.graph, made)
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(traced.graph, copies)
     graph.output(output)
     for node in graph.nodes:  # the program may run on another device
         node.target = for_any_strides(node.target)
-    nodes = {old.name: new for old, new in made.items()}
+    nodes = {old.name: new for old, new in copies.items()}
     stored: dict[str, torch.dtype] = {}
     if mode == "inference":
         stored = _stored_dtypes(converted)
@@ -71,23 +71,26 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
 
 
 def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
-    """Find placeholders stored in another dtype than their master; tied ones agree."""
+    """Return the dtypes of placeholders that are stored in another dtype than their masters.
+
+    Tied placeholders must agree.
+    """
     traced = converted.traced
-    wanted: dict[str, torch.dtype] = {}
+    dtypes_by_name: dict[str, torch.dtype] = {}
     for node in traced.graph.find_nodes(op="placeholder"):
         if node.name in converted.copies:
-            wanted[node.name] = converted.copies[node.name].dtype
+            dtypes_by_name[node.name] = converted.copies[node.name].dtype
         elif node.name in traced.tensors and (dtype := _only_cast(node, traced.site_of_node)) is not None:
-            wanted[node.name] = dtype
+            dtypes_by_name[node.name] = dtype
     tied: dict[int, set[torch.dtype | None]] = {}
     read = {node.name for node in traced.graph.find_nodes(op="placeholder") if node.users}
     for name, tensor in traced.tensors.items():
         if name in read:
-            tied.setdefault(id(tensor), set()).add(wanted.get(name))
+            tied.setdefault(id(tensor), set()).add(dtypes_by_name.get(name))
     agreed = {key: dtypes.copy().pop() for key, dtypes in tied.items() if len(dtypes) == 1}
-    found = {name: agreed.get(id(tensor)) for name, tensor in traced.tensors.items()}
-    made = {name: wanted[name] for name in converted.copies if name in wanted}
-    return {name: dtype for name, dtype in found.items() if dtype is not None} | made
+    shared = {name: agreed.get(id(tensor)) for name, tensor in traced.tensors.items()}
+    folded_copies = {name: dtypes_by_name[name] for name in converted.copies if name in dtypes_by_name}
+    return {name: dtype for name, dtype in shared.items() if dtype is not None} | folded_copies
 
 
 def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
@@ -113,7 +116,7 @@ def _fold(graph: fx.Graph, nodes: dict[str, fx.Node], stored: dict[str, torch.dt
     for name, dtype in stored.items():
         node = nodes[name]
         if node.meta["val"].dtype == dtype:
-            continue  # the trace was made with it
+            continue  # the trace depends on this dtype
         for user in list(node.users):
             user.replace_all_uses_with(node)
             graph.erase_node(user)
@@ -123,7 +126,7 @@ def _fold(graph: fx.Graph, nodes: dict[str, fx.Node], stored: dict[str, torch.dt
 
 
 def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, fx.Node]) -> None:
-    """Cast each weight that the policy stores in 16 bits on entry, since it is a master here."""
+    """Cast the masters of weights that the policy stores in 16 bits at the start of the graph."""
     for name, copy in converted.copies.items():
         if name != copy.placeholder:
             continue
@@ -142,9 +145,9 @@ def folded_weights(
     """Return the weights by placeholder in their stored dtypes; a tied weight is rounded once.
 
     Args:
-        converted: has the masters; one that is not rounded is used as it is.
-        folded: says which are rounded.
-        ready: rounded weights that exist already, by placeholder: those of a file that was written.
+        converted: Model with the masters; weights that are not rounded are used unchanged.
+        folded: Graph with the stored dtypes.
+        ready: Rounded weights that exist already, by placeholder, such as those of a written file.
     """
     rounded: dict[tuple[object, ...], torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
@@ -165,7 +168,7 @@ def folded_weights(
 
 
 def planned_dtypes(model: nn.Module, folded: FoldedGraph) -> dict[str, tuple[str, str]]:
-    """Return the stored dtype of each parameter and buffer in the graph, and why, by all its names."""
+    """Return the stored dtype of each parameter and buffer with its reason, under all names of each."""
     stored: dict[int, tuple[str, str]] = {}
     originals = named_tensors(model)
     for place in folded.placeholders:

@@ -34,12 +34,12 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
     """Copy configuration, tokenizer and everything else except weights, with subdirectories.
 
     Args:
-        source: the model directory.
-        target: where to.
-        output: what is being written, which may lie within the source and is not copied into itself.
+        source: Model directory.
+        target: Directory to copy to.
+        output: Directory of the conversion, which is not copied if it lies within the source.
 
     Raises:
-        SourceError: a link leads out of the source, so that its copy would publish another file.
+        SourceError: A link leads out of the source, so that its copy would publish another file.
     """
     inside = [source.resolve()]
     if inside[0].parent.name == "snapshots":  # the cache of Hugging Face, whose files are links
@@ -69,11 +69,11 @@ def set_dtype(
 ) -> tuple[str, ...]:
     """Set the dtype in config.json so that ``from_pretrained`` loads the planned dtypes.
 
-    It loads all parameters in one dtype, but for the modules that the model's class keeps in FP32. So
-    that is the 16-bit format only if the plan stores everything in it but for those.
+    It loads all parameters in one dtype, except for modules that the model's class keeps in FP32. The dtype
+    is the 16-bit format only if the plan stores all other parameters in it.
 
     Returns:
-        What a user should know.
+        Notes for the user.
     """
     path = directory / CONFIG_FILE
     config = read_raw_config(directory)
@@ -92,9 +92,9 @@ def set_dtype(
 
 
 def set_numbers(directory: Path, model: nn.Module, changes: Collection[AttributeChange]) -> bool:
-    """Set numbers of modules, such as an eps, in config.json; return whether that says all of them.
+    """Set numbers of modules, such as an eps, in config.json; return whether that covers all of them.
 
-    One key has to hold the number, and every module that holds it has to change.
+    A number is set only if exactly one key has it, and every module with this number changes.
     """
     path, config = directory / CONFIG_FILE, read_raw_config(directory)
     values = {(each.old, each.new) for each in changes}

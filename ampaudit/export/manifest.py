@@ -49,7 +49,7 @@ _PACKAGES = ("torch", "safetensors", "transformers", "onnx", "onnxscript")
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """SHA-256 (hexadecimal) and bytes of a file."""
+    """SHA-256 (hexadecimal) and size in bytes of a file."""
 
     sha256: str
     size: int
@@ -60,24 +60,24 @@ class Manifest:
     """The manifest of a converted directory.
 
     Attributes:
-        self_sha256: of this file with this field empty, so that a flipped bit in it is found.
-        tool: name and version.
+        self_sha256: Digest of this file with this field empty, which detects corruption.
+        tool: Name and version of the tool.
         kind: ``model``, traced and run; or ``weights``, a checkpoint alone.
-        source: what was converted.
-        source_sha256: digest of the file or configuration that the model was made from.
-        mode: whether casts are folded into the weights, or left in the graph over FP32 masters.
-        policy: name of the policy.
-        dtype: the 16-bit format.
-        seed: of the random numbers.
-        versions: of Python, torch and others that can change a result.
-        masters: whether what was rounded was kept.
-        clip: what the policy does to weights before they are rounded.
-        files: every file but this one, by its path in the directory.
-        tensors: every tensor of the checkpoint, by its name there.
-        inputs_sha256: of the recorded inputs' bytes; null without a run.
-        outputs: what the program computed from them.
-        notes: what a user of the directory should know.
-        shapes: what the program takes; absent without one, and in older directories.
+        source: Location of the original.
+        source_sha256: Digest of the file or configuration that the model was built from.
+        mode: Whether casts are folded into the weights, or left in the graph over FP32 masters.
+        policy: Name of the policy.
+        dtype: 16-bit format.
+        seed: Seed of the random numbers.
+        versions: Versions of Python, torch and others that can change a result.
+        masters: Whether masters of rounded weights are stored.
+        clip: Limits that the policy clips weights to before rounding.
+        files: Records of all other files, by path in the directory.
+        tensors: Records of the checkpoint's tensors, by name.
+        inputs_sha256: Digest of the recorded inputs; null without a run.
+        outputs: Outputs that the program computed from them.
+        notes: Notes for users of the directory.
+        shapes: Input shapes of the program; absent without one, and in older directories.
     """
 
     schema: Literal[1]
@@ -108,7 +108,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a directory.
 
     Raises:
-        WeightsError: missing, corrupt, changed since it was written, or with a path that leads elsewhere.
+        WeightsError: The manifest is missing, corrupt or changed, or a path in it leads elsewhere.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -139,7 +139,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _is_within(name: str) -> bool:
-    """Return whether a name is that of a file in the directory, on every system."""
+    """Return whether a relative path stays within the directory, on every system."""
     path = PureWindowsPath(name)
     plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and "\\" not in name
     return plain and not path.anchor and ".." not in path.parts and name == path.as_posix() != "."
@@ -159,7 +159,7 @@ def manifest_of(
     outputs: tuple[OutputRecord, ...] = (),
     shapes: ProgramShapes | None = None,
 ) -> Manifest:
-    """Build the manifest of a conversion, without the files other than weights."""
+    """Build the manifest of a conversion, with weight files only."""
     return Manifest(
         schema=1,
         self_sha256="",
@@ -187,7 +187,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
     """Write the manifest of an otherwise complete directory.
 
     Returns:
-        The same with records of the files that it did not list, and with its own digest.
+        The manifest with its own digest, and with records of all files.
     """
     unlisted = [name for name in files_under(directory) if name not in manifest.files]
     files = {**manifest.files, **{name: digest_of(directory / name) for name in unlisted}}
@@ -209,15 +209,15 @@ def _versions() -> dict[str, str]:
 
 def files_under(directory: Path) -> list[str]:
     """List every file of a directory except the manifest, as relative paths."""
-    found = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+    paths = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    return sorted(name for name in paths if name != MANIFEST)
 
 
 def digest_of(path: Path) -> FileRecord:
     """Compute the SHA-256 of a file, read in pieces, and its size.
 
     Raises:
-        WeightsError: see ``open_regular``.
+        WeightsError: See ``open_regular``.
     """
     with os.fdopen(open_regular(path, WeightsError), "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()

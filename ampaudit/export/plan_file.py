@@ -1,4 +1,4 @@
-"""Writes the decisions of a plan as a rule file that needs no measurements and no other policy."""
+"""Writes the decisions of a plan as a self-contained rule file without measured rules."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Key = tuple[str, str, tuple[tuple[str, str], ...], float | None]
 def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
     """Return a rule file (YAML) that traces the same model into the same graph.
 
-    It says for every op that a rule mentions what was decided there, by site; storage and defaults are
-    the policy's. What the author's own regions decide is not in it: they decide again.
+    Its rules state the decision for every op that the policy's rules match, by site. Storage and defaults are
+    those of the policy. Autocast regions in the model's code are left out, since they decide again.
 
     Args:
-        traced: the model under the plan.
-        rules: the policy that the plan was made with.
-        model: the model's name, for the title.
+        traced: Model under the plan.
+        rules: Policy of the plan.
+        model: Name of the model, for the title.
     """
-    named = [site for site in traced.sites if site.facts is not None]
+    sites = [site for site in traced.sites if site.facts is not None]
     groups: dict[Key, list[Site]] = defaultdict(list)
-    for site in named:
+    for site in sites:
         if _is_ours(site, rules):
             groups[_key(site.decision)].append(site)
-    ids = [site.id for site in named]
+    ids = [site.id for site in sites]
     form = dtype_name(traced.dtype)
     file = rules.file
     data = {
@@ -49,12 +49,12 @@ def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
         "defaults": file.defaults.model_dump(mode="json"),
         "rules": _rules(groups, ids, form),
     }
-    kept = {name: value for name, value in data.items() if value not in ({}, [])}
-    return yaml.safe_dump(kept, sort_keys=False, width=110, allow_unicode=True)
+    entries = {name: value for name, value in data.items() if value not in ({}, [])}
+    return yaml.safe_dump(entries, sort_keys=False, width=110, allow_unicode=True)
 
 
 def _is_ours(site: Site, rules: RuleSet) -> bool:
-    """Return whether the policy decided, so that a rule must record it."""
+    """Return whether the policy, rather than the model's code, decided about a site."""
     if site.facts is None or site.role.inserted or site.decision.reason not in {*_REASONS, "default"}:
         return False
     if site.decision.rule is None:
@@ -67,7 +67,7 @@ def _key(decision: Decision) -> Key:
 
 
 def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     used: dict[str, int] = defaultdict(int)
     for (rule, cast, arguments, clamp), sites in groups.items():
         used[rule] += 1
@@ -86,8 +86,8 @@ def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list
             "why": decision.why.partition(" (measured:")[0],
             "source": f"decided by {rule}",
         }
-        made.append({name: value for name, value in entry.items() if value not in ({}, None)})
-    return made
+        entries.append({name: value for name, value in entry.items() if value not in ({}, None)})
+    return entries
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,7 @@ _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
 class _PatientFile(io.BufferedWriter):
-    """A file that tells its failure at the end: torch's writer of zip files would abort the process."""
+    """A file that defers write errors, which would abort the process inside torch's zip writer."""
 
     failure: OSError | None = None
 
@@ -50,7 +50,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
     """Write an exported program.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     with _PatientFile(io.FileIO(path, "wb")) as stream:
         torch.export.save(program, stream)
@@ -59,11 +59,11 @@ def save_program(program: ExportedProgram, path: Path) -> None:
 
 
 class GraphModel(nn.Module):
-    """Runs a folded graph, with parameters and buffers under the model's names.
+    """Run a folded graph, with parameters and buffers under the model's names.
 
-    It takes what the model takes. Tensors are found wherever they are in the arguments; other arguments
-    are those of the batch that was traced, whatever is given. It returns a tensor if the model does, a
-    tuple for a tuple of tensors, and otherwise a dict from the path of each tensor in the model's output.
+    It has the model's signature. Tensors may be nested in the arguments; other arguments are ignored and have
+    the values of the traced batch. The output is a tensor or a tuple of tensors if the model's is, and
+    otherwise a dict from the path of each tensor in the model's output.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class GraphModel(nn.Module):
     ) -> None:
         super().__init__()
         homes: dict[str, tuple[str, str]] = {}
-        # one attribute, so that no layer of a model is likely to have its name
+        # a single attribute, to avoid clashes with names of the model's layers
         self._ampaudit = (fx.GraphModule(nn.Module(), folded.graph), folded.placeholders, outputs, homes)
-        held: dict[tuple[object, ...], nn.Parameter] = {}
+        parameters: dict[tuple[object, ...], nn.Parameter] = {}
         for place in folded.placeholders:
             if place.slot is Slot.INPUT:
                 continue
@@ -88,7 +88,7 @@ class GraphModel(nn.Module):
             value = values[place.node]
             module = _submodule(self, owner)
             if place.slot is Slot.PARAMETER and value.is_floating_point():
-                parameter = held.setdefault(identity(value), nn.Parameter(value, requires_grad=train))
+                parameter = parameters.setdefault(identity(value), nn.Parameter(value, requires_grad=train))
                 module.register_parameter(leaf, parameter)
             else:
                 module.register_buffer(leaf, value.detach())
@@ -107,7 +107,7 @@ class GraphModel(nn.Module):
 
 
 def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
-    """Cast an input to the dtype that the policy takes it in, if different."""
+    """Cast an input to the policy's dtype for it."""
     return tensor if place.dtype in (None, tensor.dtype) else tensor.to(place.dtype)
 
 
@@ -134,10 +134,10 @@ def export_program(
 ) -> ExportedProgram:
     """Export a program for inputs of these shapes, with layers and source lines on its nodes.
 
-    ``dimensions`` are those that may vary, for a graph that was traced so.
+    ``dimensions`` are the dynamic dimensions of a graph that was traced with them.
 
     Raises:
-        RunFailed: torch cannot export the converted graph.
+        RunFailed: Torch cannot export the converted graph.
     """
     model = GraphModel(folded, values, outputs, train=train)
     model.train(train)
@@ -176,7 +176,7 @@ def _exported(
 
 
 def _set_signature(model: GraphModel, positional: list[str], keywords: list[str]) -> None:
-    """Name the arguments of one export: torch.export counts those in ``**kwargs`` twice."""
+    """Set an explicit signature for one export, since torch.export counts ``**kwargs`` twice."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return GraphModel.forward(model, *args, **kwargs)
@@ -212,7 +212,7 @@ def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Pair the ops of a folded graph with those of its program; empty unless they are in the same order."""
+    """Pair the ops of a folded graph with those of its program; return nothing if their order differs."""
     before = [node for node in old.nodes if node.op == "call_function"]
     after = [node for node in new.nodes if node.op == "call_function"]
     after = after[len(after) - len(before) :]  # inputs that are cast come first

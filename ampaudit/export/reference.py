@@ -47,7 +47,7 @@ class ReferenceOutputs:
 def record_reference(
     program: ExportedProgram,
     model: nn.Module,
-    given: Call,
+    model_call: Call,
     call: Call,
     names: Sequence[str],
     seed: int,
@@ -55,24 +55,24 @@ def record_reference(
     """Run the program in its own dtypes, and the model in FP32, on one batch.
 
     Args:
-        program: the converted program.
-        model: the FP32 model.
-        given: positional and keyword inputs of the model.
-        call: those of the program, which takes no fixed arguments.
-        names: of the outputs.
-        seed: set before each run.
+        program: Converted program.
+        model: FP32 model.
+        model_call: Positional and keyword inputs of the model.
+        call: Inputs of the program, without the arguments that are fixed in it.
+        names: Names of the outputs.
+        seed: Seed that is set before each run.
     """
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
     every = dict(
-        flatten_outputs(call_unchanged(model, *given, seed=seed))
+        flatten_outputs(call_unchanged(model, *model_call, seed=seed))
     )  # with caches, which the program has not
     exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
-    found = run_program(program.module(), call, seed)
-    if isinstance(found, str):
-        return ReferenceOutputs(tensors, (), found)
-    tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(found)}
+    results = run_program(program.module(), call, seed)
+    if isinstance(results, str):
+        return ReferenceOutputs(tensors, (), results)
+    tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(results)}
     outputs = tuple(
         OutputRecord(
             name,
@@ -80,13 +80,13 @@ def record_reference(
             digest_of_tensors([ours]),
             *compare_output(ours, ref),
         )
-        for name, ours, ref in zip(names, found, exact, strict=True)
+        for name, ours, ref in zip(names, results, exact, strict=True)
     )
     return ReferenceOutputs(tensors, outputs, "")
 
 
 def run_program(program: nn.Module, call: Call, seed: int) -> list[torch.Tensor] | str:
-    """Return a program's outputs on the CPU as a flat list, or the reason why it cannot run here."""
+    """Return a program's outputs on the CPU as a flat list, or the reason why it failed."""
     try:
         return flat_outputs(call_unchanged(program, *call, seed=seed))
     except (RuntimeError, NotImplementedError) as error:

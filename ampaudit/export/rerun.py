@@ -27,9 +27,8 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
     """Run the program on the recorded inputs; return the problems, and a line for each healthy output.
 
     Args:
-        directory: a converted directory with a program.
-        tolerance_db: signal to noise, against the recorded outputs, from which another machine's kernels
-            are taken to have given the same.
+        directory: Converted directory with a program.
+        tolerance_db: Signal-to-noise ratio in dB at which outputs of other kernels count as equal.
     """
     manifest = read_manifest(directory)
     try:
@@ -42,12 +41,12 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
     if call is None:
         problem = Problem("program", REFERENCE, "its inputs are not those that the program takes")
         return [*problems, problem], []
-    found = run_program(ExportedModel(program), call, manifest.seed)
-    if isinstance(found, str):
-        return [*problems, Problem("program", PROGRAM, found)], []
+    results = run_program(ExportedModel(program), call, manifest.seed)
+    if isinstance(results, str):
+        return [*problems, Problem("program", PROGRAM, results)], []
     compared = [
         _compare_recorded(record, ours, recorded.get(f"output[{index}]"), tolerance_db)
-        for index, (record, ours) in enumerate(zip(manifest.outputs, found, strict=False))
+        for index, (record, ours) in enumerate(zip(manifest.outputs, results, strict=False))
     ]
     problems += [result for result in compared if isinstance(result, Problem)]
     return problems, [result for result in compared if isinstance(result, str)]

@@ -1,4 +1,4 @@
-"""Rescales the residual streams that overflow, before a model is converted (``--rescale``)."""
+"""Rescales residual streams that overflow, before a model is converted (``--rescale``)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Rescaling:
-    """What was rescaled.
+    """The changes of ``--rescale``.
 
     Attributes:
-        powers: exponents of two, by every name of each weight.
-        attributes: numbers of modules that changed.
-        notes: what was done, or why nothing was.
+        powers: Exponents of two, by every name of each weight.
+        attributes: Changed numbers of modules.
+        notes: Notes on the changes, or the reasons for none.
     """
 
     powers: Mapping[str, int]
@@ -46,13 +46,13 @@ class Rescaling:
         return replace(checkpoint, parts=parts)
 
     def written(self, directory: Path, source: ModelSource) -> tuple[str, ...]:
-        """Set the numbers in a Hugging Face directory's configuration; return what a user should know."""
+        """Set the numbers in a Hugging Face directory's configuration; return notes for the user."""
         if source.kind == "huggingface" and set_numbers(directory, source.model, self.attributes):
             return self.notes
         return (*self.notes, *self._numbers())
 
     def _numbers(self) -> Iterator[str]:
-        """Say what the code that loads the weights has to set."""
+        """Describe the numbers that the code that loads the weights must set."""
         for name, old, new in dict.fromkeys((each.name, each.old, each.new) for each in self.attributes):
             paths = [a.module for a in self.attributes if (a.name, a.old, a.new) == (name, old, new)]
             where = listed([path or "the top module" for path in paths], _NAMED)
@@ -67,10 +67,12 @@ def audit_rescaled(source: ModelSource, config: ConvertConfig) -> tuple[ModelSou
     """
     if source.release is not None:
         raise UsageError("--rescale holds all weights in memory", hint="leave out --stream or --rescale")
-    found = rescaled_model(source, config.rules, ScanConfig.of(config))
-    source, audited, changes = found.source, found.audited, found.changes
+    rescaled = rescaled_model(source, config.rules, ScanConfig.of(config))
+    source, audited, changes = rescaled.source, rescaled.audited, rescaled.changes
     notes = [f"rescaled: {change.change}" for change in changes]
-    notes += [f"--rescale: nothing at {site}: {reason}" for site, reason in list(found.refused.items())[:1]]
+    notes += [
+        f"--rescale: nothing at {site}: {reason}" for site, reason in list(rescaled.refused.items())[:1]
+    ]
     if not notes:
         notes = ["--rescale: nothing overflows, so no weight was rescaled"]
     report = replace(audited.report, notes=(*audited.report.notes, *notes))

@@ -34,9 +34,9 @@ def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress
     Names, shards, metadata and the files beside the weights are those of the converted directory.
 
     Raises:
-        UsageError: masters were not kept.
-        WeightsError: the directory is damaged: a tensor is not what the manifest says.
-        OutputError: the output cannot be written; nothing is left behind.
+        UsageError: The directory has no masters.
+        WeightsError: The directory is damaged: a tensor does not match the manifest.
+        OutputError: The output cannot be written; nothing is left behind.
     """
     manifest = read_manifest(directory)
     missing = [
@@ -55,16 +55,16 @@ def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress
         files: dict[str, FileRecord] = {}
         tensors: dict[str, StoredTensor] = {}
         for label in dict.fromkeys(t.file for t in manifest.tensors.values()):
-            record, found = _restore_file(label, manifest, parts, stage / label)
+            record, restored = _restore_file(label, manifest, parts, stage / label)
             files[label] = record
-            tensors |= found
+            tensors |= restored
         _copy_rest(directory, stage, manifest)
-        made = replace(
+        restored_manifest = replace(
             manifest, kind="weights", mode="inference", policy="none", dtype="float32", clip=None,
             files=files, tensors=tensors, inputs_sha256=None, outputs=(),
             source=str(directory), notes=("restored from the masters of a converted directory",),
         )  # fmt: skip
-        return write_manifest(stage, made)
+        return write_manifest(stage, restored_manifest)
 
 
 def _weight_files(manifest: Manifest) -> set[str]:
@@ -82,24 +82,24 @@ def _restore_file(
 
     for name, t in stored.items():
         part: Part = parts[t.master] if t.master is not None else working
-        found = part.entries.get(name)
-        if found is None or (found.dtype, found.shape) != (t.original_dtype, t.shape):
+        entry = part.entries.get(name)
+        if entry is None or (entry.dtype, entry.shape) != (t.original_dtype, t.shape):
             raise _damaged(part.label, f"tensor {describe(name)!r} is not that of the manifest")
 
     def pieces() -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
         for name, t in stored.items():
             yield name, (parts[t.master] if t.master is not None else working).pieces(name)
 
-    written = write_safetensors(path, entries, working.metadata, pieces())
+    result = write_safetensors(path, entries, working.metadata, pieces())
     for name, t in stored.items():
         expected = t.crc32 if t.master is None else t.master_crc32
-        if written.crc32[name] != expected:
+        if result.crc32[name] != expected:
             raise _damaged(t.master or label, f"tensor {describe(name)!r} was changed after the conversion")
     tensors = {
-        name: StoredTensor(label, dtype, shape, written.crc32[name], "as it was", stored[name].parameter)
+        name: StoredTensor(label, dtype, shape, result.crc32[name], "as it was", stored[name].parameter)
         for name, dtype, shape in ((entry.name, entry.dtype, entry.shape) for entry in entries)
     }
-    return FileRecord(written.sha256, written.size), tensors
+    return FileRecord(result.sha256, result.size), tensors
 
 
 def _part(directory: Path, name: str) -> SafetensorsFile:
@@ -109,7 +109,7 @@ def _part(directory: Path, name: str) -> SafetensorsFile:
 
 
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
-    """Copy files that are not weights or ours; config.json and indexes get the old dtype and size."""
+    """Copy files other than weights and ampaudit's; restore dtype and size in config.json and indexes."""
     weights = _weight_files(manifest)
     before = [TensorEntry(name, t.original_dtype, t.shape) for name, t in manifest.tensors.items()]
     for name, record in manifest.files.items():

@@ -41,8 +41,8 @@ def retraced(
     """Trace a model under the decisions of its audit, for a batch of other shapes.
 
     Raises:
-        TraceFailed: a dimension cannot vary.
-        RunFailed: the model runs other ops than those that were audited.
+        TraceFailed: A dimension cannot vary.
+        RunFailed: The model runs ops that were not audited.
     """
     before = audited.audit.converted.traced
     traced = trace(
@@ -62,7 +62,7 @@ def retraced(
 
 
 def _computed(traced: TracedModel) -> dict[str, tuple[object, ...]]:
-    """Return what every computing op is, and in which dtype."""
+    """Return the op and the dtype of every computing site."""
     return {
         site.id: (site.op, site.decision.cast, site.dtype)
         for site in traced.sites
@@ -71,19 +71,19 @@ def _computed(traced: TracedModel) -> dict[str, tuple[object, ...]]:
 
 
 class ShapeComparison:
-    """Compares a dynamic program with traces of the model for other shapes.
+    """Compare a dynamic program with traces of the model for other shapes.
 
     Args:
-        program: of the converted model.
-        source: the model, with the batch that gives values.
-        audited: its audit.
-        config: of the conversion.
-        shapes: what may vary.
-        onnx: the program as ONNX, if there is one.
+        program: Program of the converted model.
+        source: Model with a batch of values.
+        audited: Audit of the model.
+        config: Options of the conversion.
+        shapes: Variable dimensions.
+        onnx: Program as ONNX, if there is one.
 
     Attributes:
-        verified: the sizes at which every bit is the same.
-        onnx_error: ONNX Runtime's largest difference; ``None`` if it did not run.
+        verified: Sizes at which outputs are bitwise equal.
+        onnx_error: Largest difference of ONNX Runtime; ``None`` if it did not run.
     """
 
     def __init__(
@@ -103,22 +103,22 @@ class ShapeComparison:
         self.onnx_error: float | None = None
 
     def run(self) -> None:
-        """Compare at two other shapes, and at the least sizes; 1 is needed only where a range asks for it.
+        """Compare at two other shapes, and at the minimum sizes; 1 is required only if a range includes it.
 
         Raises:
-            RunFailed: a bit differs from the trace's, or ONNX Runtime's result is another one.
+            RunFailed: Outputs are not bitwise equal, or ONNX Runtime's differ too much.
         """
         batch = self._given[0].batches[0]
         others, least = self._shapes.others(batch, self._shapes.final_ranges(self._program))
         for sizes in others:
             self._compare(sizes)
-        asked = {axis: low if axis in self._shapes.ranges else max(low, 2) for axis, low in least.items()}
-        if least != asked:
+        smallest = {axis: low if axis in self._shapes.ranges else max(low, 2) for axis, low in least.items()}
+        if least != smallest:
             with suppress(CouldNotAudit):
                 self._compare(least)
                 return
-        if asked not in self.verified:
-            self._compare(asked)
+        if smallest not in self.verified:
+            self._compare(smallest)
 
     def _compare(self, sizes: Mapping[str, int]) -> None:
         source, audited, config = self._given
@@ -132,14 +132,14 @@ class ShapeComparison:
                 hint=_RANGE,
             ) from error
         if isinstance(expected, str):
-            return  # as the note about the program's own outputs says
+            return  # a note about the program's outputs says so
         names = converted.traced.outputs
         call = batch.args, tensors_only(batch.kwargs)
         try:
-            found = run_program(self._program.module(), call, config.seed)
+            outputs = run_program(self._program.module(), call, config.seed)
         except AssertionError as error:  # a guard of the program
-            found = first_line(error)
-        _refuse_difference(found, expected, names, sizes)
+            outputs = first_line(error)
+        _refuse_difference(outputs, expected, names, sizes)
         if self._onnx is not None:
             self._compare_onnx(self._onnx, flat_outputs(call), list(zip(names, expected, strict=True)), sizes)
         self.verified.append(sizes)
@@ -174,14 +174,14 @@ def _text(sizes: Mapping[str, int]) -> str:
 
 
 def _refuse_difference(
-    found: list[torch.Tensor] | str,
+    outputs: list[torch.Tensor] | str,
     expected: list[torch.Tensor],
     names: Sequence[str],
     sizes: Mapping[str, int],
 ) -> None:
-    if isinstance(found, str):
-        raise RunFailed(f"the program does not run at {_text(sizes)}: {found}", hint=_RANGE)
-    for name, ours, theirs in zip(names, found, expected, strict=True):
+    if isinstance(outputs, str):
+        raise RunFailed(f"the program does not run at {_text(sizes)}: {outputs}", hint=_RANGE)
+    for name, ours, theirs in zip(names, outputs, expected, strict=True):
         if digest_of_tensors([ours]) != digest_of_tensors([theirs]):
             raise RunFailed(
                 f"the program computes another {name} at {_text(sizes)} than the model", hint=_HINT

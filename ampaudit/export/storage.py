@@ -1,4 +1,4 @@
-"""Decides the stored dtype of each tensor of a checkpoint: as planned, or by name and shape."""
+"""Decides the stored dtype of each tensor of a checkpoint, by a plan, or by name and shape."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class StorageDecision:
     """The decision about one tensor.
 
     Attributes:
-        dtype: the safetensors type in which it is stored.
-        reason: why, in a few words.
-        parameter: the model's name of it, where the model is known.
+        dtype: Stored safetensors type.
+        reason: Short reason.
+        parameter: Name in the model, if the model is known.
     """
 
     dtype: str
@@ -44,12 +44,13 @@ class StorageDecision:
 def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
     """Decide for a checkpoint without its model.
 
-    A policy that stores 16 bits is followed, but for what it says about modules. One that casts at each
-    use, such as autocast, casts what matrix products take: tensors of two or more dimensions are stored in
-    16 bits; vectors (biases, norms, statistics) stay. One that casts no matrix product changes nothing.
+    A policy that stores 16 bits is followed, except for its rules about modules. For a policy that casts at
+    each use, such as autocast, operands of matrix products are stored in 16 bits: tensors of two or more
+    dimensions, but not vectors (biases, norms, statistics). A policy that casts no matrix product changes
+    nothing.
 
     Raises:
-        UsageError: the policy asks for something that only a model can tell.
+        UsageError: The policy has rules that need the model.
     """
     weights = rules.file.weights
     keep = [rule for rule in weights.keep if not rule.dtype or form.name in rule.dtype]
@@ -70,7 +71,7 @@ def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
 
 
 def _scope(rules: RuleSet, form: NumberFormat) -> Literal["all", "matrices", "none"]:
-    """Return what a policy casts of weights known only by name."""
+    """Return the set of weights, known only by name, that a policy casts."""
     if rules.file.weights.storage == "lower":
         return "all"
     product = rules.decide(OpFacts("linear", "", form.name))
@@ -90,18 +91,18 @@ def _by_rule(entry: TensorEntry, scope: str, keep: Iterable[KeepFp32], low_dtype
 def decide_as_planned(
     checkpoint: Checkpoint, planned: Mapping[str, tuple[str, str]], names: Mapping[str, str]
 ) -> dict[str, StorageDecision]:
-    """Decide as a plan does.
+    """Decide by a plan.
 
     Args:
-        checkpoint: the tensors.
-        planned: type and reason by parameter; what is not in it stays as it is.
-        names: the model's name of each tensor, where that is another one.
+        checkpoint: Tensors.
+        planned: Type and reason by parameter; other tensors stay unchanged.
+        names: Name in the model of each tensor whose name there differs.
     """
     decisions: dict[str, StorageDecision] = {}
     for name, entry in checkpoint.entries.items():
         parameter = names.get(name, name)
         dtype, reason = planned.get(parameter, (entry.dtype, "the graph does not use it"))
         if entry.dtype not in FLOAT_TYPES or dtype not in CASTABLE_TYPES or dtype == "F32":
-            dtype = entry.dtype  # a file is never made wider than it was
+            dtype = entry.dtype  # stored tensors are never widened
         decisions[name] = StorageDecision(dtype, reason, parameter=parameter)
     return decisions

@@ -39,32 +39,32 @@ def verify(directory: str | Path, *, config: VerifyConfig | None = None, **optio
     """Check hashes and rounding, then run the program in a sandbox and compare its outputs.
 
     Args:
-        directory: a directory written by ``ampaudit convert``.
-        config: the options as one record.
-        **options: fields of ``VerifyConfig``, which override those of ``config``.
+        directory: Directory written by ``ampaudit convert``.
+        config: Options as one record.
+        **options: Fields of ``VerifyConfig``, which override those of ``config``.
 
     Returns:
-        The checks made, and every problem.
+        The report with all problems.
 
     Raises:
-        WeightsError: the manifest is missing or invalid.
+        WeightsError: The manifest is missing or invalid.
     """
-    chosen, directory = VerifyConfig.given(config, options), given_path(directory, "directory")
+    settings, directory = VerifyConfig.given(config, options), given_path(directory, "directory")
     manifest = read_manifest(directory)
-    damaged = list(check_files(directory, manifest, chosen.on_progress))
-    problems = [*damaged, *check_rounding(directory, manifest, chosen.on_progress)]
+    damaged = list(check_files(directory, manifest, settings.on_progress))
+    problems = [*damaged, *check_rounding(directory, manifest, settings.on_progress)]
     lines: list[str] = []
     recorded = PROGRAM in manifest.files and bool(manifest.outputs)
-    if chosen.run and recorded and not (unfit := _unfit(manifest, damaged)):
-        asked = chosen.tolerance_db
-        # kernels that add up in another order agree to about 60 dB in float16 and 42 dB in bfloat16
-        asked = ROUNDING_DB.get(manifest.dtype, 40.0) if asked is None else asked
-        chosen.on_progress("running the program", 0, 0)
-        more, lines = _in_sandbox(directory, asked)
+    if settings.run and recorded and not (unfit := _unfit(manifest, damaged)):
+        tolerance_db = settings.tolerance_db
+        # kernels with another order of summation agree to about 60 dB in float16 and 42 dB in bfloat16
+        tolerance_db = ROUNDING_DB.get(manifest.dtype, 40.0) if tolerance_db is None else tolerance_db
+        settings.on_progress("running the program", 0, 0)
+        more, lines = _in_sandbox(directory, tolerance_db)
         problems += more
-    elif chosen.run and recorded:
+    elif settings.run and recorded:
         problems.append(Problem("program", PROGRAM, f"was not run: {unfit}"))
-    elif chosen.run:
+    elif settings.run:
         lines = [f"nothing was run: {_not_recorded(manifest)}"]
     return Verification(
         directory=str(directory),
@@ -85,7 +85,7 @@ def _not_recorded(manifest: Manifest) -> str:
 
 
 def _unfit(manifest: Manifest, damaged: Sequence[Problem]) -> str:
-    """Return why a file that a run would load cannot be trusted to be the one that was written."""
+    """Return the reason why files that a run would load are not those that were written, if any."""
     needed = dict.fromkeys((PROGRAM, REFERENCE, *(t.file for t in manifest.tensors.values())))
     unlisted = next((name for name in needed if name not in manifest.files), None)
     if unlisted is not None:
@@ -99,18 +99,18 @@ def _in_sandbox(directory: Path, tolerance_db: float) -> tuple[list[Problem], li
     limits = SandboxLimits(seconds=_TIMEOUT)  # a large model takes its time and memory
     try:
         with Sandbox("ampaudit.export.rerun:rerun_in_sandbox", request, limits) as sandbox:
-            found = sandbox.answer("could not be run", CouldNotAudit, "")
-        return validate(_ANSWER, found, directory / PROGRAM, CouldNotAudit, "")
+            answer = sandbox.answer("could not be run", CouldNotAudit, "")
+        return validate(_ANSWER, answer, directory / PROGRAM, CouldNotAudit, "")
     except CouldNotAudit as error:
         return [Problem("program", PROGRAM, str(error.args[0]))], []
 
 
 def check_files(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
     """Find missing, truncated, changed and extra files, and name the tensors that differ."""
-    done, total = 0, sum(record.size for record in manifest.files.values())
+    hashed, total = 0, sum(record.size for record in manifest.files.values())
     for name, record in manifest.files.items():
-        on_progress("hashing MB of files", done // 10**6, total // 10**6)
-        done += record.size
+        on_progress("hashing MB of files", hashed // 10**6, total // 10**6)
+        hashed += record.size
         problem = file_problem(directory, name, record)
         if problem is None:
             continue
@@ -123,7 +123,7 @@ def check_files(directory: Path, manifest: Manifest, on_progress: Progress = sil
 
 
 def is_own_file(directory: Path, name: str) -> bool:
-    """Return whether a name is that of a regular file which no link leads to."""
+    """Return whether a path is a regular file that is reached without links."""
     path = directory / name
     try:
         links = any(part.is_symlink() for part in (path, *path.parents[: len(Path(name).parts) - 1]))
@@ -133,7 +133,7 @@ def is_own_file(directory: Path, name: str) -> bool:
 
 
 def file_problem(directory: Path, name: str, record: FileRecord) -> Problem | None:
-    """Return what is wrong with a file of the manifest, if anything."""
+    """Return the problem of a file in the manifest, if any."""
     path = directory / name
     if not os.path.lexists(path):
         return Problem("missing", name, "is in the manifest but not in the directory")
@@ -151,12 +151,12 @@ def file_problem(directory: Path, name: str, record: FileRecord) -> Problem | No
 
 
 def _names_under(directory: Path) -> list[str]:
-    """List everything in a directory but directories: also links, wherever they lead, FIFOs and devices."""
-    found: list[str] = []
+    """List everything in a directory except directories, including links, FIFOs and devices."""
+    names: list[str] = []
     for root, folders, files in os.walk(directory):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        found += [(Path(root) / name).relative_to(directory).as_posix() for name in (*files, *links)]
-    return sorted(found)
+        names += [(Path(root) / name).relative_to(directory).as_posix() for name in (*files, *links)]
+    return sorted(names)
 
 
 def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Problem]:
@@ -230,7 +230,7 @@ def _count_differences(
         return 0  # reported by the check of the files
     if dtype is None or dtype.itemsize != 2 or exact.dtype not in FLOAT_TYPES or ours.shape != exact.shape:
         return ours.elements
-    for values, kept in zip(working.pieces(name), master.pieces(name), strict=True):
-        rounded = (kept if manifest.clip is None else clipped(kept, manifest.clip)).to(dtype)
+    for values, original in zip(working.pieces(name), master.pieces(name), strict=True):
+        rounded = (original if manifest.clip is None else clipped(original, manifest.clip)).to(dtype)
         wrong += int((rounded.view(torch.int16) != values.view(torch.int16)).sum())
     return wrong

@@ -29,15 +29,15 @@ class StoredTensor:
     """One tensor of a converted checkpoint.
 
     Attributes:
-        file: the file that holds it.
-        dtype: its safetensors type there.
-        shape: its sizes.
-        crc32: of its bytes.
-        reason: why it has this type.
-        parameter: the model's name of it, where the model is known.
-        master: the file that holds what it was rounded from, ``None`` if it is what it was, or was not kept.
-        master_dtype: type of that, also where it was not kept.
-        master_crc32: of its bytes.
+        file: File that contains it.
+        dtype: Its safetensors type.
+        shape: Its shape.
+        crc32: CRC-32 of its bytes.
+        reason: Reason for its type.
+        parameter: Name in the model, if the model is known.
+        master: File with its unrounded master; ``None`` if it was not rounded, or has no master.
+        master_dtype: Type before rounding, also without a master; ``None`` if it was not rounded.
+        master_crc32: CRC-32 of the master's bytes.
     """
 
     file: str
@@ -61,9 +61,9 @@ class TensorStats:
     """Statistics of rounding one tensor to a format.
 
     Attributes:
-        peak: largest finite magnitude.
-        overflow: finite values that would become infinite.
-        broken: values that are NaN or infinite already.
+        peak: Largest finite magnitude.
+        overflow: Number of finite values that would become infinite.
+        broken: Number of values that are already NaN or infinite.
     """
 
     peak: float
@@ -72,7 +72,7 @@ class TensorStats:
 
 
 class TensorScan:
-    """Measures a tensor piece by piece while it is copied."""
+    """Statistics of a tensor, collected piece by piece while it is copied."""
 
     def __init__(self, form: NumberFormat) -> None:
         self._form = form
@@ -104,9 +104,9 @@ class WeightFiles:
     """The files of a converted checkpoint.
 
     Attributes:
-        files: digest and size of each file.
-        tensors: place of each tensor.
-        stats: what rounding does to the values of each, where they were measured.
+        files: Digest and size of each file.
+        tensors: Record of each tensor.
+        stats: Rounding statistics of each measured tensor.
     """
 
     files: dict[str, tuple[str, int]]
@@ -128,35 +128,35 @@ def write_weights(
     """Write working weights, and masters of the rounded ones, into a directory.
 
     Args:
-        checkpoint: where the tensors are read from; shards stay shards, under their names.
-        decisions: for every tensor.
-        directory: to write to.
-        masters: whether to keep what is rounded.
-        clip: limits that values are moved into before they are rounded.
-        measure: the format to compare values with while they are copied.
-        keep_overflowing: store a tensor with measured overflow as it is.
-        on_progress: called with the megabytes that are read and those that will be.
+        checkpoint: Checkpoint to read; shards keep their names.
+        decisions: Decision for every tensor.
+        directory: Directory to write to.
+        masters: Whether to store masters of rounded tensors.
+        clip: Limits that values are clipped to before rounding.
+        measure: Format whose overflows are counted while tensors are copied.
+        keep_overflowing: Whether to store tensors with measured overflow unrounded.
+        on_progress: Callback with the megabytes read so far and in total.
 
     Raises:
-        OSError: the disk is full, say.
-        WeightsError: the checkpoint cannot be read.
+        OSError: A file cannot be written, for example because the disk is full.
+        WeightsError: The checkpoint cannot be read.
     """
     result = WeightFiles({}, {}, {})
     checkpoint = _watched(checkpoint, decisions, masters, on_progress)
     for part in checkpoint.parts:
         label = SINGLE if checkpoint.index is None else part.label
-        chosen = {name: decisions[name] for name in part.entries}
-        written = _write_working(part, chosen, directory / label, clip, measure, result.stats)
-        if keep_overflowing and (kept := _overflowing(part, chosen, result.stats)):
-            chosen |= kept
+        storage = {name: decisions[name] for name in part.entries}
+        working = _write_working(part, storage, directory / label, clip, measure, result.stats)
+        if keep_overflowing and (overflowing := _overflowing(part, storage, result.stats)):
+            storage |= overflowing
             (directory / label).unlink()
-            written = _write_working(part, chosen, directory / label, clip, None, {})
-        result.files[label] = (written.sha256, written.size)
-        master = _write_masters(part, chosen, directory, label) if masters else None
+            working = _write_working(part, storage, directory / label, clip, None, {})
+        result.files[label] = (working.sha256, working.size)
+        master = _write_masters(part, storage, directory, label) if masters else None
         if master is not None:
             result.files[_master_name(label)] = (master.sha256, master.size)
         for name, entry in part.entries.items():
-            result.tensors[name] = _stored(entry, chosen[name], label, written, master)
+            result.tensors[name] = _stored(entry, storage[name], label, working, master)
     if checkpoint.index is not None:
         _write_indexes(checkpoint, directory, result)
     return result
@@ -174,20 +174,20 @@ def _watched(
 
 
 def _stored(
-    entry: TensorEntry, decision: StorageDecision, label: str, written: Written, master: Written | None
+    entry: TensorEntry, decision: StorageDecision, label: str, working: Written, master: Written | None
 ) -> StoredTensor:
     rounded = decision.dtype != entry.dtype
-    kept = master if rounded else None
+    source = master if rounded else None
     return StoredTensor(
         file=label,
         dtype=decision.dtype,
         shape=entry.shape,
-        crc32=written.crc32[entry.name],
+        crc32=working.crc32[entry.name],
         reason=decision.reason,
         parameter=decision.parameter,
-        master=_master_name(label) if kept is not None else None,
+        master=_master_name(label) if source is not None else None,
         master_dtype=entry.dtype if rounded else None,
-        master_crc32=kept.crc32[entry.name] if kept is not None else None,
+        master_crc32=source.crc32[entry.name] if source is not None else None,
     )
 
 

@@ -1,6 +1,6 @@
-"""Checks an ONNX file in a process of its own: structure, types, and that a runtime takes it.
+"""Checks the structure and types of an ONNX file in a separate process, and that a runtime accepts it.
 
-Nothing here loads torch, so that the process starts quickly while the file is run elsewhere.
+This module does not load torch, so that the process starts quickly while the file runs elsewhere.
 """
 
 from __future__ import annotations

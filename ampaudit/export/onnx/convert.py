@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 __all__ = ["convert_onnx"]
 
 _FLIPPED = "AMP209"
-_CHOICES_DB = 40.0  # of integers, one in a hundred differs
-_STEPS = (8, 64)  # nodes before a choice that stay in float32 where too many choices change
+_CHOICES_DB = 40.0  # accuracy of integers at which one in a hundred differs
+_STEPS = (8, 64)  # numbers of nodes before a choice to keep in float32 if too many choices change
 
 
 class _Written(NamedTuple):
-    """A file: its casts, the nodes that stay in float32, and its weights.
+    """Summary of a written file.
 
     Attributes:
-        casts: between float formats.
-        wide: nodes that stay in float32.
-        lowered: names of the values that are stored in 16 bits.
-        stored: stored tensors by dtype.
-        sizes: bytes of the weights before and after.
+        casts: Number of casts between float formats.
+        wide: Names of nodes that stay in float32.
+        lowered: Names of values that are stored in 16 bits.
+        stored: Number of stored tensors by dtype.
+        sizes: Size of the weights before and after, in bytes.
     """
 
     casts: int
@@ -86,8 +86,8 @@ def convert_onnx(
     if report.exit_code:
         return report, None
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
-        plan, written, outputs, faults = _accurate(plan, wishes, source, stage / ONNX, config)
-        notes = [*_notes(plan, written), *faults]
+        plan, file, outputs, faults = _accurate(plan, wishes, source, stage / ONNX, config)
+        notes = [*_notes(plan, file), *faults]
         manifest = _with_records(stage, source, plan, config, notes, outputs)
         check_unchanged(source.files)
     report = plan.audited.report
@@ -99,15 +99,15 @@ def convert_onnx(
         mode=manifest.mode,
         verdict=report.verdict,
         exit_code=0,
-        bytes_before=written.sizes[0],
-        bytes_after=written.sizes[1],
-        stored=written.stored,
+        bytes_before=file.sizes[0],
+        bytes_after=file.sizes[1],
+        stored=file.stored,
         kept={},
         overflow={},
         broken={},
         masters=False,
         outputs=outputs,
-        onnx_casts=written.casts,
+        onnx_casts=file.casts,
         onnx_error=None,
         files={name: record.size for name, record in manifest.files.items()},
         notes=manifest.notes,
@@ -119,7 +119,7 @@ def convert_onnx(
 def _passing_plan(
     source: ModelSource, config: ConvertConfig, wishes: PlanWishes
 ) -> tuple[OnnxPlan, PlanWishes]:
-    """Plan until no choice fails the audit that float32 before it could cure."""
+    """Plan until no choice fails the audit that more float32 before it could fix."""
     while True:
         plan = plan_onnx(source, config, wishes)
         flips = any(finding.code == _FLIPPED for finding in plan.audited.report.findings)
@@ -137,38 +137,38 @@ def _more_before_choices(wishes: PlanWishes) -> PlanWishes | None:
 def _accurate(
     plan: OnnxPlan, wishes: PlanWishes, source: ModelSource, path: Path, config: ConvertConfig
 ) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...], list[str]]:
-    """Write the file and run it, and again with more in float32 as long as that may cure what is wrong.
+    """Write the file and run it; repeat with more in float32 while that may fix its faults.
 
     Returns:
-        The plan, what was written, the outputs on the given inputs, and what is wrong on others.
+        The plan, the summary of the file, its outputs on the given inputs, and its faults on other inputs.
 
     Raises:
-        RunFailed: an output is less accurate than was asked for.
+        RunFailed: An output is less accurate than required.
     """
     assert isinstance(source.model, OnnxModel)
     model = source.model
-    given = [Original(model, batch, config.seed) for batch in source.batches]
+    originals = [Original(model, batch, config.seed) for batch in source.batches]
     others = [
         (other, Original(model, other.batch, config.seed))
         for other in other_batches(inputs_of(model.inputs), source.batches[0], config.seed)
     ]
     while True:
-        written, outputs, faults = _written(plan, path, given, others, config)
+        file, outputs, faults = _written(plan, path, originals, others, config)
         more = _more_wishes(wishes, plan, outputs, faults, config)
         if more is None:
             break
         next_plan, wishes = _passing_plan(source, config, more)
         if next_plan.audited.report.exit_code:
-            break  # what is written stays, and what is wrong with it is told
+            break  # keep the written file, and report its faults
         plan = next_plan
     if (low := describe_inaccurate(outputs, config.min_sqnr)) and config.fail_on != "never":
         hint = f"{config.min_sqnr:g} dB are required: --min-sqnr, or a policy that keeps more in float32"
         raise RunFailed(f"the written file computes {low}", hint=hint)
-    return plan, written, outputs, [fault.text for fault in faults]
+    return plan, file, outputs, [fault.text for fault in faults]
 
 
 class _Fault(NamedTuple):
-    """What a file computes wrongly on inputs that nobody gave."""
+    """A wrong result of a file on generated inputs."""
 
     other: OtherBatch
     records: tuple[OutputRecord, ...]
@@ -182,7 +182,7 @@ def _more_wishes(
     faults: Sequence[_Fault],
     config: ConvertConfig,
 ) -> PlanWishes | None:
-    """Return what to ask of the next plan; ``None`` if the file is right, or nothing is left to try."""
+    """Return the wishes for the next plan; ``None`` if the file is right, or nothing is left to try."""
     low = describe_inaccurate(outputs, config.min_sqnr)
     padded = any(fault.other.padded for fault in faults)
     if plan.clamped and (low or padded):  # a row that is masked as a whole may need the mask as it is
@@ -229,33 +229,33 @@ def _with_records(
 def _written(
     plan: OnnxPlan,
     path: Path,
-    given: Sequence[Original],
+    originals: Sequence[Original],
     others: Sequence[tuple[OtherBatch, Original]],
     config: ConvertConfig,
 ) -> tuple[_Written, tuple[OutputRecord, ...], list[_Fault]]:
     """Write the file of a plan, and run it.
 
     Raises:
-        RunFailed: it computes inf or NaN from given inputs.
+        RunFailed: It computes inf or NaN from the given inputs.
     """
     config.on_progress("writing the graph", 0, 0)
-    written = _write(plan, path, config)
+    result = _write(plan, path, config)
     config.on_progress("running the file", 0, 0)
     strangers = strangers_in(plan.file.model)
     with checking(path, runtime=config.dtype == "float16", strangers=strangers):
         file, records = WrittenFile(path, config), []
-        for number, original in enumerate(given):
+        for number, original in enumerate(originals):
             ours = file.outputs(original, number)
             records.append(file.records(ours, original.exact))
             refuse_broken(records[-1], ours, original.exact, config)
         faults = [
             fault for other, original in others for fault in _faults(file, other, original, config.min_sqnr)
         ]
-        return written, worst_records(records), faults
+        return result, worst_records(records), faults
 
 
 def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: float) -> Iterator[_Fault]:
-    """Find what a file computes wrongly where the original computes finite outputs."""
+    """Find wrong results of a file on inputs for which the original computes finite outputs."""
     try:
         sound = all(map(_is_sound, original.exact.values()))
     except Exception:  # whatever torch says of sizes that do not fit together
@@ -274,18 +274,18 @@ def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: 
 
 
 def _is_sound(exact: torch.Tensor) -> bool:
-    """Return whether an output of the original is worth a comparison; -inf may be a mask."""
+    """Return whether an output of the original can be compared; -inf may be a mask."""
     if not exact.is_floating_point() or not exact.numel():
         return True
     return bool(exact.isfinite().any()) and not bool((exact.isnan() | exact.isposinf()).any())
 
 
 def _refuse(config: ConvertConfig) -> None:
-    """Reject options that say something about other kinds of models."""
+    """Reject options that do not apply to ONNX models."""
     others = (("--mode train", config.mode == "train"), ("--no-program", not config.program))
     more = (("--no-masters", not config.masters), ("--rescale", config.rescale))
-    for flag, given in (*others, *more):
-        if given:
+    for flag, set_by_user in (*others, *more):
+        if set_by_user:
             raise UsageError(f"{flag} has no effect on an .onnx file", hint=f"leave out {flag}")
     if config.onnx or config.dynamic:
         flag = "--onnx" if config.onnx else "--dynamic"
@@ -307,7 +307,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     regions = choose_types(model.graph, decisions, model.opset_imports, config.dtype, low_io=low_io)
     for mask in plan.clamped:
         if all(use.node in regions.wide for use in mask.value.uses()):
-            mask.restore()  # float32 holds it
+            mask.restore()  # it stays in float32, which can represent it
     rewriter = Rewriter(model, regions, low, plan.file.tensor, low_io)
     rewriter.rewrite()
     annotate_graph(model, plan.audited.report, plan.names)
@@ -329,15 +329,15 @@ def _weights(model: ir.Model) -> list[tuple[str, int]]:
     ]
 
 
-def _notes(plan: OnnxPlan, written: _Written) -> list[str]:
+def _notes(plan: OnnxPlan, file: _Written) -> list[str]:
     notes = [
         f"{mask.value.name} is a mask: its {format_number(mask.lowest)} became a number that the format holds"
         for mask in plan.clamped
-        if str(mask.value.name) in written.lowered
+        if str(mask.value.name) in file.lowered
     ]
     if plan.opset is not None:
         notes.append(f"the operator set was raised to version {plan.opset}, which has more 16-bit operators")
-    if written.wide:
-        shown = ", ".join(written.wide[:3]) + (" ..." if len(written.wide) > 3 else "")
-        notes.append(f"{plural(len(written.wide), 'node')} in float32: {shown}")
+    if file.wide:
+        names = ", ".join(file.wide[:3]) + (" ..." if len(file.wide) > 3 else "")
+        notes.append(f"{plural(len(file.wide), 'node')} in float32: {names}")
     return notes

@@ -1,7 +1,7 @@
 """Choices in an ONNX model: the nodes that choose, and outputs compared where the same was chosen.
 
-A box, a label or a token is either the same as before or another one. How far another one's coordinates or
-score are from the former's says nothing about the accuracy of a conversion.
+A box, a label or a token is either the same as before or a different one. The distance between coordinates
+or scores of different ones says nothing about the accuracy of a conversion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
-    """Return the nodes whose values reach a choice in at most ``steps`` nodes, the choosing one included."""
+    """Return the choosing nodes, and the nodes whose values reach one in at most ``steps`` nodes."""
     near = dict.fromkeys(filter(_chooses, model.graph.all_nodes()), 0)
     pending = deque(near)
     while pending:
@@ -46,11 +46,11 @@ def _chooses(node: ir.Node) -> bool:
 
 
 def orderings(model: ir.Model) -> dict[str, str]:
-    """Return the operator of each output that holds what TopK or NonMaxSuppression chose, in its order.
+    """Return the operator of each output that holds the sorted choices of TopK or NonMaxSuppression.
 
     A TopK along another axis than the last is left out: its order counts.
     """
-    found = {}
+    operators = {}
     for value in model.graph.outputs:
         producer = value.producer()
         while producer is not None and producer.op_type in ("Cast", "Identity"):
@@ -58,23 +58,23 @@ def orderings(model: ir.Model) -> dict[str, str]:
         if producer is None or is_float32(value):
             continue
         if producer.op_type == "NonMaxSuppression" or (producer.op_type == "TopK" and on_last_axis(producer)):
-            found[str(value.name)] = producer.op_type
-    return found
+            operators[str(value.name)] = producer.op_type
+    return operators
 
 
 def comparable_outputs(
     ours: Outputs, exact: Outputs, ordered: Mapping[str, str] | None = None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Pair outputs: integers as they are, and floats as far as they belong to integers that agree.
+    """Pair outputs: integers unchanged, and floats where the integers that they belong to agree.
 
-    What was chosen in another order, or in another number, is paired by what it is, and so are the floats
-    beside it. A choice without a partner counts as one that differs. An output that is inf or NaN where the
-    original's is finite is paired as a whole.
+    Choices in another order, or of another number, are paired by value, and so are the floats beside them. A
+    choice without a partner counts as different. An output that is inf or NaN where the original's is finite
+    is paired as a whole.
 
     Args:
-        ours: outputs by name.
-        exact: those of the original.
-        ordered: see ``orderings``.
+        ours: Outputs by name.
+        exact: Outputs of the original by name.
+        ordered: Operators of sorted outputs; see ``orderings``.
     """
     ordered = ordered or {}
     pairs = {name: (ours[name], exact[name]) for name in exact}
@@ -117,10 +117,10 @@ def _is_choice(tensor: torch.Tensor) -> bool:
     return tensor.ndim > 0 and not tensor.is_floating_point()
 
 
-def _in_groups(chosen: torch.Tensor) -> torch.Tensor:
-    """Return the choices along the last axis, each with the number of the group that it was chosen from."""
-    groups = torch.arange(chosen.shape[:-1].numel()).repeat_interleave(chosen.shape[-1])
-    return torch.stack([groups, chosen.flatten()], 1)
+def _in_groups(indices: torch.Tensor) -> torch.Tensor:
+    """Return rows of (group, index) for choices along the last axis."""
+    groups = torch.arange(indices.shape[:-1].numel()).repeat_interleave(indices.shape[-1])
+    return torch.stack([groups, indices.flatten()], 1)
 
 
 def _where(
@@ -129,17 +129,17 @@ def _where(
     """Return the elements that belong to equal choices; all of them if there are none."""
     if not equal:
         return ours, exact
-    kept = torch.ones_like(exact, dtype=torch.bool)
+    mask = torch.ones_like(exact, dtype=torch.bool)
     for each in equal:
         if each.shape != exact.shape[: each.ndim]:
             each = each.flatten(1).all(1) if each.ndim > 1 else each  # a box beside its indices
         if ours.shape == exact.shape and each.shape == exact.shape[: each.ndim]:
-            kept &= each.reshape(*each.shape, *[1] * (exact.ndim - each.ndim))
-    return (ours, exact) if kept.all() or not kept.any() else (ours[kept], exact[kept])
+            mask &= each.reshape(*each.shape, *[1] * (exact.ndim - each.ndim))
+    return (ours, exact) if mask.all() or not mask.any() else (ours[mask], exact[mask])
 
 
 def _equal_rows(ours: torch.Tensor, exact: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the positions of equal rows in both, each row once."""
+    """Return the positions of rows that both tensors contain, each row once."""
     places = defaultdict[str, deque[int]](deque)
     for place, row in enumerate(exact.tolist()):
         places[str(row)].append(place)

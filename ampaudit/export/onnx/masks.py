@@ -34,9 +34,9 @@ class ClampedMask:
     """A constant that was clamped.
 
     Attributes:
-        value: in the graph.
-        lowest: its least value before.
-        restore: puts its original back.
+        value: Value in the graph.
+        lowest: Minimum of the original.
+        restore: Function that restores the original.
     """
 
     value: ir.Value
@@ -47,35 +47,35 @@ class ClampedMask:
 def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> list[ClampedMask]:
     """Clamp the masks of a model, in place.
 
-    The new least value of a mask is half the format's lowest number, so that scores may be added; less by
-    the number of masks that are added to the same scores. A larger magnitude is better: in a row that is
-    masked as a whole, it swallows the scores, as the original does.
+    The new minimum of a mask is half the format's lowest number, so that scores can be added, divided by the
+    number of masks that are added to the same scores. A large magnitude matters: in a fully masked row, it
+    absorbs the scores, as the original does.
     """
     import onnx_ir as ir
 
     masks: list[tuple[ir.Value, ir.TensorProtocol, set[ir.Node], _Put]] = []
-    for value, constant, put in _constants(model):
+    for value, constant, setter in _constants(model):
         ends = _softmaxes(value)  # first, as it reads no weights
         if ends is None:
             continue
         values = tensor_of(constant)
         lowered = values.to(dtype)
         if (lowered.isneginf() & values.isfinite()).any() and not lowered.isposinf().any():
-            masks.append((value, constant, ends, put))
+            masks.append((value, constant, ends, setter))
     together = Counter(end for _, _, ends, _ in masks for end in ends)
-    found = []
-    for value, constant, ends, put in masks:
+    clamped_masks = []
+    for value, constant, ends, setter in masks:
         lowest = torch.finfo(dtype).min / 2 / max(together[end] for end in ends)
         values = tensor_of(constant)
         beyond = values.to(dtype).isneginf() & values.isfinite()
         clamped = torch.where(beyond, torch.tensor(lowest, dtype=values.dtype), values)
-        put(ir.tensor(clamped.numpy(), name=str(value.name)))
-        found.append(ClampedMask(value, float(values[beyond].amin()), partial(put, constant)))
-    return found
+        setter(ir.tensor(clamped.numpy(), name=str(value.name)))
+        clamped_masks.append(ClampedMask(value, float(values[beyond].amin()), partial(setter, constant)))
+    return clamped_masks
 
 
 def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _Put]]:
-    """Return the stored values of float32, each with a function that replaces it."""
+    """Yield the stored float32 values, each with a function that replaces it."""
     import onnx_ir as ir
 
     for graph in (model.graph, *model.graph.subgraphs()):
@@ -96,13 +96,13 @@ def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _
 
 
 def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
-    """Return the softmax nodes in which all that is computed from a value ends; ``None`` if not all does."""
-    pending, seen = [value], {value}
+    """Return the softmax nodes that consume a value; ``None`` if some path from it ends elsewhere."""
+    pending, visited = [value], {value}
     ends: set[ir.Node] = set()
     while pending:
         current = pending.pop()
         uses = list(current.uses())
-        if not uses or current.is_graph_output() or len(seen) > _MAX_STEPS:
+        if not uses or current.is_graph_output() or len(visited) > _MAX_STEPS:
             return None
         for use in uses:
             node = use.node
@@ -115,7 +115,7 @@ def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
                 return None
             if not is_float32(node.outputs[0]):
                 return None
-            fresh = set(node.outputs) - seen
-            seen |= fresh
+            fresh = set(node.outputs) - visited
+            visited |= fresh
             pending.extend(fresh)
     return ends

@@ -56,15 +56,15 @@ class OnnxMetadata:
 
 
 def annotate_graph(model: ir.Model, report: Report, names: NodeNames) -> None:
-    """Write a report's entries into the graph that was audited: of each node, that of its first op."""
+    """Write a report's entries into the audited graph; each node gets the entry of its first op."""
     first: dict[str, SiteReport] = {}
     for site in report.sites:
         first.setdefault(site.layer, site)
     codes = report.codes_by_site
     for node in model.graph.all_nodes():
-        found = first.get(names.of(node))
-        if found is not None:
-            node.metadata_props.update(_prefixed(_about_site(found, codes[found.site])))
+        entry = first.get(names.of(node))
+        if entry is not None:
+            node.metadata_props.update(_prefixed(_about_site(entry, codes[entry.site])))
     model.metadata_props.update(_prefixed(_about_model(report)))
 
 

@@ -1,4 +1,4 @@
-"""Makes inputs that nobody gave: other values, larger sizes of open axes, padding, large integers."""
+"""Generates test inputs: other values, larger sizes of open axes, padding, and large integers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ampaudit.source.onnx.inputs import GraphInput, batch_of, by_name, is_sum, s
 
 __all__ = ["OtherBatch", "other_batches"]
 
-_MOST_ELEMENTS = 1 << 22  # of an input
-_LARGER = 3  # times, for each open axis but that of the batch
-_LONGER = 8  # times, for integers of which no table says how large they may be
+_MOST_ELEMENTS = 1 << 22  # limit for each generated input
+_LARGER = 3  # factor of each open axis except the batch
+_LONGER = 8  # factor of integers that are not indices into a table of known size
 
 
 class OtherBatch(NamedTuple):
-    """A batch made from a given one.
+    """A variation of a batch.
 
     Attributes:
-        what: is different, in words.
-        batch: the inputs.
-        padded: whether it differs by its masks.
+        what: Description of the difference.
+        batch: Inputs.
+        padded: Whether its masks differ.
     """
 
     what: str
@@ -32,39 +32,39 @@ class OtherBatch(NamedTuple):
 
 
 def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[OtherBatch]:
-    """Yield batches made from a given one.
+    """Yield variations of a batch.
 
     Args:
-        inputs: of the graph.
-        batch: a given one.
-        seed: of the random order of values.
+        inputs: Inputs of the graph.
+        batch: Batch to vary.
+        seed: Seed of the random order of values.
     """
-    values = by_name(batch, [given.name for given in inputs])
+    values = by_name(batch, [spec.name for spec in inputs])
     random = torch.Generator().manual_seed(seed)
-    shuffled = {given.name: _shuffled(given, values[given.name], random) for given in inputs}
-    batches = {given.sizes[0] if len(given.sizes) > 1 else None for given in inputs if given.sizes}
-    known = {
+    shuffled = {spec.name: _shuffled(spec, values[spec.name], random) for spec in inputs}
+    batches = {spec.sizes[0] if len(spec.sizes) > 1 else None for spec in inputs if spec.sizes}
+    current = {
         name: size
-        for given in inputs
-        for name, size in zip(given.sizes or (), values[given.name].shape, strict=False)
+        for spec in inputs
+        for name, size in zip(spec.sizes or (), values[spec.name].shape, strict=False)
         if isinstance(name, str)
     }
     sizes = {
         name: size + 1 if batches == {name} else _LARGER * size + 1 if size else 0
-        for name, size in known.items()
-        if not is_sum(name, known)
+        for name, size in current.items()
+        if not is_sum(name, current)
     }
-    tiled = {given.name: _tiled(given, shuffled[given.name], sizes) for given in inputs}
+    tiled = {spec.name: _tiled(spec, shuffled[spec.name], sizes) for spec in inputs}
     if sizes and all(tensor.numel() <= _MOST_ELEMENTS for tensor in tiled.values()):
         axes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         yield OtherBatch(f"larger sizes ({axes})", batch_of(inputs, tiled))
     else:
         yield OtherBatch("other values", batch_of(inputs, shuffled))
-    padded = {given.name: _padded(given, values[given.name]) for given in inputs}
+    padded = {spec.name: _padded(spec, values[spec.name]) for spec in inputs}
     if masks := _changed(padded, values):
         what = f"padding at the start ({', '.join(masks)} = 0)"
         yield OtherBatch(what, batch_of(inputs, padded), padded=True)
-    extreme = {given.name: _extreme(given, values[given.name]) for given in inputs}
+    extreme = {spec.name: _extreme(spec, values[spec.name]) for spec in inputs}
     if changed := _changed(extreme, values):
         largest = ", ".join(f"{name} up to {int(extreme[name].long().amax())}" for name in changed)
         yield OtherBatch(f"larger integers ({largest})", batch_of(inputs, extreme))
@@ -74,46 +74,44 @@ def _changed(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Ten
     return [name for name, tensor in tensors.items() if not torch.equal(tensor, values[name])]
 
 
-def _extreme(given: GraphInput, value: torch.Tensor) -> torch.Tensor:
-    """Return the largest integers that an input may hold; masks and floats as they are."""
+def _extreme(spec: GraphInput, value: torch.Tensor) -> torch.Tensor:
+    """Replace integers by the largest ones that are valid; masks and floats stay unchanged."""
     if value.dtype == torch.bool or value.is_floating_point() or not value.numel():
         return value
-    if given.rows or value.dtype.itemsize == 1:
-        most = min(
-            given.rows - 1 if given.rows else torch.iinfo(value.dtype).max, torch.iinfo(value.dtype).max
-        )
+    if spec.rows or value.dtype.itemsize == 1:
+        most = min(spec.rows - 1 if spec.rows else torch.iinfo(value.dtype).max, torch.iinfo(value.dtype).max)
         return torch.full_like(value, most)
     wide = value.long()  # few operations take unsigned integers
     return value if int(wide.abs().amax()) <= 1 else (wide * _LONGER).to(value.dtype)
 
 
-def _padded(given: GraphInput, value: torch.Tensor) -> torch.Tensor:
-    """Return a mask that leaves out the first half of a sequence; other inputs as they are."""
-    if not _is_mask(given, value) or value.ndim < 2:
+def _padded(spec: GraphInput, value: torch.Tensor) -> torch.Tensor:
+    """Mask the first half of a sequence; inputs other than masks stay unchanged."""
+    if not _is_mask(spec, value) or value.ndim < 2:
         return value
     padded = value.clone()
     padded[..., : value.shape[-1] // 2] = 0
     return padded
 
 
-def _is_mask(given: GraphInput, value: torch.Tensor) -> bool:
-    """Return whether an input holds but 0 and 1 and is no index, as attention masks do."""
-    return not given.rows and bool(((value == 0) | (value == 1)).all())
+def _is_mask(spec: GraphInput, value: torch.Tensor) -> bool:
+    """Return whether an input contains only 0 and 1 and is not an index, like an attention mask."""
+    return not spec.rows and bool(((value == 0) | (value == 1)).all())
 
 
-def _shuffled(given: GraphInput, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Return the elements in another order; of indices, others of the table."""
-    if given.rows and not value.is_floating_point():
-        return torch.randint(0, given.rows, value.shape, generator=random).to(value.dtype)
+def _shuffled(spec: GraphInput, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Shuffle the elements of a float input, and replace indices by random ones."""
+    if spec.rows and not value.is_floating_point():
+        return torch.randint(0, spec.rows, value.shape, generator=random).to(value.dtype)
     if not value.is_floating_point():
         return value  # masks and lengths belong to each other
     return value.reshape(-1)[torch.randperm(value.numel(), generator=random)].reshape(value.shape)
 
 
-def _tiled(given: GraphInput, value: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-    """Return an input whose open axes have other sizes: its elements again and again."""
-    for axis, size in enumerate(given.sizes or ()):
+def _tiled(spec: GraphInput, value: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Resize the open axes of an input by repeating its elements."""
+    for axis, size in enumerate(spec.sizes or ()):
         if value.shape[axis]:
-            wanted = size_of(size, sizes)
-            value = value.index_select(axis, torch.arange(wanted) % value.shape[axis])
+            target = size_of(size, sizes)
+            value = value.index_select(axis, torch.arange(target) % value.shape[axis])
     return value

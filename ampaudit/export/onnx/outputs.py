@@ -42,12 +42,12 @@ __all__ = [
     "worst_records",
 ]
 
-_NEAR_ZERO = 2.0**-7  # a rounding of bfloat16 beside 1
+_NEAR_ZERO = 2.0**-7  # spacing of bfloat16 at 1
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Original:
-    """A batch, and what the original computes from it."""
+    """A batch with the original's outputs."""
 
     def __init__(self, model: OnnxModel, batch: Batch, seed: int) -> None:
         self.batch = batch
@@ -61,7 +61,7 @@ class Original:
 
 
 class WrittenFile:
-    """Runs one written file in lock-step, and compares its 16-bit outputs with the original's."""
+    """Run one written file in lock-step, and compare its 16-bit outputs with the original's."""
 
     def __init__(self, path: Path, config: ConvertConfig) -> None:
         self._model = OnnxModel(read_onnx(path)).eval()
@@ -71,7 +71,7 @@ class WrittenFile:
         self._executors = ExecutorCache(self._model, settings, RunRecord(where.type, "emulated"))
 
     def records(self, ours: Tensors, exact: Tensors) -> list[OutputRecord]:
-        """Return how far each output is from the original's."""
+        """Compare each output with the original's."""
         pairs = comparable_outputs(ours, exact, orderings(self._model.file.model))
         records = []
         for name, pair in pairs.items():
@@ -99,34 +99,34 @@ class WrittenFile:
 
 
 def _tensors(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors among outputs, those of a sequence under the names that a trace gives them."""
-    found: dict[str, torch.Tensor] = {}
+    """Return the tensors among outputs; elements of a sequence are named as in a trace."""
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in outputs.items():
         if isinstance(value, list):
-            found |= {f"{name}[{number}]": each for number, each in enumerate(value)}
+            tensors |= {f"{name}[{number}]": each for number, each in enumerate(value)}
         elif value is not None:
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
-    """Cast the floats of a batch to what the written file takes, by position or name."""
+    """Cast the floats of a batch to the input types of the written file, by position or name."""
     kinds = {str(value.name): value.dtype for value in model.inputs}
-    given = by_name(batch, [*kinds])
+    inputs = by_name(batch, [*kinds])
     low = {
         n: torch_dtype_of(kind) for n, kind in kinds.items() if kind is not None and kind.name in ONNX_FLOATS
     }
-    cast = {name: t.to(low[name]) if name in low else t for name, t in given.items()}
+    cast = {name: t.to(low[name]) if name in low else t for name, t in inputs.items()}
     return batch_of(inputs_of(model.inputs), cast)
 
 
 def refuse_broken(
     records: Iterable[OutputRecord], ours: Tensors, exact: Tensors, config: ConvertConfig
 ) -> None:
-    """Refuse a file that computes inf or NaN, or another shape, where the original's outputs are finite.
+    """Reject a file that computes inf or NaN, or another shape, where the original's outputs are finite.
 
     Raises:
-        RunFailed: with what can be done.
+        RunFailed: An output is broken.
     """
     for record in records:
         values, original = ours[record.name], exact[record.name]
@@ -170,8 +170,8 @@ def worst_records(batches: Iterable[Iterable[OutputRecord]]) -> tuple[OutputReco
     """Return the least accurate record of each output over all batches."""
     worst: dict[str, OutputRecord] = {}
     for record in (each for records in batches for each in records):
-        known = worst.setdefault(record.name, record)
-        if _badness(record) > _badness(known):
+        current = worst.setdefault(record.name, record)
+        if _badness(record) > _badness(current):
             worst[record.name] = record
     return tuple(worst.values())
 

@@ -39,7 +39,7 @@ __all__ = ["OnnxPlan", "PlanWishes", "decisions_of", "plan_onnx"]
 
 _POLICY = "strongly-typed"
 _ROUNDS = 6
-_MARGIN = 1.4  # as the policy leaves below the format's limit
+_MARGIN = 1.4  # the policy's margin below the format's limit
 _WHOLE = "it computes with integers that 16 bits may round to others."
 _OTHERS = "the run in 16 bits broke here on other inputs."
 _CHOICES = "in 16 bits, the model chooses differently."
@@ -48,15 +48,15 @@ _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceM
 
 @dataclass(frozen=True, slots=True)
 class OnnxPlan:
-    """What was decided about a model.
+    """The decisions about a model.
 
     Attributes:
-        file: a copy of the model, with its masks clamped.
-        audited: the audit that decided.
-        clamped: the masks that were clamped.
-        names: of its nodes, as the audit has them.
-        chooses: whether nodes choose by numbers in float32.
-        opset: the version that the standard operators were raised to.
+        file: Copy of the model with clamped masks.
+        audited: Audit that the decisions are from.
+        clamped: Clamped masks.
+        names: Names of the nodes in the audit.
+        chooses: Whether nodes choose by float32 numbers.
+        opset: Operator set version that the model was raised to, if it was.
     """
 
     file: OnnxFile
@@ -69,13 +69,14 @@ class OnnxPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanWishes:
-    """What a plan has to do beyond finding out what breaks on the given inputs.
+    """Requirements of a plan besides a run without errors on the given inputs.
 
     Attributes:
-        clamp: masks that the format cannot hold are clamped; else what reads them stays in float32.
-        accuracy: of every output in dB, for which as few ops as possible stay in float32.
-        before_choices: nodes before a choice that stay in float32.
-        also: other inputs on which nothing may break.
+        clamp: Whether to clamp masks that the format cannot represent; otherwise their readers stay in
+            float32.
+        accuracy: Required accuracy of every output in dB, if any.
+        before_choices: Number of nodes before a choice that stay in float32.
+        also: Further batches that must run without errors.
     """
 
     clamp: bool = True
@@ -85,7 +86,7 @@ class PlanWishes:
 
 
 def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes) -> OnnxPlan:
-    """Audit a model until nothing breaks, and keep in float32 what broke.
+    """Audit a model repeatedly, keeping broken ops in float32, until nothing breaks.
 
     Raises:
         AuditError: see ``audit_policies``.
@@ -98,12 +99,12 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes) ->
     model = OnnxModel(file)
     _with_seen_types(model, source.batches[0])
     prepared = replace(source, model=model.eval())
-    own = config.names_policy
-    rules = config.rules if own else load_policy(_POLICY)
+    is_fixed = config.names_policy
+    rules = config.rules if is_fixed else load_policy(_POLICY)
     accuracy = wishes.accuracy if config.tune is None else config.tune
-    if accuracy is not None and not own:
+    if accuracy is not None and not is_fixed:
         rules = tuned_rules(prepared, config.dtype, accuracy, config)
-    if not own:
+    if not is_fixed:
         whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
         before = nodes_before_choices(file.model, wishes.before_choices) if wishes.before_choices else set()
         for name, nodes, why in (("whole", whole, _WHOLE), ("choices", before, _CHOICES)):
@@ -111,22 +112,22 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes) ->
                 rules = _keeping(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
     settings = ScanConfig.of(config)
     for batch in wishes.also:
-        other, rules = _unbroken(replace(prepared, batches=(batch,)), rules, settings, own=own)
+        other, rules = _unbroken(replace(prepared, batches=(batch,)), rules, settings, is_fixed=is_fixed)
         wide = [site.id for site in _computing(other) if _is_wide(site)]  # also by what was measured there
         rules = _keeping(rules, "others", Match(site=_escaped(wide)), _OTHERS) if wide else rules
-    audited, _ = _unbroken(prepared, rules, settings, own=own)
+    audited, _ = _unbroken(prepared, rules, settings, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
     return OnnxPlan(file, audited, clamped, model.names, chooses, raised)
 
 
 def _unbroken(
-    source: ModelSource, rules: RuleSet, settings: ScanConfig, *, own: bool
+    source: ModelSource, rules: RuleSet, settings: ScanConfig, *, is_fixed: bool
 ) -> tuple[Audited, RuleSet]:
-    """Audit until nothing breaks, and return the policy that keeps in float32 what broke."""
+    """Audit until nothing breaks; return the audit and the policy that keeps broken ops in float32."""
     promoted: tuple[SiteId, ...] = ()
     for _ in range(_ROUNDS):
         (audited,) = audit_policies(source, [rules], settings)
-        more = () if own else _broken(audited, promoted)
+        more = () if is_fixed else _broken(audited, promoted)
         if not more:
             break
         promoted = (*promoted, *more)
@@ -140,11 +141,11 @@ def _computing(audited: Audited) -> list[Site]:
     return [site for site in sites if site.facts is not None and not site.role.inserted]
 
 
-def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
-    """Return the 16-bit ops at which errors were found, and those that must change with them.
+def _broken(audited: Audited, promoted: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
+    """Return the 16-bit ops with errors, and those that must be promoted with them.
 
-    These are the ops that make or read values beyond the format, as far as they hang together with the
-    error; and where an error stays at an op that is in float32 already, the ops that it reads.
+    These are connected ops that produce or read values beyond the format's range and, where an op in float32
+    still has an error, the ops that it reads.
     """
     traced, report = audited.audit.converted.traced, audited.report
     limit = low_precision_format(report.run.dtype).max / _MARGIN
@@ -155,7 +156,7 @@ def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
     sites = traced.site_of_node
     pending = [n for n in traced.graph.nodes if n.name in sites and sites[n.name].layer in layers]
     changing = {sites[n.name].layer for n in pending if n.name in low}
-    seen = set(pending)
+    visited = set(pending)
     while pending:
         node = pending.pop()
         site = sites.get(node.name)
@@ -167,11 +168,11 @@ def _broken(audited: Audited, known: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
             beside += node.users
         if node.name not in low and (site is None or site.layer not in changing):
             beside += node.all_input_nodes
-        fresh = [n for n in beside if n not in seen and n.op == "call_function"]
-        seen.update(fresh)
+        fresh = [n for n in beside if n not in visited and n.op == "call_function"]
+        visited.update(fresh)
         pending.extend(fresh)
-    found = (low[n.name] for n in traced.graph.nodes if n in seen and n.name in low)
-    return tuple(site for site in found if site not in known)
+    ops = (low[n.name] for n in traced.graph.nodes if n in visited and n.name in low)
+    return tuple(site for site in ops if site not in promoted)
 
 
 def _is_wide(site: Site) -> bool:
@@ -187,7 +188,7 @@ def _escaped(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _keeping(rules: RuleSet, name: str, match: Match, why: str) -> RuleSet:
-    """Return the policy with what matches in float32."""
+    """Add a rule to a policy that keeps matching ops in float32."""
     number = sum(rule.id.startswith(f"{name}/") for rule in rules.file.rules)
     rule = Rule(
         id=f"{name}/{number}",
@@ -204,7 +205,7 @@ def _keeping(rules: RuleSet, name: str, match: Match, why: str) -> RuleSet:
 def _with_types(model: ir.Model) -> None:
     """Expand functions, name every node, and infer the type of every value.
 
-    What the file says of a value inside may be wrong; it is kept only where nothing can be inferred.
+    Types that the file states for inner values may be wrong; they are used only where inference fails.
     """
     import onnx_ir as ir
     from onnx_ir.passes.common import InlinePass, ShapeInferencePass
@@ -223,15 +224,17 @@ def _with_types(model: ir.Model) -> None:
                     value.type = value.shape = None
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     for value, (kind, shape) in stated.items():
-        made = value.producer()
+        producer = value.producer()
         if value.type is None:
             value.type, value.shape = kind, shape
-        elif made is not None and made.op_type in _SEQUENCES and isinstance(value.type, ir.TensorType):
+        elif (
+            producer is not None and producer.op_type in _SEQUENCES and isinstance(value.type, ir.TensorType)
+        ):
             value.type = ir.SequenceType(value.type)  # which onnx_ir 1.1 takes for a tensor
 
 
 def _with_seen_types(model: OnnxModel, batch: Batch) -> None:
-    """Give values whose type nothing states, as behind operators of a runtime, the type that a run shows."""
+    """Take types that cannot be inferred, as after operators of a runtime, from a run."""
     import onnx_ir as ir
 
     unknown = {value for node in model.file.nodes() for value in node.outputs if value.type is None}
@@ -243,7 +246,7 @@ def _with_seen_types(model: OnnxModel, batch: Batch) -> None:
 
 
 def decisions_of(plan: OnnxPlan) -> dict[ir.Node, bool]:
-    """Return for each node that was seen whether one of its ops stays in float32.
+    """Return for each audited node whether one of its ops stays in float32.
 
     A node with bodies, such as a Loop, computes nothing itself: it may have either type, unless a body hands
     it values that the format cannot hold.
@@ -258,19 +261,19 @@ def decisions_of(plan: OnnxPlan) -> dict[ir.Node, bool]:
 
 
 def _with_large_values(names: Mapping[ir.Node, str], report: Report) -> set[ir.Node]:
-    """Return the nodes whose values are beyond the format, also those that only hand them on."""
+    """Return the nodes with values beyond the format's range, including nodes that only pass them on."""
     limit = low_precision_format(report.run.dtype).max / _MARGIN
     layers = {s.layer for s in report.sites if s.forward is not None and s.forward.peak > limit}
-    found = {node for node, name in names.items() if name in layers}
+    large = {node for node, name in names.items() if name in layers}
     while True:
-        more = {node for node in names.keys() - found if any(v.producer() in found for v in _handed_on(node))}
+        more = {node for node in names.keys() - large if any(v.producer() in large for v in _handed_on(node))}
         if not more:
-            return found
-        found |= more
+            return large
+        large |= more
 
 
 def _handed_on(node: ir.Node) -> list[ir.Value]:
-    """Return the values that a node gives as they are: what its bodies return, or what it moves."""
-    moved = node.inputs if node.op_type in MOVING and plain_domain(node.domain) == "" else ()
+    """Return the values that a node passes on unchanged: its operands, or the outputs of its bodies."""
+    operands = node.inputs if node.op_type in MOVING and plain_domain(node.domain) == "" else ()
     returned = (value for body in bodies_of(node) for value in body.outputs)
-    return [value for value in (*moved, *returned) if value is not None]
+    return [value for value in (*operands, *returned) if value is not None]

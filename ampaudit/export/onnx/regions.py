@@ -26,11 +26,11 @@ _CAST, _WIDE = 1000, 1  # a cast is worse than any number of moves in float32
 
 @dataclass(slots=True)
 class Regions:
-    """The types that were chosen.
+    """The chosen types.
 
     Attributes:
-        types: of every node's inputs and outputs.
-        wide: nodes that work in float32.
+        types: Types of every node's inputs and outputs.
+        wide: Nodes that work in float32.
     """
 
     types: dict[ir.Node, NodeTypes] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def choose_types(
 
 
 class _Planner:
-    """Builds the network: nodes, and for each value what it costs to cast it."""
+    """Builder of the flow network: nodes, and the cost of casting each value."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class _Planner:
             self._add_node(node)
             for body in bodies_of(node):
                 self.add_graph(body, node)
-        made = [(value, border) for value in graph.inputs]
-        made += [(value, node) for node in graph for value in node.outputs if node.op_type != "Constant"]
+        values = [(value, border) for value in graph.inputs]
+        values += [(value, node) for node in graph for value in node.outputs if node.op_type != "Constant"]
         outputs = set(graph.outputs)
-        for value, producer in made:
+        for value, producer in values:
             if is_float32(value):
                 users = [*self._users(value), *([border] if value in outputs else [])]
                 self._add_value(value, self._producer(producer, value), users)
@@ -123,7 +123,7 @@ class _Planner:
             self._flow.add_edge(node, _LOW, capacity=float("inf"))
 
     def _is_free(self, node: ir.Node) -> bool:
-        """Return whether a node that the audit did not see may have either type."""
+        """Return whether a node without an audited op may have either type."""
         moves = node.op_type in MOVING or node.op_type in ("Loop", "Scan", "Cast")
         constant = not bodies_of(node) and all(v is None or v.is_initializer() for v in node.inputs)
         return moves or constant or not any(map(is_float32, (*node.inputs, *node.outputs)))

@@ -1,4 +1,4 @@
-"""Gives an ONNX graph the types that were chosen: casts where they change, and stored values in 16 bits."""
+"""Applies chosen types to an ONNX graph: inserts casts, and stores values in 16 bits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Rewriter"]
 
-_SMALL = 4096  # bytes: a stored value that is needed in both types is stored twice up to here
+_SMALL = 4096  # size in bytes up to which a value that is needed in both types is stored twice
 _TYPED = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "EyeLike", "Bernoulli"}
 Use = tuple["ir.Node", int]
 
 
 @dataclass(slots=True)
 class Rewriter:
-    """Rewrites a model in place.
+    """Rewrite a model in place.
 
     Args:
         model: whose values all have types.
@@ -60,8 +60,8 @@ class Rewriter:
 
     def _graph(self, graph: ir.Graph, parent: ir.Node | None) -> None:
         border = self.low_io if parent is None else self.regions.is_low(parent)
-        given = [v for v in graph.inputs if is_float32(v) and v.name not in graph.initializers]
-        values = [(value, border) for value in given]
+        graph_inputs = [v for v in graph.inputs if is_float32(v) and v.name not in graph.initializers]
+        values = [(value, border) for value in graph_inputs]
         for node in list(graph):
             for body in bodies_of(node):
                 self._graph(body, node)
@@ -84,15 +84,15 @@ class Rewriter:
     def _uses(
         self, graph: ir.Graph, value: ir.Value, border: bool
     ) -> tuple[dict[bool, list[Use]], bool | None]:
-        """Return the uses of a value by the type that they need, and that of the graph's output."""
-        found: defaultdict[bool, list[Use]] = defaultdict(list)
+        """Return the uses of a value by required type (whether 16 bits), and the type as a graph output."""
+        uses: defaultdict[bool, list[Use]] = defaultdict(list)
         for use in value.uses():
             assert use.node is not None
             types = self.regions.types.get(use.node)
             needs = None if types is None else self.regions.slot_is_low(use.node, types.inputs[use.idx])
             if needs is not None:
-                found[needs].append((use.node, use.idx))
-        return found, border if any(output is value for output in graph.outputs) else None
+                uses[needs].append((use.node, use.idx))
+        return uses, border if any(output is value for output in graph.outputs) else None
 
     def _computed_value(self, graph: ir.Graph, value: ir.Value, is_low: bool, border: bool) -> None:
         uses, output = self._uses(graph, value, border)
@@ -106,8 +106,8 @@ class Rewriter:
         if returned:  # the output keeps its name
             name = str(value.name)
             value.name, cast.name = cast.name, name
-            for index, found in enumerate(graph.outputs):
-                if found is value:
+            for index, graph_output in enumerate(graph.outputs):
+                if graph_output is value:
                     graph.outputs[index] = cast
 
     def _stored_value(self, graph: ir.Graph, value: ir.Value, border: bool, node: ir.Node | None) -> None:
@@ -122,10 +122,10 @@ class Rewriter:
             import onnx_ir as ir
 
             name = self._unique(f"{value.name}_{self.low.name.lower()}")
-            made = ir.Value(name=name, shape=ir.Shape(_shape(tensor)), type=ir.TensorType(self.low))
-            made.const_value = self._lazily(tensor, self.low, name)
-            graph.register_initializer(made)
-            self._replace(uses[True], made)
+            copy = ir.Value(name=name, shape=ir.Shape(_shape(tensor)), type=ir.TensorType(self.low))
+            copy.const_value = self._lazily(tensor, self.low, name)
+            graph.register_initializer(copy)
+            self._replace(uses[True], copy)
         else:
             self._computed_value(graph, value, False, border)
 
@@ -142,16 +142,16 @@ class Rewriter:
         node.attributes["value"] = ir.AttrTensor("value", tensor)
 
     def _lazily(self, tensor: ir.TensorProtocol, to: ir.DataType, name: str) -> ir.TensorProtocol:
-        """Return a tensor that is read, and converted, when it is needed."""
+        """Return a tensor that is read and converted on demand."""
         import onnx_ir as ir
 
         dtype = torch_dtype_of(to)
 
         def make() -> ir.TensorProtocol:
-            made = self.tensor_of(tensor).to(dtype).contiguous()
-            if made.element_size() == 2 and made.is_floating_point():
-                return ir.Tensor(made.view(torch.int16).numpy().view(to.numpy()), dtype=to, name=name)
-            return ir.Tensor(made.numpy(), dtype=to, name=name)
+            converted = self.tensor_of(tensor).to(dtype).contiguous()
+            if converted.element_size() == 2 and converted.is_floating_point():
+                return ir.Tensor(converted.view(torch.int16).numpy().view(to.numpy()), dtype=to, name=name)
+            return ir.Tensor(converted.numpy(), dtype=to, name=name)
 
         return ir.LazyTensor(make, dtype=to, shape=ir.Shape(_shape(tensor)), name=name)
 
@@ -173,7 +173,7 @@ class Rewriter:
         return output
 
     def _set_type_attribute(self, node: ir.Node) -> None:
-        """Change the attribute in which some operators name the type of their result."""
+        """Set the attribute that defines the result type of some operators."""
         import onnx_ir as ir
 
         if node.domain not in STANDARD or not self.regions.is_low(node):
@@ -185,13 +185,13 @@ class Rewriter:
         elif node.op_type in _TYPED and (node.op_type == "RandomNormal" or "dtype" in node.attributes):
             node.attributes["dtype"] = ir.AttrInt64("dtype", int(self.low))
         elif node.op_type == "ConstantOfShape":
-            given = node.attributes.get("value")
-            filled = torch.zeros(1) if given is None else self.tensor_of(given.value).reshape(1)
-            made = self._lazily(ir.tensor(filled.numpy()), self.low, "value")
-            node.attributes["value"] = ir.AttrTensor("value", made)
+            attribute = node.attributes.get("value")
+            filled = torch.zeros(1) if attribute is None else self.tensor_of(attribute.value).reshape(1)
+            constant = self._lazily(ir.tensor(filled.numpy()), self.low, "value")
+            node.attributes["value"] = ir.AttrTensor("value", constant)
 
     def _detach(self, graph: ir.Graph) -> None:
-        """Read what is still in the original's files when the new one is written."""
+        """Replace tensors in the original's files by ones that are read when the new file is written."""
         import onnx_ir as ir
 
         for value in graph.initializers.values():
@@ -204,13 +204,13 @@ class Rewriter:
         for node in list(graph):
             if node.op_type != "Cast" or node.domain not in STANDARD:
                 continue
-            value, made = node.inputs[0], node.outputs[0]
+            value, result = node.inputs[0], node.outputs[0]
             if value is None or value.dtype is None or int(value.dtype) != node.attributes["to"].value:
                 continue
-            if any(output is made for output in graph.outputs):
+            if any(output is result for output in graph.outputs):
                 continue
-            self._replace([(use.node, use.idx) for use in made.uses() if use.node is not None], value)
-            if not made.uses():
+            self._replace([(use.node, use.idx) for use in result.uses() if use.node is not None], value)
+            if not result.uses():
                 graph.remove(node, safe=True)
 
     def _replace(self, uses: list[Use], value: ir.Value) -> None:
@@ -218,12 +218,12 @@ class Rewriter:
             node.replace_input_with(index, value)
 
     def _unique(self, name: str) -> str:
-        made, number = name, 1
-        while made in self._names:
+        candidate, number = name, 1
+        while candidate in self._names:
             number += 1
-            made = f"{name}_{number}"
-        self._names.add(made)
-        return made
+            candidate = f"{name}_{number}"
+        self._names.add(candidate)
+        return candidate
 
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from ampaudit.trace.values import dtype_name
 __all__ = ["ExportedOnnx", "max_difference", "names_of_inputs", "write_onnx"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_MIN_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
+_MIN_DB = 25.0  # accuracy after a few roundings of bfloat16; a dropped eps or cast of a norm is worse
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -37,9 +37,9 @@ class ExportedOnnx:
     """The model.onnx that was written.
 
     Attributes:
-        casts: conversions between float formats in the file.
-        outputs: what ONNX Runtime computes from the inputs, without optimizations; empty if it cannot.
-        note: why it cannot.
+        casts: Number of casts between float formats in the file.
+        outputs: Outputs of ONNX Runtime without optimizations; empty if it cannot run the file.
+        note: Reason why it cannot, if so.
     """
 
     casts: int
@@ -137,9 +137,9 @@ def write_onnx(
             hint="leave out --onnx; the other files do not need it",
         ) from error
     casts = casts_in(exported.model)
-    lost = {to: count for to, count in _planned_casts(program).items() if casts[to] < count}
-    if lost:
-        raise RunFailed(f"the ONNX file lacks casts of the plan: {lost}", hint="leave out --onnx")
+    missing = {to: count for to, count in _planned_casts(program).items() if casts[to] < count}
+    if missing:
+        raise RunFailed(f"the ONNX file lacks casts of the plan: {missing}", hint="leave out --onnx")
     try:
         outputs, note = run_onnx(path, inputs), ""
     except Exception as error:
@@ -174,7 +174,7 @@ def _export(program: ExportedProgram, output_names: Sequence[str], input_names: 
 
 
 def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
-    """Give the axes of inputs their names, wherever the exporter's symbols for them occur."""
+    """Replace the exporter's symbols for axes of inputs by the axes' names, wherever they occur."""
     symbols: dict[str, str] = {}
     for value, axes in zip(exported.model.graph.inputs, names, strict=False):
         symbols |= {str(value.shape[axis]): name for axis, name in axes.items()}
@@ -190,7 +190,7 @@ def _planned_casts(program: ExportedProgram) -> Counter[str]:
     for node in program.graph.nodes:
         if node.op == "call_function" and converts(node.target):
             to = node.meta["val"].dtype
-            given = node.all_input_nodes[0].meta["val"].dtype
-            if to in _FLOATS and given in _FLOATS and to != given:
+            source = node.all_input_nodes[0].meta["val"].dtype
+            if to in _FLOATS and source in _FLOATS and to != source:
                 casts[dtype_name(to)] += 1
     return casts

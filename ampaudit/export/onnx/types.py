@@ -80,8 +80,8 @@ def constant_of(node: ir.Node) -> ir.TensorProtocol | None:
 
     for name, attribute in node.attributes.items():
         if name == "value":
-            found: ir.TensorProtocol = attribute.value
-            return found
+            tensor: ir.TensorProtocol = attribute.value
+            return tensor
         if name in ("value_float", "value_floats"):
             return ir.tensor(attribute.value, dtype=ir.DataType.FLOAT)
     return None
@@ -123,7 +123,7 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
 
 
 def _special(node: ir.Node) -> NodeTypes | None:
-    """Return the types of operators with bodies, of those that convert, and of those that give no float."""
+    """Return the types of operators with bodies, of conversions, and of operators without float results."""
     if node.domain not in STANDARD:
         return None
     if node.op_type in ("If", "Loop", "Scan"):
@@ -138,16 +138,16 @@ def _special(node: ir.Node) -> NodeTypes | None:
 
 
 def on_last_axis(node: ir.Node) -> bool:
-    """Return whether a node, whose operator takes the last axis unless told, works along that."""
+    """Return whether a node works along the last axis, its operator's default."""
     axis, data = axis_of(node, -1), node.inputs[0]
     return axis == -1 or (data is not None and data.shape is not None and axis == len(data.shape) - 1)
 
 
 def strangers_in(model: ir.Model) -> set[str]:
-    """Return the operators in the standard's domain that are not in the standard, such as ONNX Runtime's."""
+    """Return operators in the standard domain that the standard does not define, such as ONNX Runtime's."""
     version = model.opset_imports.get("", 1)
-    named = {node.op_type for node in model.graph.all_nodes() if node.domain in STANDARD}
-    return {operator for operator in named if schema_of("", operator, version) is None}
+    operators = {node.op_type for node in model.graph.all_nodes() if node.domain in STANDARD}
+    return {operator for operator in operators if schema_of("", operator, version) is None}
 
 
 def _formal(formals: Any, index: int) -> Any:

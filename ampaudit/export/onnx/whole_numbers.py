@@ -1,9 +1,9 @@
-"""Finds the ops that must compute in float32 because they compute with whole numbers.
+"""Finds ops that need float32 because they compute with integers.
 
-Positions, counts, sizes and labels are integers that become floats. A 16-bit format holds all integers up
-to 2^11 (bfloat16: 2^8) and few of those beyond, so that what is right on short inputs is wrong on longer
-ones. Types, shapes and constants say how large an integer may be. What cannot be shown to fit stays in
-float32 until it is used (as an index, in a comparison, as a divisor), is bounded (by a sine), or meets the
+Positions, counts, sizes and labels are integers that become floats. A 16-bit format represents all integers
+up to 2^11 (bfloat16: 2^8) and few larger ones, so results that are right on short inputs can be wrong on
+longer ones. Types, shapes and constants bound an integer. One that is not proven to fit stays in float32
+until it is used (as an index, in a comparison, as a divisor), is bounded (by a sine), or is combined with
 numbers that the model computes from its floating-point inputs and weights.
 """
 
@@ -39,15 +39,15 @@ _SIZING = {"OneHot", "Range", "Resize", "Upsample"}  # read sizes or scales
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """What is known of the elements of a tensor.
+    """Properties of the elements of a tensor.
 
     Attributes:
-        peak: a bound on their magnitudes.
-        whole: whether they are integers.
-        counted: whether they were computed from integers that are not constant, or added up, as phases are.
-        grows: whether they get larger where an input gets longer.
-        varies: whether they were computed from floating-point inputs or weights.
-        plain: whether they are integers as they were given, rounded once at most.
+        peak: Bound on their magnitudes.
+        whole: Whether they are integers.
+        counted: Whether they were computed from variable integers, or accumulated, like phases.
+        grows: Whether they grow with the length of an input.
+        varies: Whether they were computed from floating-point inputs or weights.
+        plain: Whether they are original integers, rounded at most once.
     """
 
     peak: float = math.inf
@@ -58,7 +58,7 @@ class _Number:
     plain: bool = False
 
     def fits(self, form: NumberFormat) -> bool:
-        """Return whether a format holds each of them as it is, and none beyond is rounded to one of them."""
+        """Return whether a format represents each of them exactly and distinctly."""
         return self.whole and self.peak < 2.0 ** (form.fraction_bits + 1)
 
 
@@ -66,7 +66,7 @@ _REAL = _Number(varies=True)
 
 
 def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: TensorOf) -> set[ir.Node]:
-    """Return the nodes that compute with whole numbers that the format may round to others.
+    """Return the nodes that compute with integers that the format may round.
 
     Args:
         model: with the types of its values, and their shapes as far as they are known.
@@ -83,11 +83,11 @@ def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: TensorOf)
 
 
 class _Numbers:
-    """Follows numbers through a graph.
+    """Propagation of number properties through a graph.
 
     Attributes:
-        needed: values that must be exact.
-        nodes: those that need them.
+        needed: Values that must be exact.
+        nodes: Nodes that need them.
     """
 
     def __init__(self, form: NumberFormat, tensor_of: TensorOf) -> None:
@@ -96,28 +96,28 @@ class _Numbers:
         self._form = form
         self._tensor_of = tensor_of
         self._known: dict[ir.Value, _Number] = {}
-        self._from: dict[ir.Value, list[ir.Value]] = {}  # what a body hands in or out
+        self._from: dict[ir.Value, list[ir.Value]] = {}  # sources of the inputs and outputs of bodies
 
     def visit(self, graph: ir.Graph) -> None:
-        """Learn the numbers of a graph in its order, and what needs them."""
+        """Derive the properties of a graph's values in order, and collect the values that must be exact."""
         for node in graph:
-            seen = [_REAL if value is None else self.of(value) for value in node.inputs]
+            inputs = [_REAL if value is None else self.of(value) for value in node.inputs]
             bodies = list(bodies_of(node))
             for body in bodies:
                 self._enter(node, body)
                 self.visit(body)
-            for value, must in zip(node.inputs, _needs(node, seen, self._form), strict=True):
+            for value, must in zip(node.inputs, _needs(node, inputs, self._form), strict=True):
                 if must and value is not None:
                     self.needed.append(value)
                     self.nodes.add(node)
             standard = plain_domain(node.domain) == ""
-            results = self._returned(node, bodies) if bodies else _results(node, seen) if standard else []
+            results = self._returned(node, bodies) if bodies else _results(node, inputs) if standard else []
             for place, value in enumerate(node.outputs):
-                known = results[min(place, len(results) - 1)] if results else _REAL
-                self._known[value] = self._limited(value, known)
+                number = results[min(place, len(results) - 1)] if results else _REAL
+                self._known[value] = self._limited(value, number)
 
     def of(self, value: ir.Value) -> _Number:
-        """Return what is known of a value: what was computed, a constant, or what its type says."""
+        """Return the properties of a value, as computed, or from its constant or its type."""
         import onnx_ir as ir
 
         if value not in self._known:
@@ -137,23 +137,23 @@ class _Numbers:
         kind = value.dtype
         if kind is None or not (kind.is_integer() or kind == ir.DataType.BOOL):
             return number
-        known = number if number.counted else _Number(whole=True, counted=True, plain=True)
+        integer = number if number.counted else _Number(whole=True, counted=True, plain=True)
         most = min((_largest(kind), *(_rows_read(use.node, use.idx) for use in value.uses())))
-        return replace(known, peak=min(known.peak, most), whole=True, varies=False)
+        return replace(integer, peak=min(integer.peak, most), whole=True, varies=False)
 
     def _enter(self, node: ir.Node, body: ir.Graph) -> None:
-        """Hand a Loop's number of turns and its state to its body."""
+        """Pass the iteration number and the state of a Loop to its body."""
         if node.op_type != "Loop":
             return
         for place, value in enumerate(body.inputs):
-            given = node.inputs[place] if place < len(node.inputs) else None
+            initial = node.inputs[place] if place < len(node.inputs) else None
             if place == 0:
                 self._known[value] = _Number(whole=True, counted=True, grows=True, plain=True)
-            elif place > 1 and given is not None:
-                state = self.of(given)
+            elif place > 1 and initial is not None:
+                state = self.of(initial)
                 counts = not state.varies  # turn by turn
                 self._known[value] = replace(state, peak=math.inf, counted=counts, grows=counts, plain=False)
-                self._from[value] = [given, body.outputs[place - 1]]
+                self._from[value] = [initial, body.outputs[place - 1]]
 
     def _returned(self, node: ir.Node, bodies: Sequence[ir.Graph]) -> list[_Number]:
         """Join what the bodies of an If or a Loop return."""
@@ -163,11 +163,11 @@ class _Numbers:
         results = []
         for place, value in enumerate(node.outputs):
             self._from[value] = [body.outputs[place + skipped] for body in bodies]
-            results.append(_joined([self.of(made) for made in self._from[value]]))
+            results.append(_joined([self.of(output) for output in self._from[value]]))
         return results
 
     def kept(self) -> set[ir.Node]:
-        """Return the nodes that need exact numbers, and those that make them."""
+        """Return the nodes that need exact numbers, and those that produce them."""
         nodes = set(self.nodes)
         # with each value: whether a CumSum adds it up, and its errors with it
         pending = [(value, False) for value in self.needed]
@@ -190,7 +190,7 @@ class _Numbers:
 
 
 def _constant(tensor: torch.Tensor, form: NumberFormat) -> _Number:
-    """Return what is known of a constant.
+    """Return the properties of a constant.
 
     A table of more whole numbers than the format holds is one of positions, of which an audit sees the start.
     """
@@ -204,7 +204,7 @@ def _constant(tensor: torch.Tensor, form: NumberFormat) -> _Number:
 
 
 def _largest(kind: ir.DataType) -> float:
-    """Return the largest magnitude that a type of integers holds, if that is small."""
+    """Return the largest magnitude of a small integer type."""
     import onnx_ir as ir
 
     if kind == ir.DataType.BOOL:
@@ -213,7 +213,7 @@ def _largest(kind: ir.DataType) -> float:
 
 
 def _rows_read(node: ir.Node | None, place: int) -> float:
-    """Return how many rows the table has in which a node's input is an index; infinity if it is none."""
+    """Return the number of rows of the table that an input indexes; infinity if it is not an index."""
     if node is None or node.op_type != "Gather" or place != 1:
         return math.inf
     return _size(node.inputs[0], axis_of(node, 0))
@@ -243,23 +243,23 @@ def _count(most: float) -> _Number:
     return _Number(most, whole=True, counted=True, grows=most == math.inf, plain=True)
 
 
-def _joined(seen: Sequence[_Number]) -> _Number:
+def _joined(numbers: Sequence[_Number]) -> _Number:
     return _Number(
-        max((number.peak for number in seen), default=math.inf),
-        whole=all(number.whole for number in seen),
-        counted=any(number.counted for number in seen),
-        grows=any(number.grows for number in seen),
-        varies=any(number.varies for number in seen),
-        plain=all(number.plain for number in seen),
+        max((number.peak for number in numbers), default=math.inf),
+        whole=all(number.whole for number in numbers),
+        counted=any(number.counted for number in numbers),
+        grows=any(number.grows for number in numbers),
+        varies=any(number.varies for number in numbers),
+        plain=all(number.plain for number in numbers),
     )
 
 
-def _results(node: ir.Node, seen: Sequence[_Number]) -> list[_Number]:
-    """Return what is known of a standard node's outputs."""
-    op, first = node.op_type, seen[0] if seen else _Number()
+def _results(node: ir.Node, inputs: Sequence[_Number]) -> list[_Number]:
+    """Return the properties of a standard node's outputs."""
+    op, first = node.op_type, inputs[0] if inputs else _Number()
     data = node.inputs[0] if node.inputs else None
-    joined = replace(_joined(seen), plain=False)
-    peaks = [number.peak for number in seen]
+    joined = replace(_joined(inputs), plain=False)
+    peaks = [number.peak for number in inputs]
     match op:
         case "Shape":
             return [_count(max(_sizes(data), default=0.0))]
@@ -290,10 +290,10 @@ def _results(node: ir.Node, seen: Sequence[_Number]) -> list[_Number]:
         case "Add" | "Sub" | "Sum":
             return [replace(joined, peak=sum(peaks))]
         case "Clip":
-            limits = [number.peak for number in seen[1:] if not number.varies and not number.counted]
+            limits = [number.peak for number in inputs[1:] if not number.varies and not number.counted]
             return [replace(joined, peak=max(limits) if len(limits) == 2 else math.inf)]
         case "Pad":
-            return [_joined([first, *seen[2:3]])]
+            return [_joined([first, *inputs[2:3]])]
         case "Mod":
             return [replace(joined, peak=peaks[-1])]
         case "Div" if data is not None and data.dtype is not None and data.dtype.is_integer():
@@ -303,7 +303,9 @@ def _results(node: ir.Node, seen: Sequence[_Number]) -> list[_Number]:
     if op in _KEEPING or op in _ROUNDING:
         return [replace(first, peak=first.peak + 1, whole=True) if op in _ROUNDING else first]
     if op in _JOINING:
-        return [_joined(seen[1:] if op == "Where" else [seen[0], *seen[2:]] if "Scatter" in op else seen)]
+        return [
+            _joined(inputs[1:] if op == "Where" else [inputs[0], *inputs[2:]] if "Scatter" in op else inputs)
+        ]
     if op in MOVING:
         return [first]
     if joined.varies or (op in _PRODUCTS and not joined.grows and _size(data, -1) != 1 and op != "Einsum"):
@@ -313,14 +315,14 @@ def _results(node: ir.Node, seen: Sequence[_Number]) -> list[_Number]:
     ]
 
 
-def _needs(node: ir.Node, seen: Sequence[_Number], form: NumberFormat) -> Iterator[bool]:
-    """Return for each input whether it must be exact, and is not in the format."""
+def _needs(node: ir.Node, inputs: Sequence[_Number], form: NumberFormat) -> Iterator[bool]:
+    """Yield for each input whether it must be exact and the format cannot represent it."""
     op = node.op_type
-    made = node.outputs[0] if node.outputs else None
-    to_integer = op == "Cast" and made is not None and made.dtype is not None and not is_float32(made)
-    alone = not any(number.varies for number in seen)
-    for place, number in enumerate(seen):
-        others = [other for index, other in enumerate(seen) if index != place]
+    output = node.outputs[0] if node.outputs else None
+    to_integer = op == "Cast" and output is not None and output.dtype is not None and not is_float32(output)
+    alone = not any(number.varies for number in inputs)
+    for place, number in enumerate(inputs):
+        others = [other for index, other in enumerate(inputs) if index != place]
         if not number.counted or not is_float32(node.inputs[place]) or number.fits(form):
             yield False
         elif to_integer or op in _SIZING or op == "NonMaxSuppression":

@@ -61,18 +61,18 @@ def casts_in(model: ir.Model) -> Counter[str]:
     """Count casts between float formats by the format that they cast to."""
     import onnx_ir as ir
 
-    found: Counter[str] = Counter()
+    casts: Counter[str] = Counter()
     for node in model.graph.all_nodes():
         if node.op_type == "Cast" and node.domain in STANDARD and node.inputs[0] is not None:
-            given, to = node.inputs[0].dtype, ir.DataType(node.attributes["to"].value)
-            if to.name in ONNX_FLOATS and given is not None and given.name in ONNX_FLOATS:
-                found[ONNX_FLOATS[to.name]] += 1
-    return found
+            source, to = node.inputs[0].dtype, ir.DataType(node.attributes["to"].value)
+            if to.name in ONNX_FLOATS and source is not None and source.name in ONNX_FLOATS:
+                casts[ONNX_FLOATS[to.name]] += 1
+    return casts
 
 
 def run_onnx(path: Path, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a file with ONNX Runtime on the CPU, without its optimizations."""
     session: Any = open_session(path)
-    given = zip(session.get_inputs(), inputs, strict=True)
-    feeds = {place.name: tensor.detach().cpu().numpy() for place, tensor in given}
-    return tuple(torch.from_numpy(found) for found in session.run(None, feeds))
+    pairs = zip(session.get_inputs(), inputs, strict=True)
+    feeds = {place.name: tensor.detach().cpu().numpy() for place, tensor in pairs}
+    return tuple(torch.from_numpy(array) for array in session.run(None, feeds))
