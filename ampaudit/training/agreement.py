@@ -27,11 +27,11 @@ def own_parts(optimizer: Any) -> Any:
 
     Torch cannot check whole and sharded gradients together: it assumes the first one's sharding for all.
     """
-    parts = [_stand_in(p) if isinstance(p.grad, DTensor) else p for p in parameters_of(optimizer)]
+    parts = [_local_proxy(p) if isinstance(p.grad, DTensor) else p for p in parameters_of(optimizer)]
     return SimpleNamespace(param_groups=[{"params": parts}])
 
 
-def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
+def _local_proxy(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
     proxy = own_part(parameter.grad)
     proxy.grad = own_part(parameter.grad)

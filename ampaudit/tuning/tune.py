@@ -404,7 +404,7 @@ def tuning_report(tuned: Tuned) -> TuningReport:
         predicted_db=accuracy_of(problem.noise(final.choice)),
         measured_db=finite_db(final.accuracy.db),
         ops=len(problem.ops(frozenset(problem.free))),
-        kept=tuple(_kept_ops(tuned)),
+        kept=tuple(_kept_op(tuned, problem.graph.values[name]) for name in problem.ops(final.choice)),
         lower_bound=_min_ops(tuned),
         minimal=config.exhaustive and final.accuracy.reached,
         casts=len(problem.borders(problem.graph.in_float32(final.choice))),
@@ -446,11 +446,6 @@ def _min_ops(tuned: Tuned) -> int:
     # if one run is better than predicted, others may be
     scale = max(predicted / measured, 1.0) if measured and predicted else 1.0
     return tuned.search.solver.min_ops(noise_of(target) * scale)
-
-
-def _kept_ops(tuned: Tuned) -> list[KeptOp]:
-    problem, choice = tuned.problem, tuned.final.choice
-    return [_kept_op(tuned, problem.graph.values[name]) for name in problem.ops(choice)]
 
 
 def _kept_op(tuned: Tuned, value: PrecisionValue) -> KeptOp:

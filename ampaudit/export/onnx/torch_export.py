@@ -50,7 +50,7 @@ class ExportedOnnx:
         """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime could not run.
 
         Raises:
-            RunFailed: they are so far apart that the file means something else.
+            RunFailed: They differ so much that the file computes something else.
         """
         if not self.outputs:
             return None
@@ -63,7 +63,7 @@ def max_difference(outputs: Sequence[torch.Tensor], expected: Sequence[tuple[str
     """Return the largest difference of ONNX Runtime's outputs from torch's.
 
     Raises:
-        RunFailed: they are so far apart that the file means something else.
+        RunFailed: They differ so much that the file computes something else.
     """
     largest = 0.0
     for ours, (name, theirs) in zip(outputs, expected, strict=True):
@@ -104,21 +104,20 @@ def write_onnx(
 ) -> ExportedOnnx:
     """Export, check, count the casts, and run.
 
-    The exporter's optimizer is off: it drops ``x + eps`` for small eps, and may move casts. ONNX
-    Runtime's CPU kernels compute many 16-bit ops in FP32, so its result says that the file means the
-    same, and nothing about range.
+    The exporter's optimizer is off: it drops ``x + eps`` for small eps, and may move casts. ONNX Runtime's
+    CPU kernels compute many 16-bit ops in FP32, so its result validates the computation, not the range.
 
     Args:
-        program: of the converted graph, with its weights.
-        path: the new file.
-        inputs: the tensors of the batch, in order.
-        input_names: torch's if there are none.
-        output_names: paths in the model's output.
-        metadata: of the program's nodes and of the model.
-        axis_names: for each input the names of the axes that may vary.
+        program: Program of the converted graph, with its weights.
+        path: File to write.
+        inputs: Tensors of the batch, in order.
+        input_names: Names of the inputs; by default those of torch.
+        output_names: Paths in the model's output.
+        metadata: Metadata of the program's nodes and of the model.
+        axis_names: Names of the variable axes of each input.
 
     Raises:
-        RunFailed: torch cannot export it, onnx finds it invalid, or casts are missing.
+        RunFailed: Torch cannot export it, onnx rejects it, or casts are missing.
     """
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in output_names]
     try:
