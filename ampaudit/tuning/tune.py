@@ -72,19 +72,20 @@ def tune(
     """Find the fewest ops and weights that must stay in float32 for the accuracy that is asked for.
 
     Args:
-        model: the model, in the mode to tune (usually ``eval()``), which is not changed; or its location: a
-            path, or ``package.module:factory``.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        source: how to load a model from its location: weights, inputs, ``trust`` ...
-        config: the options as one record.
-        **options: fields of ``TuneConfig``, which override those of ``config``.
+        model: Model in the mode to tune (usually ``eval()``), which is not changed; or its location: a path,
+            or ``package.module:factory``.
+        inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        source: Options to load a model from its location: weights, inputs, ``trust`` ...
+        config: Options as one record.
+        **options: Fields of ``TuneConfig``, which override those of ``config``.
 
     Returns:
-        The report: a rule file, what it keeps in float32 and why, and the frontier of accuracy and cost.
+        The report, with a rule file, the reason for each op that it keeps in float32, and the frontier of
+        accuracy and cost.
 
     Raises:
-        AuditError: see ``ampaudit.core.errors``.
-        PartDone: another machine has the report.
+        AuditError: See ``ampaudit.core.errors``.
+        PartDone: Another machine has the report.
     """
     settings = TuneConfig.given(config, options)
     settings.check()
@@ -105,8 +106,8 @@ def tuned_rules(source: ModelSource, dtype: str, min_sqnr: float, config: Policy
     """Return the policy with the fewest ops in float32 for an accuracy in dB.
 
     Raises:
-        RunFailed: no choice of ops has that accuracy.
-        AuditError: see ``tune``.
+        RunFailed: No choice of ops has that accuracy.
+        AuditError: See ``tune``.
     """
     tuning = TuneConfig(
         min_sqnr=min_sqnr,
@@ -126,7 +127,7 @@ def tuned_rules(source: ModelSource, dtype: str, min_sqnr: float, config: Policy
 
 
 def _refuse(source: ModelSource, config: TuneConfig) -> None:
-    """Reject what cannot be tuned."""
+    """Reject models and options that cannot be tuned."""
     if source.kind == "converted" or source.dtype is not None:
         hint = "tune the model that it was converted from"
         raise UsageError(f"{source.location} has its casts in its program", hint=hint)
