@@ -43,7 +43,7 @@ class Peak:
     workspace: int | None
 
 
-def measure_peak(step: Callable[[], object], held: int, device: torch.device) -> Peak:
+def measure_peak(step: Callable[[], object], live: int, device: torch.device) -> Peak:
     """Measure the peak of allocated memory during a step.
 
     On a GPU, torch's own count. On a CPU, ``held`` bytes that were there before, and the highest sum of what
@@ -57,7 +57,7 @@ def measure_peak(step: Callable[[], object], held: int, device: torch.device) ->
         return Peak(int(torch.cuda.max_memory_allocated(device)), None)
     calls = _profiled(step)
     total = _highest_sum(calls)
-    return Peak(held + total, total - _highest_sum(_of_tensors(calls)))
+    return Peak(live + total, total - _highest_sum(_of_tensors(calls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,16 @@ def _without_overload(names: Iterable[str]) -> Iterator[str]:
 
 def _of_tensors(calls: list[_Call]) -> list[_Call]:
     """Leave out memory that a kernel freed before it ended."""
-    kept = dict(enumerate(calls))
+    remaining = dict(enumerate(calls))
     alive: dict[int, int] = {}
     for index, call in enumerate(calls):
         if call.size > 0:
             alive[call.address] = index
-        elif (made := alive.pop(call.address, None)) is not None and call.time <= calls[made].kernel_end:
-            del kept[made], kept[index]
-    return list(kept.values())
+        elif (allocation := alive.pop(call.address, None)) is not None and call.time <= calls[
+            allocation
+        ].kernel_end:
+            del remaining[allocation], remaining[index]
+    return list(remaining.values())
 
 
 def _highest_sum(calls: list[_Call]) -> int:

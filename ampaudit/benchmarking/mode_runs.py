@@ -48,8 +48,8 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
         output = runner.forward(batch)
         for _ in range(2):
             runner.step(batch)
-        held = live_bytes(runner.model, runner.optimizer)
-        peak = measure_peak(lambda: runner.step(batch), held, setup.device)
+        live = live_bytes(runner.model, runner.optimizer)
+        peak = measure_peak(lambda: runner.step(batch), live, setup.device)
         run.runner, run.batch = runner, batch
         run.output = tuple(t.detach().float().cpu() for t in _floats(output))
         row = replace(row, how=runner.how, peak_bytes=peak.total - before, workspace_bytes=peak.workspace)
@@ -155,9 +155,9 @@ def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
     )
 
 
-def _sqnr(exact: tuple[torch.Tensor, ...], seen: tuple[torch.Tensor, ...]) -> float | None:
+def _sqnr(exact: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> float | None:
     """Compute the signal-to-noise ratio over all outputs; ``None`` if they are equal."""
     signal = sum(float(t.double().square().sum()) for t in exact)
-    pairs = zip(exact, seen, strict=True)
+    pairs = zip(exact, outputs, strict=True)
     noise = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
     return signal_to_noise_db(signal, noise)

@@ -233,16 +233,16 @@ def resized(batch: Batch, size: int) -> Batch:
     Raises:
         InputError: no tensor has a first dimension, so that there is nothing to repeat.
     """
-    own = batch_size_of(batch)
-    if own == size:
+    current = batch_size_of(batch)
+    if current == size:
         return batch
-    if not any(t.ndim > 0 and t.shape[0] == own for t in _tensors(batch)):
+    if not any(t.ndim > 0 and t.shape[0] == current for t in _tensors(batch)):
         raise InputError("the batch has no dimension of samples", hint="leave out --batch-size")
 
     def change(value: torch.Tensor) -> torch.Tensor:
-        if value.ndim == 0 or value.shape[0] != own:
+        if value.ndim == 0 or value.shape[0] != current:
             return value
-        return value[torch.arange(size) % own].contiguous()
+        return value[torch.arange(size) % current].contiguous()
 
     return batch.mapped(change)
 

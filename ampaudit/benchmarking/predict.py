@@ -43,8 +43,8 @@ def predict_step(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _fake_copy(runner.model, mode)
-    own = setup.source.batches[0]
-    batch_size = batch_size_of(own)
+    batch = setup.source.batches[0]
+    batch_size = batch_size_of(batch)
 
     def shaped(tensor: torch.Tensor) -> torch.Tensor:
         dtype = runner.dtype if runner.dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -54,7 +54,7 @@ def predict_step(
         with mode:
             return torch.empty(shape, dtype=dtype, device=setup.device)
 
-    fake = own.mapped(shaped)
+    fake = batch.mapped(shaped)
     with mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fake_runner = _on_fake_model(runner, model, setup)
@@ -96,29 +96,29 @@ def _sum(snapshot: Any, kind: str) -> int:
 
 
 def _split(runner: ModeRunner, masters: frozenset[str], total: int, gradients: int) -> Memory:
-    held = named_tensors(runner.model)
-    kept = storage_bytes(tensor for name, tensor in held.items() if name in masters)
-    weights = storage_bytes(held.values()) - kept
+    tensors = named_tensors(runner.model)
+    master_bytes = storage_bytes(tensor for name, tensor in tensors.items() if name in masters)
+    weights = storage_bytes(tensors.values()) - master_bytes
     optimizer = storage_bytes(optimizer_state(runner.optimizer)) if runner.optimizer is not None else 0
-    rest = total - weights - kept - gradients - optimizer
-    return Memory(weights, kept, gradients, optimizer, max(rest, 0))
+    rest = total - weights - master_bytes - gradients - optimizer
+    return Memory(weights, master_bytes, gradients, optimizer, max(rest, 0))
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Copy a module with parameters without data that require gradients as the originals do."""
     with _without(model) as shared:
-        made = make_fake_model(model, mode, {}).model
+        fake = make_fake_model(model, mode, {}).model
     for name, value in shared.items():
-        setattr(made, name, value.fixed() if isinstance(value, TraceCache) else value)
+        setattr(fake, name, value.fixed() if isinstance(value, TraceCache) else value)
     wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    for name, parameter in made.named_parameters():
+    for name, parameter in fake.named_parameters():
         parameter.requires_grad_(wants[name])
-    for module in made.modules():  # the tracker hooks every parameter, which one without a gradient refuses
-        for name, own in list(module._parameters.items()):
-            if own is not None and not own.requires_grad:
+    for module in fake.modules():  # the tracker hooks every parameter, which one without a gradient refuses
+        for name, weight in list(module._parameters.items()):
+            if weight is not None and not weight.requires_grad:
                 del module._parameters[name]
-                module.register_buffer(name, own.detach())
-    return made
+                module.register_buffer(name, weight.detach())
+    return fake
 
 
 @contextlib.contextmanager

@@ -70,8 +70,8 @@ def bench(
     most: tuple[Largest, ...] = ()
     interrupted = False
     for size in chosen.sizes or (batch_size_of(first),):
-        found, interrupted = _of_size(with_batch_size(setup, size), size, chosen)
-        rows += found
+        measured, interrupted = _of_size(with_batch_size(setup, size), size, chosen)
+        rows += measured
         if interrupted:
             break
     if interrupted and not any(row.status == "ok" for row in rows):
@@ -89,7 +89,7 @@ def bench(
         tool=THIS_TOOL,
         model=ModelInfo(opened.location, opened.kind, opened.sha256),
         device=kind,
-        device_name=next((found.name for found in machine.devices if found.kind == kind), kind),
+        device_name=next((measured.name for measured in machine.devices if measured.kind == kind), kind),
         dtype=setup.form.name,
         policy=setup.rules.name,
         train=chosen.train,

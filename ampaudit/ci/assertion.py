@@ -23,7 +23,7 @@ class UnsafeModel(AssertionError):
     """Raised for a model that breaks or exceeds a budget.
 
     Attributes:
-        report: the audit, with every finding and number.
+        report: Report of the audit.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -43,47 +43,47 @@ def assert_safe(
     """Audit a model like ``ampaudit.scan`` does, and raise unless it is safe.
 
     Args:
-        model: the model, in the mode to audit.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        batches: several batches instead of one.
-        source: how to load a model from its location: weights, inputs, ``trust`` ...
-        allow: codes of findings that do not count.
-        **options: fields of ``ScanConfig``. Here ``min_headroom`` is a requirement for every 16-bit site,
-            and ``min_sqnr`` one for every output; both are off by default.
+        model: Model, in the mode to audit.
+        inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        batches: Several batches instead of one.
+        source: How to load a model from its location: weights, inputs, ``trust`` ...
+        allow: Codes of findings that do not count.
+        **options: Fields of ``ScanConfig``. ``min_headroom`` is the minimum for every 16-bit site and
+            ``min_sqnr`` the minimum for every output; both are off by default.
 
     Returns:
         The report, if the model is safe.
 
     Raises:
-        UnsafeModel: an ``AssertionError`` whose message is the report.
-        AuditError: the audit cannot be carried out.
+        UnsafeModel: The model is not safe; an ``AssertionError`` whose message is the report.
+        AuditError: The audit cannot be carried out.
     """
     __tracebackhide__ = True  # pytest shows the test's line
     from ampaudit.trace.isolation import preserved
 
-    with preserved(), _quiet_trace():  # some of what is imported next draws random numbers
+    with preserved(), _quiet_trace():  # some imports below draw random numbers
         from ampaudit.audit.config import ScanConfig
         from ampaudit.audit.scan import scan
         from ampaudit.ci.judge import check_codes, judge, measured_in
         from ampaudit.report.check import Budgets
 
         allowed = check_codes(allow)
-        given: dict[str, Any] = {name: value for name, value in options.items() if name not in _LIMITS}
+        settings: dict[str, Any] = {name: value for name, value in options.items() if name not in _LIMITS}
         limits: dict[str, Any] = {name: options[name] for name in _LIMITS if options.get(name) is not None}
-        config = ScanConfig(**given)
-        config.changed(**limits)  # refuses what is no limit
+        config = ScanConfig(**settings)
+        config.changed(**limits)  # validates the limits
         budgets = Budgets(config.fail_on, allowed, **limits)
         report = scan(model, inputs, batches=batches, source=source, config=config)
-        found = judge(report, measured_in(report), budgets).breaches
-        message = _message(report, found) if found else ""
-    if found:
+        breaches = judge(report, measured_in(report), budgets).breaches
+        message = _message(report, breaches) if breaches else ""
+    if breaches:
         raise UnsafeModel(message, report)
     return report
 
 
 @contextlib.contextmanager
 def _quiet_trace() -> Iterator[None]:
-    """Remove other handlers of torch's structured trace, which would fill pytest's log."""
+    """Detach foreign handlers of torch's structured trace, which would fill pytest's log."""
     log = logging.getLogger("torch.__trace")
     foreign = [handler for handler in log.handlers if not type(handler).__module__.startswith("torch.")]
     for handler in foreign:
@@ -95,15 +95,15 @@ def _quiet_trace() -> Iterator[None]:
             log.addHandler(handler)
 
 
-def _message(report: Report, found: Sequence[Breach]) -> str:
-    """Return the exceeded budgets and the report as the terminal shows it."""
+def _message(report: Report, breaches: Sequence[Breach]) -> str:
+    """Format the exceeded budgets, and the report as in a terminal."""
     from ampaudit.core.text import escape_control
     from ampaudit.render.terminal import to_text
 
     codes = {finding.code for finding in report.findings}
     lines = [
         f"{b.budget} at {escape_control(b.where)}: {escape_control(b.what)}"
-        for b in found
+        for b in breaches
         if b.budget not in codes
     ]
     head = f"the model is not safe in {report.run.dtype} under policy {escape_control(report.run.policy)}"

@@ -49,33 +49,33 @@ def check(
     """Check targets against budgets, each in its own process.
 
     Args:
-        targets: model files, converted directories, ``.pt2`` and ``.onnx`` files; by default those of
+        targets: Model files, converted directories, ``.pt2`` and ``.onnx`` files; by default those of
             ``config``.
-        config: the options as one record.
-        **options: fields of ``CheckConfig``, which override those of ``config``.
+        config: Options as one record.
+        **options: Fields of ``CheckConfig``, which override those of ``config``.
 
     Returns:
         A result for each target, even if its process died.
 
     Raises:
-        UsageError: there is no target, or a code or budget is invalid.
+        UsageError: There is no target, or a code or budget is invalid.
     """
     chosen = CheckConfig.given(config, options)
-    wanted = given_paths(targets, "targets") or list(chosen.targets)
-    if not wanted:
+    paths = given_paths(targets, "targets") or list(chosen.targets)
+    if not paths:
         raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
     check_codes(chosen.allow)
     limits = Limits(chosen.jobs, chosen.timeout, parse_size(chosen.max_memory) if chosen.max_memory else None)
-    budgets = _plain(chosen, {field.name for field in fields(Budgets)})
-    Budgets.of(budgets)  # refuses what is no limit
+    budgets = _json_values(chosen, {field.name for field in fields(Budgets)})
+    Budgets.of(budgets)  # validates the limits
     update = chosen.update_baseline
     if update and chosen.baseline is None:
         raise UsageError("--update-baseline needs a file", hint="name it with --baseline FILE")
     baseline = BaselineFile(chosen.baseline, update=update) if chosen.baseline is not None else None
-    settings = _plain(chosen, _OPTIONS - {"fail_on", "on_progress"})
+    settings = _json_values(chosen, _OPTIONS - {"fail_on", "on_progress"})
     requests = [
         Request(target, settings, budgets, baseline.entries(target) if baseline else None, update, number)
-        for number, target in enumerate(wanted)
+        for number, target in enumerate(paths)
     ]
     results = check_all(requests, limits, chosen.on_progress)
     if update and baseline is not None:
@@ -83,24 +83,23 @@ def check(
     return CheckResults.of(results)
 
 
-def _plain(config: CheckConfig, names: Iterable[str]) -> dict[str, object]:
-    """Return the fields that are set as values that JSON can carry."""
+def _json_values(config: CheckConfig, names: Iterable[str]) -> dict[str, object]:
+    """Return fields of a record as JSON values, without those that are ``None``."""
     return config.model_dump(mode="json", include=set(names), exclude_none=True)
 
 
 class BaselineFile:
-    """What a file accepts of each target; targets are named by their paths from its directory."""
+    """A baseline file, where targets are named by their paths relative to its directory.
+
+    Args:
+        path: Path of the file.
+        update: Whether the file will be written, and need not exist yet.
+
+    Raises:
+        InputError: The file cannot be read or is not a baseline.
+    """
 
     def __init__(self, path: Path, *, update: bool) -> None:
-        """Read the file.
-
-        Args:
-            path: of the file.
-            update: whether it will be written, and need not exist yet.
-
-        Raises:
-            InputError: it cannot be read, or is no baseline.
-        """
         self._path = path
         self._baseline = Baseline()
         if path.exists() or not update:
@@ -108,22 +107,24 @@ class BaselineFile:
             self._baseline = read_record(Baseline, "baseline", path, name, _HOW)
 
     def entries(self, target: str) -> tuple[KnownTarget, ...]:
-        """Return what is accepted of a target, under any policy."""
+        """Return the entries of a target, under all policies."""
         key = self._key(target)
         return tuple(known for known in self._baseline.targets if known.target == key)
 
     def update(self, results: Iterable[TargetResult]) -> None:
-        """Accept what was found, and keep what the file has of other targets, policies and formats.
+        """Replace the entries of these targets, and keep those of other targets, policies and formats.
 
         Raises:
-            OutputError: the file cannot be written.
+            OutputError: The file cannot be written.
         """
-        found = [replace(r.accepted, target=self._key(r.target)) for r in results if r.accepted is not None]
-        if found:
-            write_text(self._path, to_json(self._baseline.updated(found)), force=True)
+        accepted = [
+            replace(r.accepted, target=self._key(r.target)) for r in results if r.accepted is not None
+        ]
+        if accepted:
+            write_text(self._path, to_json(self._baseline.updated(accepted)), force=True)
 
     def _key(self, target: str) -> str:
-        """Return a target's path from the directory of the file; an import path stays as it is."""
+        """Return a target's path relative to the file's directory; import paths are unchanged."""
         file = target if Path(target).exists() else model_file(target)
         if not Path(file).exists():
             return target
@@ -133,7 +134,13 @@ class BaselineFile:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Number of parallel processes, and the limits of each; ``None`` means unlimited."""
+    """Limits of the processes; ``None`` means unlimited.
+
+    Attributes:
+        jobs: Number of parallel processes.
+        timeout: Seconds for each process.
+        memory: Bytes for each process.
+    """
 
     jobs: int = 1
     timeout: float | None = None
@@ -141,9 +148,9 @@ class Limits:
 
 
 def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress) -> list[TargetResult]:
-    """Return the results in the order of the requests, even if processes die.
+    """Run the requests in parallel processes, and return their results in order.
 
-    A process that is stopped, or dies, is a result like any other: its target could not be audited.
+    A process that dies or is stopped gives a result as well: its target could not be audited.
     """
     waiting = list(enumerate(requests))[::-1]
     running: dict[int, _Worker] = {}
@@ -163,12 +170,12 @@ def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress
                         on_progress("checking", len(results), len(requests))
         finally:
             for worker in running.values():
-                worker.stop()
+                worker.process.stop()
     return [results[number] for number in range(len(requests))]
 
 
 class _Worker:
-    """One process with its limits."""
+    """The process of one request."""
 
     def __init__(self, request: Request, folder: Path, limits: Limits) -> None:
         folder.mkdir()
@@ -176,7 +183,7 @@ class _Worker:
         self._result = folder / "result.json"
         question = folder / "request.json"
         question.write_bytes(TypeAdapter(Request).dump_json(request))
-        self._process = ChildProcess(
+        self.process = ChildProcess(
             "ampaudit.ci.worker:main",
             str(question),
             str(self._result),
@@ -185,31 +192,27 @@ class _Worker:
         )
 
     def poll(self) -> TargetResult | None:
-        """Return the result once there is one."""
-        running = self._process.running()
-        exceeded = self._process.exceeded(self._limits) if running else None
+        """Return the result, or ``None`` while the process runs."""
+        running = self.process.running()
+        exceeded = self.process.exceeded(self._limits) if running else None
         if running and exceeded is None:
             return None
-        self.stop()  # with children that the model's code left behind
+        self.process.stop()  # and children that the model's code left behind
         if exceeded is not None:
             which, what = exceeded
             return self._failed(f"{what}\n  next: {_HINTS[which]}")
         if not self._result.is_file():
-            return self._failed(f"{self._process.death()}\n  next: run 'ampaudit scan' on it")
-        found = TypeAdapter(TargetResult).validate_json(self._result.read_bytes())
-        return replace(found, **self._spent())
-
-    def stop(self) -> None:
-        """Kill the process and all its children."""
-        self._process.stop()
+            return self._failed(f"{self.process.death()}\n  next: run 'ampaudit scan' on it")
+        outcome = TypeAdapter(TargetResult).validate_json(self._result.read_bytes())
+        return replace(outcome, **self._spent())
 
     def _failed(self, error: str) -> TargetResult:
         return TargetResult(self._request.target, "error", 3, error=error, **self._spent())
 
     def _spent(self) -> dict[str, Any]:
-        return {"seconds": round(self._process.seconds, 2), "peak_bytes": self._process.peak_bytes}
+        return {"seconds": round(self.process.seconds, 2), "peak_bytes": self.process.peak_bytes}
 
 
 def _threads(jobs: int) -> dict[str, str]:
-    """Divide the cores among parallel processes; a single process keeps its default."""
+    """Return the environment that divides the cores among parallel processes."""
     return {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}

@@ -1,4 +1,4 @@
-"""Compares a report with budgets and with a baseline."""
+"""Judges a report by budgets and a baseline."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ampaudit.report.pages import all_pages
 
 __all__ = ["Judgement", "check_codes", "judge", "known_target", "measured_in"]
 
-# smaller changes are rounding: another order of a sum, another version of a kernel
+# changes up to these are rounding: another order of summation, another version of a kernel
 _BITS, _DB, _SHARE, _ROUNDING = 0.05, 0.5, 1e-9, 1e-12
-# what is healthy may vary more: a site lose half of its headroom, or one bit; an output have twice the error
+# healthy values may vary more: a site may lose half of its headroom or one bit, an output double its error
 _FALL_BITS, _FALL_DB = 1.0, 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What budgets make of a report.
+    """The result of comparing a report with budgets.
 
     Attributes:
-        breaches: what counts: with a baseline, what is new or worse.
-        known: what would count without the baseline.
-        gone: findings of the baseline that no longer occur.
+        breaches: Breaches that count; with a baseline, those that are new or worse.
+        known: Breaches that the baseline accepts.
+        gone: Findings of the baseline that no longer occur.
     """
 
     breaches: tuple[Breach, ...]
@@ -37,10 +37,10 @@ class Judgement:
 
 
 def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:
-    """Return codes that are allowed, after a check that they exist.
+    """Check that codes to allow exist, and return them as a tuple.
 
     Raises:
-        UsageError: naming the nearest one.
+        UsageError: A code is unknown.
     """
     known = list(all_pages())
     if not isinstance(allowed, Iterable):
@@ -72,12 +72,14 @@ def measured_in(report: Report) -> Measurements:
 
 
 def judge(
-    report: Report, seen: Measurements, budgets: Budgets, baseline: KnownTarget | None = None
+    report: Report, measurements: Measurements, budgets: Budgets, baseline: KnownTarget | None = None
 ) -> Judgement:
-    """Compare what a report has and what was measured with budgets, and with what a baseline accepts."""
-    counted = list(_counted(report, budgets))
+    """Compare a report and its measurements with budgets and, if given, with a baseline."""
+    counted = list(_counted_findings(report, budgets))
     if baseline is None:
-        return Judgement((*(breach for breach, _ in counted), *_numbers(seen, budgets, None)))
+        return Judgement(
+            (*(breach for breach, _ in counted), *_exceeded_budgets(measurements, budgets, None))
+        )
     accepted = {(finding.code, finding.site): finding for finding in baseline.findings}
     breaches: list[Breach] = []
     known: list[Breach] = []
@@ -90,34 +92,38 @@ def judge(
             breaches.append(replace(breach, what=f"{worse}; {breach.what}"))
         else:
             known.append(breach)
-    exceeded = list(_numbers(seen, budgets, baseline.measured))
-    still = (breach for breach in _numbers(seen, budgets, None) if breach not in exceeded)
+    exceeded = list(_exceeded_budgets(measurements, budgets, baseline.measured))
+    still = (breach for breach in _exceeded_budgets(measurements, budgets, None) if breach not in exceeded)
     occurring = {(f.code, f.site) for f in report.findings} | {(g.kind.code, g.op) for g in report.gaps}
     gone = tuple(finding for key, finding in accepted.items() if key not in occurring)
-    falls = _falls(report, seen, baseline)
+    falls = _regressions(report, measurements, baseline)
     return Judgement((*breaches, *exceeded, *falls), (*known, *still), gone)
 
 
-def known_target(target: str, report: Report, seen: Measurements, budgets: Budgets) -> KnownTarget:
-    """Return what a report has, as a baseline accepts it."""
-    findings = KnownFinding.of_each_site(finding for _, finding in _counted(report, budgets))
-    headroom = dict(sorted(_healthy(report)))
-    return KnownTarget(target, report.run.policy, report.run.dtype, findings, headroom, seen)
+def known_target(target: str, report: Report, measurements: Measurements, budgets: Budgets) -> KnownTarget:
+    """Return a target's entry in a baseline that accepts this report."""
+    findings = KnownFinding.of_each_site(finding for _, finding in _counted_findings(report, budgets))
+    headroom = dict(sorted(_healthy_headroom(report)))
+    return KnownTarget(target, report.run.policy, report.run.dtype, findings, headroom, measurements)
 
 
-def _healthy(report: Report) -> Iterator[tuple[str, float]]:
+def _healthy_headroom(report: Report) -> Iterator[tuple[str, float]]:
     for site in report.nearest_sites:
         if site.headroom_bits is not None:
             yield site.site, round(site.headroom_bits, 2)
 
 
-def _counted(report: Report, budgets: Budgets) -> Iterator[tuple[Breach, KnownFinding]]:
+def _counted_findings(report: Report, budgets: Budgets) -> Iterator[tuple[Breach, KnownFinding]]:
     least = threshold(budgets.fail_on)
-    for found in report.findings:
-        if found.suppressed is None and found.code not in budgets.allow and found.severity.rank >= least:
-            numbers = found.evidence.headroom_bits, found.evidence.sqnr_db
-            breach = Breach(found.code, found.site, found.cause, found.severity, found.source)
-            yield breach, KnownFinding(found.code, found.site, found.severity, *numbers)
+    for finding in report.findings:
+        if (
+            finding.suppressed is None
+            and finding.code not in budgets.allow
+            and finding.severity.rank >= least
+        ):
+            numbers = finding.evidence.headroom_bits, finding.evidence.sqnr_db
+            breach = Breach(finding.code, finding.site, finding.cause, finding.severity, finding.source)
+            yield breach, KnownFinding(finding.code, finding.site, finding.severity, *numbers)
     for gap in report.gaps if budgets.fail_on == "gap" else ():
         if gap.kind.code not in budgets.allow:
             breach = Breach(gap.kind.code, gap.site, gap.in_words)
@@ -125,7 +131,7 @@ def _counted(report: Report, budgets: Budgets) -> Iterator[tuple[Breach, KnownFi
 
 
 def _worse(now: KnownFinding, before: KnownFinding) -> str:
-    """Return how a finding is worse than in the baseline, by more than rounding; empty if it is not."""
+    """Describe how a finding is worse than in the baseline, beyond rounding; empty if it is not."""
     if now.severity.rank > before.severity.rank:
         return f"worse than in the baseline: {now.severity}, {before.severity} before"
     numbers = (
@@ -138,45 +144,48 @@ def _worse(now: KnownFinding, before: KnownFinding) -> str:
     return ""
 
 
-def _falls(report: Report, seen: Measurements, baseline: KnownTarget) -> Iterator[Breach]:
-    """Yield healthy sites that have lost much of their headroom, and a loss of accuracy."""
-    for site, bits in _healthy(report):
+def _regressions(report: Report, measurements: Measurements, baseline: KnownTarget) -> Iterator[Breach]:
+    """Yield breaches for healthy sites that lost much headroom, and for outputs that lost much accuracy."""
+    for site, bits in _healthy_headroom(report):
         before = baseline.headroom.get(site)
         if before is not None and before - bits > max(_FALL_BITS, before / 2):
             yield Breach("baseline", site, f"headroom {bits:.1f} bits, {before:.1f} in the baseline")
     then = baseline.measured
     exact = math.inf if then.accuracy == "exact" else None
     before = then.sqnr_db if then.sqnr_db is not None else exact
-    if before is not None and seen.sqnr_db is not None and before - seen.sqnr_db > _FALL_DB:
-        yield Breach("baseline", "outputs", f"{seen.sqnr_db:.1f} dB, {then.accuracy} in the baseline")
+    if before is not None and measurements.sqnr_db is not None and before - measurements.sqnr_db > _FALL_DB:
+        yield Breach("baseline", "outputs", f"{measurements.sqnr_db:.1f} dB, {then.accuracy} in the baseline")
 
 
-def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) -> Iterator[Breach]:
-    if _too_low("headroom_bits", seen, budgets.min_headroom, before, _BITS):
-        text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} required"
-        yield Breach("min-headroom", seen.headroom_site or "", text)
-    if _too_low("sqnr_db", seen, budgets.min_sqnr, before, _DB):
-        yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} required")
-    for name in seen.broken if budgets.min_sqnr is not None else ():
+def _exceeded_budgets(
+    measurements: Measurements, budgets: Budgets, before: Measurements | None
+) -> Iterator[Breach]:
+    if _too_low("headroom_bits", measurements, budgets.min_headroom, before, _BITS):
+        text = f"headroom {measurements.headroom_bits:.2f} bits, {budgets.min_headroom:g} required"
+        yield Breach("min-headroom", measurements.headroom_site or "", text)
+    if _too_low("sqnr_db", measurements, budgets.min_sqnr, before, _DB):
+        yield Breach("min-sqnr", "outputs", f"{measurements.sqnr_db:.1f} dB, {budgets.min_sqnr:g} required")
+    for name in measurements.broken if budgets.min_sqnr is not None else ():
         if before is None or name not in before.broken:
             yield Breach(
                 "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB required"
             )
-    drop, most = seen.metric_drop, budgets.max_metric_drop
+    drop, most = measurements.metric_drop, budgets.max_metric_drop
     if most is not None and drop is not None and not drop <= most + _ROUNDING:
-        text = f"{seen.metric_fp32:.6g} in FP32, {seen.metric_lower:.6g} in 16 bits: a drop of {drop:.3g}"
-        yield Breach("max-metric-drop", "metric", f"{text}, at most {most:g} allowed")
-    share, most = seen.fp32_share, budgets.max_fp32_share
+        fp32, low = measurements.metric_fp32, measurements.metric_lower
+        text = f"{fp32:.6g} in FP32, {low:.6g} in 16 bits: a drop of {drop:.3g}, at most {most:g} allowed"
+        yield Breach("max-metric-drop", "metric", text)
+    share, most = measurements.fp32_share, budgets.max_fp32_share
     if most is not None and share > most and (before is None or share - before.fp32_share > _SHARE):
         text = f"{share:.1%} of the computing sites are in float32, at most {most:.1%} allowed"
         yield Breach("max-fp32-share", "graph", text)
 
 
 def _too_low(
-    name: str, seen: Measurements, least: float | None, before: Measurements | None, slack: float
+    name: str, measurements: Measurements, least: float | None, before: Measurements | None, slack: float
 ) -> bool:
-    """Return whether a number is below its limit and, with a baseline, worse by more than rounding."""
-    value = getattr(seen, name)
+    """Return whether a number is below its limit and, with a baseline, worse beyond rounding."""
+    value = getattr(measurements, name)
     if value is None or least is None or value >= least:
         return False
     if before is None:

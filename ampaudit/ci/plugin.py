@@ -1,4 +1,4 @@
-"""The pytest plugin. It loads in every environment with ampaudit installed, so its imports are minimal."""
+"""The pytest plugin. Pytest loads it wherever ampaudit is installed, so it imports little at the top."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["assert_safe", "pytest_addoption"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add options for defaults and for a report directory."""
+    """Add the options for default policy and dtype, and for a report directory."""
     parser.addini("ampaudit_policy", "policy of assert_safe, if the test names none", default="ampaudit")
     parser.addini("ampaudit_dtype", "dtype of assert_safe, if the test names none", default="float16")
     group = parser.getgroup("ampaudit")
@@ -32,33 +32,33 @@ def assert_safe(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """``assert_safe(model, inputs, ...)``, with the project's defaults; see ``ampaudit.assert_safe``."""
     config = request.config
     folder = config.getoption("--ampaudit-report")
-    made = 0
+    count = 0
 
     def checked(model: Any, inputs: Any = None, **options: Any) -> Report:
         __tracebackhide__ = True
         from ampaudit.ci.assertion import UnsafeModel
         from ampaudit.ci.assertion import assert_safe as assertion
 
-        nonlocal made
-        made += 1
+        nonlocal count
+        count += 1
         options.setdefault("policy", config.getini("ampaudit_policy"))
         options.setdefault("dtype", config.getini("ampaudit_dtype"))
         try:
             report = assertion(model, inputs, **options)
         except UnsafeModel as unsafe:
             if folder is not None:
-                written = _write(unsafe.report, Path(folder), request.node.nodeid, made)
-                unsafe.add_note(f"report written to {written}")
+                path = _write(unsafe.report, Path(folder), request.node.nodeid, count)
+                unsafe.add_note(f"report written to {path}")
             raise
         if folder is not None:
-            _write(report, Path(folder), request.node.nodeid, made)
+            _write(report, Path(folder), request.node.nodeid, count)
         return report
 
     return checked
 
 
 def _write(report: Report, folder: Path, test: str, number: int) -> Path:
-    """Write one report as JSON and HTML, replacing those of the last run."""
+    """Write a report as JSON and HTML, and return the path of the HTML file."""
     from ampaudit.core.files import write_text
     from ampaudit.render.render import as_file
 

@@ -1,6 +1,6 @@
-"""Checks one target in this process and writes the result as JSON.
+"""The worker process of ``ampaudit check``: checks one target and writes the result as JSON.
 
-The model's code runs here: whatever it does to the process, other targets continue.
+The model's code runs in this process; if it crashes, other targets are not affected.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
     """Audit a target and compare it with its budgets.
 
     Args:
-        request: the target.
-        share: the part of the batches that this process runs, if it is not all.
+        request: Target, options and budgets.
+        share: Share of the batches that this process runs; all by default.
 
     Raises:
-        PartDone: another process has the result.
-        AuditError: see ``ampaudit.core.errors``.
+        PartDone: Another process has the result.
+        AuditError: The target cannot be audited.
     """
-    source = open_source(request.target, SourceConfig.read(_own(SourceConfig, request)))
-    config = ScanConfig.read(_own(ScanConfig, request))
+    source = open_source(request.target, SourceConfig.read(_options_of(SourceConfig, request)))
+    config = ScanConfig.read(_options_of(ScanConfig, request))
     budgets = Budgets.of(request.budgets)
-    found: list[Breach] = []
+    breaches: list[Breach] = []
     notes: list[str] = []
     if source.kind == "converted":
         config = config.changed(policy=AS_IS, dtype=source.dtype or config.dtype)
-        found += _integrity(Path(request.target))
+        breaches += [Breach("integrity", p.where, p.what) for p in verify(Path(request.target)).problems]
         notes.append("audited as converted, with its casts; its files were verified")
     outputs: dict[int, Any] = {}
     if source.metric is not None:
@@ -82,16 +82,16 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         notes.append(f"the baseline does not have it under {policy} in {dtype}")
     judged = judge(report, measured, budgets, before)
     wrong = judge(report, measured, replace(budgets, fail_on="error"), before).breaches
-    found += judged.breaches
-    crashed = report.exit_code == 3  # one of our checks
+    breaches += judged.breaches
+    crashed = report.exit_code == 3  # one of ampaudit's checks failed
     return TargetResult(
         target=request.target,
-        verdict="error" if crashed else "fail" if found or wrong else "pass",
-        exit_code=3 if crashed else int(bool(found)),
+        verdict="error" if crashed else "fail" if breaches or wrong else "pass",
+        exit_code=3 if crashed else int(bool(breaches)),
         error="a check failed and its findings are missing\n  next: run 'ampaudit scan' on it"
         if crashed
         else "",
-        breaches=tuple(found),
+        breaches=tuple(breaches),
         known=judged.known,
         gone=judged.gone,
         accepted=accepted,
@@ -105,9 +105,9 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
 def _audited(
     source: ModelSource, config: ScanConfig, outputs: dict[int, Any]
 ) -> tuple[Report, tuple[float, float] | None]:
-    """Audit a model; return the report, and the metric in FP32 and in 16 bits if there is one."""
+    """Audit a model; return the report, and its metric in FP32 and in 16 bits if it has one."""
     report: Report | None = None
-    with suppress(PartDone):  # the outputs that this process has are still to be judged
+    with suppress(PartDone):  # the metric still needs the outputs of this process
         report = scan(source, config=config)
     metric = None
     if source.metric is not None and (outputs or config.share is not None):
@@ -118,7 +118,7 @@ def _audited(
 
 
 def _divided(source: ModelSource, config: ScanConfig, share: RankShare, location: str) -> ScanConfig:
-    """Let several processes run the batches, or the first all of them where that is not possible."""
+    """Divide the batches among processes; if they cannot be divided, rank 0 runs all of them."""
     from ampaudit.parallel.identity import identity_of, is_divisible
 
     if not is_divisible(config):
@@ -128,29 +128,25 @@ def _divided(source: ModelSource, config: ScanConfig, share: RankShare, location
     return config.changed(share=share)
 
 
-def _own(record: type[Config], request: Request) -> dict[str, object]:
+def _options_of(record: type[Config], request: Request) -> dict[str, object]:
     return {name: value for name, value in request.options.items() if name in record.model_fields}
 
 
-def _integrity(directory: Path) -> list[Breach]:
-    return [Breach("integrity", problem.where, problem.what) for problem in verify(directory).problems]
-
-
 def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
-    """Add the accuracy recorded against the FP32 model, whose weights the program lacks."""
+    """Add the accuracy recorded at conversion, against the FP32 model, whose weights are not available."""
     recorded = read_manifest(directory).outputs
-    found = [o.sqnr_db for o in recorded if o.sqnr_db is not None]
-    found += [measured.sqnr_db] if measured.sqnr_db is not None else []
+    accuracies = [o.sqnr_db for o in recorded if o.sqnr_db is not None]
+    accuracies += [measured.sqnr_db] if measured.sqnr_db is not None else []
     broken = (o.name for o in recorded if o.max_error is None)
     return replace(
         measured,
-        sqnr_db=min(found, default=None),
+        sqnr_db=min(accuracies, default=None),
         broken=tuple(dict.fromkeys([*measured.broken, *broken])),
     )
 
 
 def _checked(request: Request) -> TargetResult:
-    """Check a target, together with the workers of other ranks if there are some."""
+    """Check a target, together with the workers of other ranks if any."""
     if place_of() is None:
         return check_target(request)
     from click.exceptions import Exit
@@ -165,7 +161,7 @@ def _checked(request: Request) -> TargetResult:
 
 
 def main() -> None:
-    """Check the request in the file of the first argument, and write the result to that of the second."""
+    """Check the request in a file and write the result to another; both paths are arguments."""
     request = TypeAdapter(Request).validate_json(Path(sys.argv[1]).read_bytes())
     try:
         result = _checked(request)

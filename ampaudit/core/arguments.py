@@ -1,4 +1,4 @@
-"""Checks paths that are given to functions of the Python API."""
+"""Checks path arguments of the Python API."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def given_path(value: Any, what: str) -> Path:
     """Return an argument as a path.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: The argument is missing, empty or not a path.
     """
     if not isinstance(value, str | Path) or value == "":
-        shown = "missing" if value in (None, "") else f"of type {type(value).__name__}"
-        raise UsageError(f"{what} is {shown}", hint="pass a path")
+        problem = "missing" if value in (None, "") else f"of type {type(value).__name__}"
+        raise UsageError(f"{what} is {problem}", hint="pass a path")
     return Path(value)
 
 
 def given_paths(value: Any, what: str) -> list[str]:
-    """Return an argument, one path or several, as a list.
+    """Return an argument that is a path or an iterable of paths as a list.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: The argument or one of its items is not a path.
     """
     several = [value] if isinstance(value, str | Path) else value
     if not isinstance(several, Iterable) or isinstance(several, Mapping):

@@ -12,12 +12,12 @@ __all__ = ["Assumption", "parse_assumption"]
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One input's range.
+    """The assumed range of one input.
 
     Attributes:
-        name: as reports name it: ``input[0]``.
-        low: smallest value.
-        high: largest value.
+        name: Name of the input in reports, such as ``input[0]``.
+        low: Smallest value.
+        high: Largest value.
         source: ``stated``, ``embedding table`` or ``batches``.
     """
 
@@ -31,7 +31,7 @@ def parse_assumption(text: str) -> tuple[str, float, float]:
     """Parse ``input[0]=-1:1``, or ``input=-1:1`` for every floating-point input.
 
     Raises:
-        UsageError: the text has another form.
+        UsageError: The text is not a name and a range of finite numbers.
     """
     name, _, ends = text.partition("=")
     low, _, high = ends.partition(":")

@@ -17,10 +17,10 @@ class Comment:
     """One suppression comment.
 
     Attributes:
-        line: its line, counted from 1.
-        codes: the suppressed codes; empty for all.
-        reason: the text behind the codes.
-        code: the whole line.
+        line: Line number, from 1.
+        codes: Suppressed codes; empty for all.
+        reason: Text after the codes.
+        code: Source line, including the comment.
     """
 
     line: int
@@ -31,16 +31,16 @@ class Comment:
 
 def comments_of(text: str) -> list[Comment]:
     """Find the suppression comments of a script, up to the first syntax error."""
-    found: list[Comment] = []
-    if "ampaudit:" not in text:  # a shortcut for long files of libraries
-        return found
+    comments: list[Comment] = []
+    if "ampaudit:" not in text:  # fast path: tokenizing large files is slow
+        return comments
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             match = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
             if match:
                 codes = tuple(code.strip().upper() for code in match["codes"].split(",") if code.strip())
                 reason = match["reason"].strip() or "no reason given"
-                found.append(Comment(token.start[0], codes, reason, token.line.strip()))
+                comments.append(Comment(token.start[0], codes, reason, token.line.strip()))
     except (SyntaxError, tokenize.TokenError):
-        return found
-    return found
+        return comments
+    return comments

@@ -1,9 +1,9 @@
-"""Confines the current process: what it may write, connect to, start and use up.
+"""Confines the current process: file writes, network, child processes and resources.
 
-Nothing here can be undone. What the platform does not offer is left out; SECURITY.md says what holds where.
-The kernel's interfaces are called directly: of the packages for them, ``landlock`` is a pre-release that
-knows neither networks nor signals, ``sandlock`` brings 13 MB and needs Linux 6.7, and ``pyseccomp`` needs a
-C library that few systems have.
+The restrictions are permanent. Mechanisms that the platform lacks are skipped; SECURITY.md lists them by
+platform. The kernel's interfaces are called directly: of the packages for them, ``landlock`` is a
+pre-release without support for networks and signals, ``sandlock`` adds 13 MB and needs Linux 6.7, and
+``pyseccomp`` needs a C library that few systems have.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 __all__ = ["confine_files", "confine_process", "die_with_parent", "limit_resources", "watch_calls"]
 
 _MAX_OPEN_FILES = 256
-_MAX_FILE = 256_000_000  # bytes that it may write to one file
+_MAX_FILE = 256_000_000  # bytes per file
 
 # linux/prctl.h, linux/seccomp.h, linux/landlock.h
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _TRUNCATE, _REFER = 1 << 1, 1 << 14, 1 << 13
-_CHANGE_DIRECTORY = sum(1 << bit for bit in range(4, 13))  # removes and makes entries of every kind
+_CHANGE_DIRECTORY = sum(1 << bit for bit in range(4, 13))  # create and remove entries of every kind
 _TCP = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract Unix sockets, signals
-# by machine: its name for seccomp, the call seccomp, and the calls that are denied: socket, execve, execveat,
-# ptrace, process_vm_writev, setpgid and setsid (which leave the group that is killed at the end),
-# pidfd_send_signal, and io_uring_setup, which could do the same without them
+# by machine: seccomp's architecture, the number of seccomp, and the denied calls: socket, execve, execveat,
+# ptrace, process_vm_writev, setpgid and setsid (which would leave the group that is killed at the end),
+# pidfd_send_signal, and io_uring_setup (which bypasses the others)
 _CALLS = {
     "x86_64": (0xC000003E, 317, (41, 59, 322, 101, 311, 109, 112, 424, 425)),
     "aarch64": (0xC00000B7, 277, (198, 221, 281, 117, 271, 154, 157, 424, 425)),
 }
-_X32 = 0x40000000  # added to the numbers of x86-64's calls with 32-bit pointers
+_X32 = 0x40000000  # bit that marks the x32 calls of x86-64
 _ALLOW, _DENY = 0x7FFF0000, 0x00050000 | 13  # EACCES
 
-# what Python announces before it does it (docs.python.org/3/library/audit_events.html)
+# audit events (docs.python.org/3/library/audit_events.html), and what they attempt
 _ESCAPES = {
     "builtins.input": "ask on standard input",
     "os.exec": "start a program",
@@ -59,7 +59,7 @@ _ESCAPES = {
     "subprocess.Popen": "start a program",
 }
 _CHANGES = {"os.chmod", "os.chown", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.utime"}
-_MOVES = {"os.link", "os.rename", "os.symlink"}  # of two paths
+_MOVES = {"os.link", "os.rename", "os.symlink"}  # their first two arguments are paths
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -86,7 +86,7 @@ class _Filter(ctypes.Structure):
 
 
 def die_with_parent(parent: int) -> None:
-    """Arrange to be killed when the parent ends (Linux), and end now if it has already."""
+    """Kill this process when its parent ends (Linux), or now if the parent has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
@@ -94,7 +94,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def confine_files(folder: Path) -> None:
-    """Allow writing only beneath a folder, and no TCP (Linux with Landlock); call before threads start."""
+    """Allow writes only inside a folder, and deny TCP (Linux with Landlock). Call before threads start."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -130,28 +130,28 @@ def confine_process() -> None:
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
     count = len(denied)
     lines = [
-        (load, 0, 0, 4),  # the machine
+        (load, 0, 0, 4),  # the architecture
         (equal, 1, 0, machine),
         (end, 0, 0, _DENY),
-        (load, 0, 0, 0),  # the number of the call
+        (load, 0, 0, 0),  # the number of the system call
         (at_least, count + 1, 0, _X32),
         *((equal, count - index, 0, number) for index, number in enumerate(denied)),
         (end, 0, 0, _ALLOW),
         (end, 0, 0, _DENY),
     ]
     program = (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
-    found = _Filter(len(lines), program)
+    seccomp_filter = _Filter(len(lines), program)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.syscall(seccomp, 1, 1, ctypes.byref(found))  # with all threads
+    libc.syscall(seccomp, 1, 1, ctypes.byref(seccomp_filter))  # for all threads
 
 
 def limit_resources(memory: int | None, seconds: int | None) -> None:
-    """Limit what the process may use from now on (Linux and macOS).
+    """Limit the memory, processor time and open files of this process (Linux and macOS).
 
     Args:
-        memory: bytes that it may allocate in addition (Linux).
-        seconds: of processor time.
+        memory: Bytes that may be allocated from now on (Linux).
+        seconds: Seconds of processor time from now on.
     """
     try:
         import resource
@@ -170,7 +170,7 @@ def limit_resources(memory: int | None, seconds: int | None) -> None:
         limits[resource.RLIMIT_DATA] = allocated + memory
     for kind, limit in limits.items():
         _, most = resource.getrlimit(kind)
-        # one more second of processor time, so that the signal tells what happened
+        # the hard limit is a second later, so that SIGXCPU comes first and identifies the cause
         hard = limit + 1 if kind == resource.RLIMIT_CPU else limit
         hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
         with contextlib.suppress(OSError, ValueError):
@@ -178,7 +178,7 @@ def limit_resources(memory: int | None, seconds: int | None) -> None:
 
 
 def _allocated() -> int | None:
-    """Return the bytes that count for RLIMIT_DATA."""
+    """Return the bytes that count towards RLIMIT_DATA; ``None`` if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmData:"):
@@ -186,27 +186,27 @@ def _allocated() -> int | None:
     return None
 
 
-def _compared(path: str) -> str:
-    """Return an absolute path as Windows compares it; there, the null device has a longer name, too."""
+def _normalized(path: str) -> str:
+    """Return an absolute path in normal case; on Windows this also expands the name of the null device."""
     return os.path.normcase(os.path.abspath(path))
 
 
 def watch_calls(folder: Path, on_escape: Callable[[str], None]) -> None:
-    """Deny Python code the network, other programs, questions, and writing outside a folder.
+    """Deny Python code the network, child processes, standard input, and writes outside a folder.
 
-    This holds on every platform, but only for what Python itself does, not for native code.
+    This works on every platform, but does not see what native code does.
 
     Args:
-        folder: where it may write.
-        on_escape: called with what the code tried, if honest code never does that.
+        folder: The only folder that may be written to.
+        on_escape: Called with a description of an attempt that no honest code makes.
     """
-    inside = tuple(_compared(str(place)) + os.sep for place in (folder.resolve(), folder))
+    inside = tuple(_normalized(str(place)) + os.sep for place in (folder.resolve(), folder))
 
     def allowed(path: Any) -> bool:
         if not isinstance(path, str | bytes | os.PathLike):
             return True  # an open file
-        name = _compared(os.fsdecode(path))
-        return name == _compared(os.devnull) or name.startswith(inside)
+        name = _normalized(os.fsdecode(path))
+        return name == _normalized(os.devnull) or name.startswith(inside)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _ESCAPES:

@@ -1,4 +1,4 @@
-"""Signal-to-noise ratios in decibels, from sums of squares; and what stands for one of integers."""
+"""Signal-to-noise ratios in decibels, and their counterpart for integers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["differing_share", "ratio_db", "share_db", "signal_to_noise_db"]
 
 
 def signal_to_noise_db(signal: float, noise: float) -> float | None:
-    """10 log10(signal / noise); ``None`` without noise, or where that is not finite."""
-    found = ratio_db(signal, noise)
-    return found if math.isfinite(found) else None
+    """Return 10 log10(signal / noise) of two sums of squares; ``None`` if it is not finite."""
+    db = ratio_db(signal, noise)
+    return db if math.isfinite(db) else None
 
 
 def ratio_db(signal: float, noise: float) -> float:
-    """The same ratio; inf without noise, -inf without signal or with noise that is not finite."""
+    """Return 10 log10(signal / noise); inf without noise, -inf without signal or with non-finite noise."""
     if noise == 0.0:
         return math.inf
     ratio = signal / noise if math.isfinite(noise) else 0.0
@@ -24,13 +24,13 @@ def ratio_db(signal: float, noise: float) -> float:
 
 
 def share_db(share: float) -> float | None:
-    """20 log10(1 / share) of integers that differ; ``None`` if none does.
+    """Return 20 log10(1 / share) for the share of integers that differ; ``None`` for 0.
 
-    20 dB, a tenth of the amplitude for floats, is a tenth of the elements.
+    So 20 dB means a tenth of the elements, as it means a tenth of the amplitude for floats.
     """
     return -20.0 * math.log10(share) if share else None
 
 
 def differing_share(db: float) -> float:
-    """The share of integers that differ, of an accuracy that ``share_db`` gives."""
+    """Return the share of differing integers for an accuracy in dB: the inverse of ``share_db``."""
     return math.pow(10.0, -db / 20.0)

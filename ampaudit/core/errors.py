@@ -42,13 +42,13 @@ __all__ = [
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's text, or else its type."""
+    """Return the first non-empty line of an error's text, or the name of its type."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint that suggests a similar name, such as ``did you mean 'x'? ``; empty without one."""
+    """Return ``did you mean 'x'? `` for the most similar name; empty if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
 
@@ -67,7 +67,7 @@ class AuditError(Exception):
         return f"{self.args[0]}\n  next: {self.hint}"
 
     def add_place(self, place: str) -> None:
-        """Say in the message where it happened, unless it says so already."""
+        """Add a place to the message, unless it already names that place."""
         if place not in str(self.args[0]):
             self.args = (f"{self.args[0]} (in {place})", *self.args[1:])
 

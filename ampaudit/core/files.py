@@ -33,13 +33,11 @@ __all__ = [
     "write_text",
 ]
 
-_LOCKS_DIRECTORIES = os.name != "nt"  # Windows opens no directories
+_LOCKS_DIRECTORIES = os.name != "nt"  # Windows cannot open directories
 SUFFIX = ".tmp"
-_OURS = "ampaudit-"  # in the system's folder, only names that begin and end so are removed
-_MAX_ATTEMPTS = 5  # against another process or thread that does something to the same directory
+_OURS = "ampaudit-"  # prefix of the leftovers that are removed from the system's temporary folder
+_MAX_ATTEMPTS = 5  # if another process or thread interferes
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
-
-
 _REPLACE = "choose another path, or replace it with --force (in Python: force=True)"
 
 
@@ -47,7 +45,7 @@ def check_writable(path: Path, *, force: bool) -> None:
     """Check before a long run that a file can be written.
 
     Raises:
-        OutputError: the file exists and ``force`` is not set, or its directory is missing or read-only.
+        OutputError: The file exists and ``force`` is not set, or its directory is missing or read-only.
     """
     if _is_stream(path):
         return
@@ -60,16 +58,16 @@ def check_writable(path: Path, *, force: bool) -> None:
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Write to a temporary file beside the target, flush it to disk, and rename it.
+    """Write a text file atomically: a temporary file beside the target is flushed to disk and renamed.
 
     Raises:
-        OutputError: it cannot be written; what was there before is untouched.
+        OutputError: The file cannot be written; the old one is untouched.
     """
     write_bytes(path, text.encode("utf-8"), force=force)
 
 
 def write_bytes(path: Path, data: bytes, *, force: bool) -> None:
-    """Write as ``write_text`` does."""
+    """Write a binary file atomically; see ``write_text``."""
     check_writable(path, force=force)
     _replace(path, data, lambda target: 0o666 & ~_umask())
 
@@ -78,16 +76,16 @@ def replace_bytes(path: Path, data: bytes) -> None:
     """Replace a file's content atomically, keeping its permissions.
 
     Raises:
-        OutputError: it cannot be written; what was there before is untouched.
+        OutputError: The file cannot be written; the old one is untouched.
     """
     _replace(path, data, lambda target: target.stat().st_mode & 0o7777)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user may read, replacing one that is there, also a link.
+    """Write a file that only this user may read, replacing an existing file or link.
 
     Raises:
-        OSError: it cannot be written; what was there before is untouched.
+        OSError: The file cannot be written; the old one is untouched.
     """
     with file_beside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -95,7 +93,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a path names a terminal, ``/dev/null`` or a pipe, which are written to, not replaced."""
+    """Return whether a path is a terminal, ``/dev/null`` or a pipe, which are written to and not replaced."""
     return path.is_char_device() or path.is_fifo()
 
 
@@ -123,12 +121,13 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
     """Reject an output directory that cannot or should not be replaced.
 
     Args:
-        path: the directory to be written.
-        force: replace one that is there.
-        ours: name of a file that marks directories of ours; only these, and empty ones, are replaced.
+        path: Directory to be written.
+        force: Whether to replace an existing directory.
+        ours: Name of the file that marks directories written by ampaudit. Only these and empty ones are
+            replaced.
 
     Raises:
-        OutputError: it exists and may not be replaced, is a link or a file, or has no parent directory.
+        OutputError: The path exists and may not be replaced, is a link or a file, or has no parent directory.
     """
     if path.is_symlink():
         raise OutputError(f"{path} is a symbolic link", hint="pass the directory itself to -o")
@@ -147,14 +146,14 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
 
 @contextlib.contextmanager
 def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
-    """Fill a new directory beside the target while active, and move it into place at the end.
+    """Yield a new directory beside the target, and move it into place at the end.
 
-    The swap is one system call where Linux offers it, so that at any moment, also after a crash, the
-    target is the whole old directory or the whole new one. If filling fails, the new one is removed; if
-    only the swap fails, it is kept. The next writer removes a directory left by a killed process.
+    On Linux the swap is one system call, so that at any moment, even after a crash, the target is the whole
+    old directory or the whole new one. If filling fails, the new one is removed; if only the swap fails, it
+    is kept. The next writer removes a directory left by a killed process.
 
     Raises:
-        OutputError: see ``check_directory``; or the disk is full or read-only.
+        OutputError: The directory may not be written (see ``check_directory``), or the disk is full.
     """
     check_directory(path, force=force, ours=ours)
     target = path.resolve()
@@ -164,9 +163,9 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
             _flush(stage)
             stage.chmod(0o777 & ~_umask())
             try:
-                check_directory(path, force=force, ours=ours)  # it may have been created meanwhile
+                check_directory(path, force=force, ours=ours)  # another process may have created it
                 with interrupts.Committing(path):
-                    _swap(stage, target)  # what is then there, the old one, is removed
+                    _swap(stage, target)  # stage is then the old one, which is removed
             except (OSError, OutputError) as error:
                 place = stage.rename(stage.with_name(stage.name.removeprefix(".").removesuffix(SUFFIX)))
                 refused = error if isinstance(error, OutputError) else _cannot_write(path, error)
@@ -174,7 +173,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
                 raise refused from error.__cause__
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(target.parent):
-            raise  # about something that was read
+            raise  # an error of the caller, from reading another file
         raise _cannot_write(path, error) from error
 
 
@@ -185,21 +184,21 @@ def _cannot_write(path: Path, error: OSError) -> OutputError:
 
 
 def _check_parent(path: Path) -> None:
-    """Make a temporary file where ``path`` will be, since permissions do not say whether one can."""
+    """Check that a file can be created beside ``path``, by creating one: permissions are not enough."""
     try:
         target = path.resolve()
         if not target.parent.is_dir():
             raise OutputError(f"no such directory: {target.parent}", hint="create it first")
         with file_beside(target):
             return
-    except (OSError, RuntimeError) as error:  # the latter for a circle of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
         raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _swap(stage: Path, target: Path) -> None:
     if not target.exists():
         os.rename(stage, target)
-    elif not _exchanged(stage, target):
+    elif not _exchange(stage, target):
         old = stage.with_name(f"{stage.name}.old")
         os.rename(target, old)
         try:
@@ -211,7 +210,7 @@ def _swap(stage: Path, target: Path) -> None:
     _fsync(target.parent)
 
 
-def _exchanged(first: Path, second: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Swap two directories in one step; return False if that is unsupported."""
     if not sys.platform.startswith("linux"):
         return False
@@ -247,16 +246,16 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """Create a directory in the system's temporary folder, which is removed at the end.
+    """Yield a new directory in the system's temporary folder, and remove it at the end.
 
-    It is removed also if a signal ends the program. If nothing can, as after SIGKILL, the next command of
-    this user that makes such a directory removes it; so does a process whose child was killed.
+    It is also removed if a signal ends the program. After SIGKILL, the next command of this user that makes
+    such a directory removes it; so does a process whose child was killed.
 
     Args:
-        prefix: of its name, beginning with ``ampaudit-``.
+        prefix: Prefix of its name, starting with ``ampaudit-``.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: The directory cannot be created.
     """
     folder = Path(tempfile.gettempdir())
     try:
@@ -267,18 +266,18 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
 
 
 def file_beside(target: Path) -> AbstractContextManager[Path]:
-    """Create an empty file, which is removed if it is still there at the end.
+    """Yield a new empty file beside a target, and remove it at the end unless it was renamed.
 
-    The next one beside the same target removes one that a killed process has left.
+    The next call for the same target removes a file left by a killed process.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: The file cannot be created.
     """
     return _temporary(_make_file, target.parent, f".{target.name}.")
 
 
 def directory_beside(target: Path) -> AbstractContextManager[Path]:
-    """Create a directory as ``file_beside`` does a file."""
+    """Yield a new directory beside a target; see ``file_beside``."""
     return _temporary(tempfile.mkdtemp, target.parent, f".{target.name}.part-")
 
 
@@ -286,16 +285,16 @@ def directory_beside(target: Path) -> AbstractContextManager[Path]:
 def _temporary(
     make: Callable[..., str], parent: Path, prefix: str, leftovers: str | None = None
 ) -> Iterator[Path]:
-    """Create a file or directory that is locked while this process lives, and remove it at the end.
+    """Yield a new file or directory, locked while this process lives, and remove it at the end.
 
-    First, those whose maker has died are removed. A rival may remove this one before it is locked, and then
-    another is created.
+    Leftovers of dead processes are removed first. Another process may take the new one for a leftover before
+    it is locked; then the next attempt creates another.
 
     Args:
-        make: creates it, as ``tempfile.mkdtemp`` does.
-        parent: where.
-        prefix: of its name.
-        leftovers: prefix of the names of those that are removed, if it is another.
+        make: Creates the file or directory, with the arguments of ``tempfile.mkdtemp``.
+        parent: Directory to create it in.
+        prefix: Prefix of its name.
+        leftovers: Prefix of leftovers to remove; ``prefix`` by default.
     """
     _remove_leftovers(parent, leftovers or prefix)
     create = partial(make, suffix=SUFFIX, prefix=prefix, dir=parent)
@@ -342,31 +341,31 @@ def _remove(path: Path) -> None:
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove temporary files and directories whose maker has died, which releases their locks."""
-    with contextlib.suppress(OSError):  # a folder may be writable and not readable
+    """Remove temporary files and directories of dead processes, whose locks are released."""
+    with contextlib.suppress(OSError):  # a folder may be writable but not readable
         for name in os.listdir(parent):
             path = parent / name
-            ours = name.startswith(prefix) and name.endswith(SUFFIX) and _is_own(path)
+            ours = name.startswith(prefix) and name.endswith(SUFFIX) and _is_own_file(path)
             if ours and (release := locked(path)) is not None:
                 _remove(path)
                 release()
 
 
-def _is_own(path: Path) -> bool:
-    """Return whether it is a file or directory of this user, and no link."""
+def _is_own_file(path: Path) -> bool:
+    """Return whether a path is a file or directory of this user, not a link."""
     try:
-        found = path.lstat()
-    except OSError:  # somebody else has removed it
+        status = path.lstat()
+    except OSError:  # another process has removed it
         return False
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return False
-    return not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    return not hasattr(os, "getuid") or status.st_uid == os.getuid()
 
 
 def locked(path: Path) -> Callable[[], None] | None:
-    """Lock a file or directory while its writer lives, and return what releases it.
+    """Lock a file or directory and return a function that releases it.
 
-    ``None`` if it is gone, locked, or cannot be locked.
+    The lock ends with the process. Returns ``None`` if the path is missing or cannot be locked.
     """
     if not _LOCKS_DIRECTORIES:
         return _locked_by_file(path)
@@ -385,7 +384,7 @@ def locked(path: Path) -> Callable[[], None] | None:
 
 
 def _locked_by_file(path: Path) -> Callable[[], None] | None:
-    """Lock a file beside it that stands for it."""
+    """Lock ``<path>.lock`` in place of a directory, which Windows cannot lock."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(f"{path}.lock")
@@ -404,10 +403,10 @@ def _locked_by_file(path: Path) -> Callable[[], None] | None:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells a file from another one at its path, and from itself before a write."""
+    """A file's identity and version: changes if the file is replaced or written."""
 
     path: Path
-    identity: tuple[int, ...] | None  # None: there is no such file
+    identity: tuple[int, ...] | None  # None: no such file
 
 
 def states_of(paths: Iterable[Path]) -> tuple[FileState, ...]:
@@ -416,10 +415,10 @@ def states_of(paths: Iterable[Path]) -> tuple[FileState, ...]:
 
 
 def check_unchanged(states: Iterable[FileState]) -> None:
-    """Compare states with those of now.
+    """Check that files are still in these states.
 
     Raises:
-        SourceError: a file was replaced, written or removed.
+        SourceError: A file was replaced, written or removed.
     """
     for state in states:
         if _identity(state.path) != state.identity:
@@ -427,7 +426,7 @@ def check_unchanged(states: Iterable[FileState]) -> None:
 
 
 def _files(path: Path) -> Iterable[Path]:
-    """Yield a file, or the files of a directory; an index of shards counts for its directory."""
+    """Yield a file, or all files of a directory; an index of shards stands for its directory."""
     directory = path.parent if path.name.endswith(".index.json") else path
     if not directory.is_dir():
         yield path
@@ -439,7 +438,7 @@ def _files(path: Path) -> Iterable[Path]:
 
 def _identity(path: Path) -> tuple[int, ...] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

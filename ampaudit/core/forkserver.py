@@ -1,11 +1,11 @@
 """Starts processes that share the time of their imports: a server imports packages once and forks.
 
-Only on Linux; elsewhere each process is a fresh interpreter. ``multiprocessing``'s fork server is not used,
-since it would import the user's main script again in every child.
+This needs Linux; elsewhere each process is a fresh interpreter. ``multiprocessing``'s fork server is not
+used, since it would import the user's main script again in every child.
 
 A request is one message with four file descriptors: a connection, standard input, output and error. Over the
-connection the child sends its process id, and the server how it ended. Whoever closes the connection before
-that ends the child and its process group, so none outlives the process that asked for it.
+connection the child sends its process id, and the server sends the exit code. Closing the connection before
+that kills the child and its process group, so that no child outlives the process that requested it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ampaudit.core.confinement import die_with_parent
 
 __all__ = ["ForkedProcess", "start_forked", "start_interpreter"]
 
-# the package may be importable from the folder in which this process was started, and from nowhere else;
-# last, so that nothing in that folder takes the place of another module
+# the package may only be importable from the directory where this process was started; that directory comes
+# last, so that nothing in it shadows another module
 _START = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
     "from importlib import import_module; module, _, name = sys.argv.pop(1).partition(':'); "
     "getattr(import_module(module), name)()"
 )
 _ROOT = str(Path(__file__).resolve().parents[2])
-_MAX_IDLE = 2  # servers that are kept for another child
+_MAX_IDLE = 2  # idle servers to keep
 _MAX_MESSAGE = 1 << 20
 _STOP_SECONDS = 5.0
 
@@ -61,20 +61,20 @@ def start_interpreter(
         stderr=stderr,
         env=dict(environment),
         cwd=folder,
-        start_new_session=True,  # so that its children are stopped with it
+        start_new_session=True,  # a group of its own, which is killed as a whole
         **options,
     )
 
 
-_Children = dict[int, tuple[int, socket.socket]]  # by pidfd: the process and its connection
+_Children = dict[int, tuple[int, socket.socket]]  # pidfd -> (process id, connection)
 
 
 class ForkedProcess:
-    """A child of a fork server, with the part of ``subprocess.Popen`` that is used here.
+    """A child of a fork server, with a part of the interface of ``subprocess.Popen``.
 
     Attributes:
-        pid: of the process, which leads a group of its own.
-        returncode: as in ``Popen``; ``None`` while it runs.
+        pid: Id of the process and of its process group.
+        returncode: Exit code as in ``Popen``; ``None`` while the process runs.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -88,7 +88,7 @@ class ForkedProcess:
         self.pid = int(line)
 
     def poll(self) -> int | None:
-        """Return how it ended, or ``None`` while it runs."""
+        """Return the exit code, or ``None`` while the process runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
@@ -97,14 +97,14 @@ class ForkedProcess:
         """Wait for the end of the process.
 
         Raises:
-            TimeoutExpired: it still runs after so many seconds.
+            TimeoutExpired: The process still runs after ``timeout`` seconds.
         """
         if self.returncode is None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
                 if not selector.select(timeout):
                     raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            # without a reply, the server was killed, and its children were with it
+            # no reply: the server was killed, and its children with it
             self.returncode = int(self._replies.readline() or -signal.SIGKILL)
             self._close()
         return self.returncode
@@ -114,14 +114,14 @@ class ForkedProcess:
         self._connection.close()
 
     def kill(self) -> None:
-        """Kill the process alone."""
+        """Kill the process, but not its children."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class _Server:
-    """The process that imports and forks, as seen by those who ask it for children."""
+    """The client side of a fork server, the process that imports and forks."""
 
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
         self._children: list[ForkedProcess] = []
@@ -164,7 +164,7 @@ class _Server:
 
 @functools.cache
 def _servers() -> dict[object, _Server]:
-    """Return the servers that this process has started, the least recently used first."""
+    """Return the servers of this process, the least recently used first."""
     servers: dict[object, _Server] = {}
     owner = os.getpid()
     atexit.register(lambda: _stop_all(servers) if os.getpid() == owner else None)
@@ -181,23 +181,23 @@ def start_forked(
     *arguments: str,
     imports: Sequence[str],
     environment: Mapping[str, str],
-    own: Mapping[str, str],
+    variables: Mapping[str, str],
     streams: Sequence[BinaryIO],
     folder: Path | None = None,
 ) -> ForkedProcess:
-    """Call a function in a process forked from one that has imported its module.
+    """Call a function in a process forked from a server that has imported its module.
 
     Args:
         target: ``module:function``, called without arguments.
-        arguments: what it finds in ``sys.argv``.
-        imports: further modules to import before the fork.
-        environment: variables that the server and the process share, as libraries read some when they load.
-        own: variables of this process alone.
-        streams: its standard input, output and error.
-        folder: its current directory, if it is not this process's.
+        arguments: ``sys.argv`` of the process, without the program name.
+        imports: Additional modules to import before the fork.
+        environment: Environment variables of server and process; libraries read some when they are imported.
+        variables: Additional environment variables of the process alone.
+        streams: Standard input, output and error.
+        folder: Current directory; this process's by default.
 
     Raises:
-        OSError: the server cannot be started, or has ended.
+        OSError: The server cannot be started, or has ended.
     """
     imports = (target.partition(":")[0], *imports)
     key = (imports, tuple(sorted(environment.items())))
@@ -207,31 +207,31 @@ def start_forked(
     order = {
         "target": target,
         "arguments": arguments,
-        "environment": {**environment, **own},
+        "environment": {**environment, **variables},
         "folder": os.fspath(folder or Path.cwd()),
     }
     handles = [stream.fileno() for stream in streams]
     child, server = None, servers.pop(key, None)
     if server is not None:
-        with contextlib.suppress(OSError):  # it was killed
+        with contextlib.suppress(OSError):  # the server was killed
             child = server.fork(order, handles)
         if child is None:
             server.stop()
     if server is None or child is None:
         server = _Server(imports, environment)
         child = server.fork(order, handles)
-    servers[key] = server  # as the one that was used last
+    servers[key] = server  # last: the most recently used
     return child
 
 
 def serve() -> None:
-    """Fork a child for each request, until nobody can ask any more.
+    """Run the server: fork a child for each request until the control socket is closed.
 
-    Run with a file descriptor, that of the requests, and the modules to import as arguments.
+    The arguments of the process are the file descriptor of the control socket and the modules to import.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
-        with contextlib.suppress(Exception):  # the child will fail at it, and say so
+        with contextlib.suppress(Exception):  # the child will raise the same error
             import_module(name)
     children: _Children = {}
     with selectors.DefaultSelector() as selector:
@@ -244,23 +244,23 @@ def serve() -> None:
                     if not open_for_requests:
                         selector.unregister(control)
                 elif isinstance(key.fileobj, int):
-                    _end(key.fd, selector, children)
+                    _reap(key.fd, selector, children)
                 elif children.get(key.data, (0, None))[1] is key.fileobj:
-                    # nobody waits for the child any more
+                    # the client has closed the connection
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(children[key.data][0], signal.SIGKILL)
                     selector.unregister(key.fileobj)
 
 
 def _accept(control: socket.socket, selector: selectors.BaseSelector, children: _Children) -> bool:
-    """Fork a child for the next request; return False if there will be no more."""
+    """Fork a child for the next request; return False if the control socket is closed."""
     message, handles, _, _ = socket.recv_fds(control, 16, 4)
     if not message:
         return False
     connection, streams = socket.socket(fileno=handles[0]), handles[1:]
     with connection.makefile("r", encoding="ascii") as lines:
         line = lines.readline(_MAX_MESSAGE)
-    if not line.endswith("\n"):  # the process that asked has ended
+    if not line.endswith("\n"):  # the client has ended
         connection.close()
         for handle in streams:
             os.close(handle)
@@ -282,8 +282,8 @@ def _accept(control: socket.socket, selector: selectors.BaseSelector, children: 
     return True
 
 
-def _end(process: int, selector: selectors.BaseSelector, children: _Children) -> None:
-    """Send how a child ended."""
+def _reap(process: int, selector: selectors.BaseSelector, children: _Children) -> None:
+    """Send a child's exit code to its client."""
     child, connection = children.pop(process)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     selector.unregister(process)
@@ -295,7 +295,7 @@ def _end(process: int, selector: selectors.BaseSelector, children: _Children) ->
 
 
 def _run(order: dict[str, Any], streams: Sequence[int], connection: socket.socket, server: int) -> NoReturn:
-    """Become the process that was asked for."""
+    """Turn this forked child into the requested process."""
     code = 1
     try:
         die_with_parent(server)
@@ -307,7 +307,7 @@ def _run(order: dict[str, Any], streams: Sequence[int], connection: socket.socke
             os.close(handle)
         os.environ.clear()
         os.environ.update(order["environment"])
-        tempfile.tempdir = None  # an import may have asked for it, with other variables
+        tempfile.tempdir = None  # an import may have cached it under another environment
         os.chdir(order["folder"])
         sys.argv = [order["target"], *order["arguments"]]
         module, _, name = order["target"].partition(":")

@@ -84,7 +84,7 @@ class NumberFormat:
         return self.min_subnormal / 2
 
     def headroom_bits(self, peak: float) -> float:
-        """Return the doublings left before the peak exceeds the largest finite value: log2(max / peak)."""
+        """Return log2(max / peak): how often the peak can double before it overflows."""
         if peak == 0.0:
             return math.inf
         return math.log2(self.max / peak) if math.isfinite(peak) else -math.inf
@@ -99,17 +99,17 @@ FLOAT8_E5M2 = NumberFormat("float8_e5m2", 2, -14, 57344.0)
 FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)}
 LOW_PRECISION_FORMATS = (FLOAT16, BFLOAT16)
 LOW_PRECISION_NAMES = tuple(f.name for f in LOW_PRECISION_FORMATS)
-# what rounding leaves of an output: less is more than rounding
+# accuracy in dB of outputs that suffer from rounding alone; less means another cause
 ROUNDING_DB = {"float16": 40.0, "bfloat16": 25.0}
 WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def format_named(name: str) -> NumberFormat:
-    """Return the format of that name; short forms (fp16, half, bf16, fp32) are accepted.
+    """Return a format by name; short forms (fp16, half, bf16, fp32) are accepted.
 
     Raises:
-        UsageError: no such format.
+        UsageError: The name is unknown.
     """
     full = _SHORT.get(name, name)
     if full not in FORMATS:
@@ -118,13 +118,13 @@ def format_named(name: str) -> NumberFormat:
 
 
 def _unknown(name: str, known: Iterable[str]) -> UsageError:
-    from ampaudit.core.untrusted import describe  # which loads pydantic
+    from ampaudit.core.untrusted import describe  # here, as it imports pydantic
 
     return UsageError(f"unknown dtype {describe(name)!r}", hint=f"one of: {', '.join(known)}")
 
 
 def name_of_dtype(dtype: Any) -> Any:
-    """Return the name of a torch dtype, which needs no torch; return other values unchanged."""
+    """Return the name of a torch dtype without importing torch; return other values unchanged."""
     kind = type(dtype)
     is_dtype = (kind.__module__, kind.__name__) == ("torch", "dtype")
     return str(dtype).removeprefix("torch.") if is_dtype else dtype
@@ -134,7 +134,7 @@ def low_precision_format(dtype: Dtype) -> NumberFormat:
     """Return the 16-bit format of a name or a torch dtype.
 
     Raises:
-        UsageError: no such format, or one of another width.
+        UsageError: The format is unknown or not a 16-bit format.
     """
     name = name_of_dtype(dtype)
     hint = f"one of: {', '.join(LOW_PRECISION_NAMES)}"

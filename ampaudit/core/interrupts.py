@@ -1,10 +1,10 @@
-"""Ends the program on a signal: temporary files and child processes go, and no traceback shows.
+"""Ends the program on a signal: removes temporary files, kills child processes, and shows no traceback.
 
-A handler that only raises is not enough: Python drops what is raised in a destructor, and code in C does not
-see it. So the signal is remembered, nothing is committed after it, and a thread that the signal wakes ends
-the process if the exception has not ended the command within a second.
+A handler that only raises is not enough: Python drops exceptions raised in a destructor, and C code does not
+see them. So the signal is stored, nothing is committed after it, and a thread that the signal wakes ends the
+process if the exception has not ended the command within a second.
 
-This applies to the program; for those who import the library, ``install`` is not called and nothing changes.
+This applies to the program only: the library never calls ``install``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 INTERRUPTED = 130
 _GRACE_SECONDS = 1.0  # for the exception to end the command
 _COMMIT_SECONDS = 10.0  # for a rename or a removal
-_EXPLAIN_SECONDS = 3.0  # to find out why somebody else ended the program
+_EXPLAIN_SECONDS = 3.0  # to find out why another process sent the signal
 _WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up"}
 
 
@@ -45,13 +45,13 @@ class _Program:
     """The state of the running program."""
 
     def __init__(self) -> None:
-        self.process: int | None = None  # whose signals are handled
-        self.signal: int | None = None  # the first that came
-        self.deferred = 0  # regions that no exception may leave half-way
+        self.process: int | None = None  # id of the process that handles signals
+        self.signal: int | None = None  # the first one received
+        self.deferred = 0  # nested regions that no exception may interrupt
         self.finishing = False
-        self.ending = _thread.allocate_lock()  # taken by the thread that ends the program
-        self.delivers = False  # results are delivered in spite of the signal
-        self.stderr, self.null = 2, -1  # what file descriptor 2 is, and what it is after a signal
+        self.ending = _thread.allocate_lock()  # held by the thread that ends the program
+        self.delivers = False  # whether results are delivered in spite of the signal
+        self.stderr, self.null = 2, -1  # copy of file descriptor 2, and its replacement after a signal
         self.written: list[str] = []
         self.cleanups: list[Callable[[], object]] = []
         self.explain: Callable[[], str] | None = None
@@ -75,30 +75,30 @@ def install() -> None:
 
 
 def at_end(cleanup: Callable[[], object]) -> None:
-    """Call a function if a signal ends the program: more than once, and from any thread."""
+    """Register a function to call if a signal ends the program, possibly twice and from any thread."""
     _program.cleanups.append(cleanup)
 
 
 def explained_by(explain: Callable[[], str]) -> None:
-    """Call a function for why somebody else has sent the signal, in words that follow a comma, or none."""
+    """Register a function that explains the signal: a clause to follow a comma, or an empty string."""
     _program.explain = explain
 
 
 def forget(cleanup: Callable[[], object]) -> None:
-    """Undo ``at_end``, if it was called."""
+    """Undo ``at_end``."""
     if cleanup in _program.cleanups:
         _program.cleanups.remove(cleanup)
 
 
 def deliver_anyway() -> None:
-    """Keep what is finished: deliver results in spite of the signal."""
+    """Deliver the results that are finished in spite of the signal."""
     if _program.signal is not None:
         _program.delivers = True
         os.dup2(_program.stderr, 2)
 
 
 class Deferred:
-    """Delays the exception of a signal to the end of the block."""
+    """Delays a signal's exception to the end of the block."""
 
     def __enter__(self) -> None:
         _program.deferred += _in_main_thread()
@@ -111,7 +111,7 @@ class Deferred:
 
 
 class Released:
-    """Handles signals as Python does by itself, for a script that runs in this process."""
+    """Restores Python's signal handlers for a script that runs in this process."""
 
     def __enter__(self) -> None:
         self._ours = [n for n in _handled() if _in_main_thread() and signal.getsignal(n) is _handle]
@@ -127,7 +127,7 @@ class Released:
 
 
 class Committing(Deferred):
-    """Puts a result in place: wholly, and not after a signal."""
+    """Guards the commit of a result: completed once begun, and not begun after a signal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -145,9 +145,9 @@ class Committing(Deferred):
 
 
 def leave(code: int) -> NoReturn:
-    """End the program, with the code of the signal if there was one.
+    """End the program with this exit code, or with that of a signal.
 
-    Python's own end takes tenths of a second, in which a signal shows a traceback or kills. So, as in
+    Python's own shutdown takes tenths of a second, in which a signal shows a traceback or kills. So, as in
     ``multiprocessing``, threads are joined, exit functions called, and the rest is left to the system.
     """
     import atexit
@@ -157,8 +157,8 @@ def leave(code: int) -> NoReturn:
     if _program.signal is None and code != INTERRUPTED:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        _tried(sys.stdout.flush)
-        _tried(sys.stderr.flush)
+        _attempt(sys.stdout.flush)
+        _attempt(sys.stderr.flush)
         if _program.signal is None:
             os._exit(code)
     _end(atexit._run_exitfuncs)
@@ -208,7 +208,7 @@ def _watch(reader: int) -> None:
     while True:
         number = os.read(reader, 1)[0]
         if number not in _handled():
-            continue  # the model's code handles it
+            continue  # a signal that the model's code handles
         start, again = time.monotonic(), _program.delivers
         while time.monotonic() - start < (_COMMIT_SECONDS if _program.deferred else _GRACE_SECONDS):
             if select.select([reader], [], [], 0.02)[0]:
@@ -221,60 +221,60 @@ def _watch(reader: int) -> None:
 
 
 def _end(finish: Callable[[], object] = lambda: None) -> NoReturn:
-    """Clean up, say what was written, and exit."""
-    if not _program.ending.acquire(blocking=False):  # another thread does
+    """Clean up, report what was written, and exit."""
+    if not _program.ending.acquire(blocking=False):  # another thread is ending the program
         import time
 
         time.sleep(_COMMIT_SECONDS)
-        _say_and_exit()
+        _report_and_exit()
     if _program.delivers:
-        _tried(sys.stdout.flush)
-    # twice, as another thread may still make what is to be cleaned up
+        _attempt(sys.stdout.flush)
+    # clean up twice: another thread may still create files
     for step in (_mute, _clean_up, _kill_children, finish, _clean_up):
-        _tried(step)
-    _say_and_exit()
+        _attempt(step)
+    _report_and_exit()
 
 
-def _say_and_exit() -> NoReturn:
-    number, written = _program.signal or signal.SIGINT, _program.written
-    what = "nothing was" if not written else f"{len(written)} files were"
-    what = f"{written[0]} was" if len(written) == 1 else what
+def _report_and_exit() -> NoReturn:
+    number, paths = _program.signal or signal.SIGINT, _program.written
+    what = "nothing was" if not paths else f"{len(paths)} files were"
+    what = f"{paths[0]} was" if len(paths) == 1 else what
     line = f"ampaudit: {_WORDS[signal.Signals(number).name]}{_explanation()}; {what} written"
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     if "rich.live" in sys.modules and os.isatty(_program.stderr):
         line = f"\r\x1b[K\x1b[?25h{line}"  # remove the progress bar, and show the cursor that it hid
     encoding = getattr(sys.__stderr__, "encoding", None) or "utf-8"  # sys.stderr may be redirected
-    _tried(lambda: os.write(_program.stderr, f"{line}\n".encode(encoding, "backslashreplace")))
+    _attempt(lambda: os.write(_program.stderr, f"{line}\n".encode(encoding, "backslashreplace")))
     os._exit(128 + number)
 
 
 def _explanation() -> str:
-    """Return why the signal was sent, if that is found out in time."""
+    """Return the explanation of the signal, if it comes in time."""
     import threading
 
-    found, explain = list[str](), _program.explain
+    answers, explain = list[str](), _program.explain
     if explain is None:
         return ""
-    asking = threading.Thread(target=lambda: _tried(lambda: found.append(explain())), daemon=True)
-    _tried(asking.start)
-    _tried(lambda: asking.join(_EXPLAIN_SECONDS))
-    return f", {found[0]}" if found and found[0] else ""
+    thread = threading.Thread(target=lambda: _attempt(lambda: answers.append(explain())), daemon=True)
+    _attempt(thread.start)
+    _attempt(lambda: thread.join(_EXPLAIN_SECONDS))
+    return f", {answers[0]}" if answers and answers[0] else ""
 
 
 def _clean_up() -> None:
     for cleanup in reversed(_program.cleanups[:]):
-        _tried(cleanup)
+        _attempt(cleanup)
 
 
 def _kill_children() -> None:
     import psutil
 
     for child in psutil.Process().children(recursive=True):
-        _tried(child.kill)
+        _attempt(child.kill)
 
 
-def _tried(action: Callable[[], object]) -> None:
-    """Call a function whose failure must not keep the program from ending."""
+def _attempt(action: Callable[[], object]) -> None:
+    """Call a function and ignore its failure, which must not keep the program from ending."""
     try:
         action()
     except BaseException:
@@ -282,12 +282,12 @@ def _tried(action: Callable[[], object]) -> None:
 
 
 def _mute() -> None:
-    """Drop what libraries write to stderr about an exception that they do not expect."""
+    """Discard stderr, where libraries would report the unexpected exception."""
     os.dup2(_program.null, 2)
 
 
 def _restore_defaults() -> None:
-    """Leave the signals of a forked child to its own code."""
+    """Restore Python's handlers in a forked child."""
     _program.process = None
     _program.cleanups.clear()
     signal.set_wakeup_fd(-1)
@@ -297,5 +297,5 @@ def _restore_defaults() -> None:
 
 
 def _default(number: int) -> Callable[[int, FrameType | None], object] | signal.Handlers:
-    """Return Python's own handler of a signal."""
+    """Return Python's default handler of a signal."""
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -16,7 +16,7 @@ _MAX_BYTES = 10_000_000
 
 
 def find_config(start: Path) -> Path | None:
-    """Return the pyproject.toml of a directory, or the nearest one above it."""
+    """Return the pyproject.toml of a directory or of its nearest parent that has one."""
     for directory in (start, *start.parents):
         if (directory / "pyproject.toml").is_file():
             return directory / "pyproject.toml"
@@ -29,16 +29,16 @@ def read_options(
     """Read a command's options from its table; paths are relative to the file's directory.
 
     Args:
-        record: whose fields are the keys, with hyphens.
-        path: of the file.
-        table: such as ``tool.ampaudit``.
-        tables: names of tables inside it, which are not read.
+        record: Configuration record; its field names with hyphens are the keys.
+        path: Path of the file.
+        table: Dotted name of the table, such as ``tool.ampaudit``.
+        tables: Names of nested tables to ignore.
 
     Returns:
-        The values by field name; empty where there is no such table.
+        Values by field name; empty if the table is missing.
 
     Raises:
-        UsageError: the file cannot be read, a key is unknown, or a value does not fit.
+        UsageError: The file cannot be read, a key is unknown, or a value is invalid.
     """
     fields = {
         name.replace("_", "-"): name
@@ -53,21 +53,21 @@ def read_options(
             raise no_such("key", key, f"{path}: {table}.", list(fields))
         is_path = value_type(record.model_fields[fields[key]]) is Path and isinstance(value, str)
         values[fields[key]] = path.parent / value if is_path else value
-    made = record.read(values, f"{path}: {table}.")
-    return {name: getattr(made, name) for name in values}
+    options = record.read(values, f"{path}: {table}.")
+    return {name: getattr(options, name) for name in values}
 
 
 def _table(path: Path, table: str) -> dict[str, Any]:
     try:
-        found: Any = tomllib.loads(read_bounded(path, _MAX_BYTES, UsageError).decode("utf-8"))
+        value: Any = tomllib.loads(read_bounded(path, _MAX_BYTES, UsageError).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {describe(error)}", hint="correct it") from error
     names = table.split(".")
     for depth, name in enumerate(names, 1):
-        found = found.get(name, {})
-        if not isinstance(found, dict):
+        value = value.get(name, {})
+        if not isinstance(value, dict):
             if depth == 1:
-                return {}  # another tool's problem
+                return {}  # a mistake that other tools report
             dotted = ".".join(names[:depth])
             raise UsageError(f"{path}: {dotted} is not a table", hint=f"write [{dotted}]")
-    return dict(found)
+    return dict(value)

@@ -1,4 +1,4 @@
-"""Runs code of other packages on untrusted data in a confined process, and reads its answer."""
+"""Runs third-party code on untrusted data in a confined process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ __all__ = ["ANSWER", "REQUEST", "Sandbox", "SandboxLimits"]
 REQUEST, ANSWER = "request.json", "answer.json"
 _MAX_ANSWER = 16_000_000
 _WAIT_SECONDS = 0.05
-_IMPORTS = 1_500_000_000  # bytes that importing torch and transformers may take
-# what an interpreter, its libraries and torch need; neither proxies nor tokens
-_KEPT = (
+_IMPORT_BYTES = 1_500_000_000  # memory allowance for importing torch and transformers
+# variables that an interpreter, its libraries and torch need; no proxies, no tokens
+_INHERITED = (
     *("PATH", "PYTHON", "HOME", "USERPROFILE", "APPDATA", "LANG", "LC_", "TZ", "VIRTUAL_ENV", "CONDA_PREFIX"),
     *("LD_LIBRARY_PATH", "DYLD_", "SYSTEMROOT", "WINDIR", "NUMBER_OF_PROCESSORS", "PROCESSOR_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "ONEDNN_", "DNNL_", "TORCH_", "CUDA_", "CUBLAS_", "NVIDIA_"),
 )
-
-
 _FOLDERS = ("TMPDIR", "TEMP", "TMP", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")
 
 
@@ -37,9 +35,9 @@ class SandboxLimits:
     """The limits of a confined process; ``None`` means unlimited.
 
     Attributes:
-        seconds: from its start to its end.
-        memory: bytes in addition to what its imports take.
-        processor_seconds: processor time after its imports.
+        seconds: Wall-clock seconds.
+        memory: Bytes in addition to those of its imports.
+        processor_seconds: Seconds of processor time after its imports.
     """
 
     seconds: float
@@ -48,15 +46,15 @@ class SandboxLimits:
 
 
 class Sandbox:
-    """A confined process, started at once; leaving the context kills it.
+    """A confined process; starts at construction and is killed when the context is left.
 
     Args:
-        target: ``module:function``. The function gets the request, imports what it needs, and returns a
-            function without arguments; that one is called in confinement and returns the answer.
-        request: what it is asked, as values that JSON can hold.
-        limits: what it may use.
-        environment: variables to set.
-        imports: further modules that it needs, which are imported before the limits begin.
+        target: ``module:function``. The function takes the request, imports what it needs, and returns a
+            function without arguments, which is called in confinement and returns the answer.
+        request: Argument of the target, as JSON values.
+        limits: Limits of the process.
+        environment: Additional environment variables.
+        imports: Additional modules to import before the limits apply.
     """
 
     def __init__(
@@ -95,14 +93,14 @@ class Sandbox:
             str(scratch),
             log=self._folder / "log",
             environment=_environment() | environment,
-            own=dict.fromkeys(_FOLDERS, str(scratch)),
+            variables=dict.fromkeys(_FOLDERS, str(scratch)),
             imports=imports,
             folder=scratch,
         )
 
     @property
     def folder(self) -> Path:
-        """Where the process may write, until the context is left."""
+        """Folder that the process may write to; removed when the context is left."""
         return self._folder / "scratch"
 
     def __enter__(self) -> Self:
@@ -120,34 +118,34 @@ class Sandbox:
         """Wait for the answer.
 
         Args:
-            what: names the input in messages.
-            error: raised if there is no answer.
-            hint: what to do then, unless the process itself says.
+            what: Name of the input in messages.
+            error: Type of the error to raise.
+            hint: Hint of that error, unless the process gives one.
 
         Raises:
-            AuditError: of the given type: the process refused the input, was killed, exceeded a limit, or
-                gave no valid answer.
+            AuditError: The process rejected the input, was killed, exceeded a limit, or gave no valid answer;
+                of type ``error``.
         """
         memory = self._limits.memory
-        limits = ChildLimits(self._limits.seconds, None if memory is None else memory + _IMPORTS)
+        limits = ChildLimits(self._limits.seconds, None if memory is None else memory + _IMPORT_BYTES)
         while self._process.running(_WAIT_SECONDS):
             exceeded = self._process.exceeded(limits)
             if exceeded is not None:
                 raise error(_message(what, f"its reader was {exceeded[1]}"), hint=hint)
-        self._process.stop()  # with processes that it left behind
+        self._process.stop()  # and processes that it left behind
         path = self.folder / ANSWER
         if not path.exists():
             raise error(_message(what, self._ended()), hint=hint)
         try:
-            found = parse_json(read_bounded(path, _MAX_ANSWER, error))
+            answer = parse_json(read_bounded(path, _MAX_ANSWER, error))
         except (ValueError, AuditError) as cause:
             raise error(_message(what, "its reader gave no valid answer"), hint=hint) from cause
-        if not isinstance(found, dict) or found.keys() not in ({"answer"}, {"error", "hint"}):
+        if not isinstance(answer, dict) or answer.keys() not in ({"answer"}, {"error", "hint"}):
             raise error(_message(what, "its reader gave no valid answer"), hint=hint)
-        if "error" in found:
-            own = describe(found["hint"], MAX_MESSAGE) if found["hint"] else hint
-            raise error(_message(what, str(found["error"])), hint=own)
-        return found["answer"]
+        if "error" in answer:
+            hint = describe(answer["hint"], MAX_MESSAGE) if answer["hint"] else hint
+            raise error(_message(what, str(answer["error"])), hint=hint)
+        return answer["answer"]
 
     def _ended(self) -> str:
         if self._process.killed_by == "SIGXCPU":
@@ -160,9 +158,11 @@ def _message(what: str, why: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in child_environment().items() if name.upper().startswith(_KEPT)}
+    inherited = {
+        name: value for name, value in child_environment().items() if name.upper().startswith(_INHERITED)
+    }
     return {
-        **kept,
+        **inherited,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "OPENBLAS_NUM_THREADS": "1",  # threads that numpy starts would not be confined

@@ -1,4 +1,4 @@
-"""Answers one request in confinement."""
+"""Runs one request of a ``Sandbox`` in the confined process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ampaudit.core.sandbox import ANSWER
 
 __all__ = ["answer_request"]
 
-_MAX_WORDS = 160  # of an error of another package
+_MAX_WORDS = 160  # characters of a third-party error
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 
 
 def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Import what the target needs, confine this process, and return the answer or the error."""
+    """Import the target, confine this process, and return the answer or the error."""
     module, _, name = order["target"].partition(":")
     limits = order["limits"]
     attempts: list[str] = []
@@ -47,7 +47,7 @@ def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def answer_request() -> None:
-    """Answer the request in the file of the first argument; the second is the only folder to write to."""
+    """Answer a request; the arguments are its file and the only folder that may be written to."""
     order, folder = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
     confinement.confine_files(folder)
     part = folder / f"{ANSWER}.part"

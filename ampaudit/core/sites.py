@@ -1,4 +1,4 @@
-"""Identifies sites: one op of one layer, under an id shared by all results."""
+"""Assigns ids to sites: a site is one op of one layer, with the same id in all results."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ class SiteNumbering:
     """Assigns ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind.
 
     Args:
-        taken: ids that are in use already.
+        reserved: Ids that are already in use.
     """
 
-    def __init__(self, taken: Iterable[SiteId | None] = ()) -> None:
-        self._seen: Counter[str] = Counter()
-        self._taken = frozenset(taken)
+    def __init__(self, reserved: Iterable[SiteId | None] = ()) -> None:
+        self._counts: Counter[str] = Counter()
+        self._reserved = frozenset(reserved)
 
     def next_id(self, layer: str, op: str) -> SiteId:
-        """Return the next id for that op of that layer, in graph order."""
+        """Return the id of the next such op of a layer, in graph order."""
         base = f"{layer or '(top)'}/{op}"
         while True:
-            self._seen[base] += 1
-            count = self._seen[base]
-            made = SiteId(base if count == 1 else f"{base}#{count}")
-            if made not in self._taken:
-                return made
+            self._counts[base] += 1
+            count = self._counts[base]
+            site = SiteId(base if count == 1 else f"{base}#{count}")
+            if site not in self._reserved:
+                return site
 
 
 def pattern_of(name: str) -> str:
-    """Replace each number in a site or layer by a star, so that stacked layers share a pattern."""
+    """Replace each number in a site id or layer path by a star, so that stacked layers share a pattern."""
     return re.sub(r"(?<=[./])\d+(?=[./]|$)", "*", name)
 
 
 def globs_of(names: Sequence[str], every: Iterable[str]) -> list[str]:
-    """Return globs that match exactly these names of all, with stars for stacked layers if possible."""
+    """Return globs that match ``names`` and nothing else of ``every``, with stars for stacked layers."""
     mine = set(names)
     by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in names:
         by_pattern["*".join(glob.escape(part) for part in pattern_of(name).split("*"))].append(name)
     others = [name for name in every if name not in mine]
-    found: list[str] = []
+    globs: list[str] = []
     for pattern, members in by_pattern.items():
         alone = len(members) == 1 or any(fnmatchcase(other, pattern) for other in others)
-        found.extend(map(glob.escape, members) if alone else [pattern])
-    return found
+        globs.extend(map(glob.escape, members) if alone else [pattern])
+    return globs

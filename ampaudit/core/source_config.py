@@ -69,7 +69,7 @@ class SourceConfig(Config):
         """Raise early for a file that does not exist.
 
         Raises:
-            WeightsError, InputError: the message names it.
+            WeightsError, InputError: A file does not exist.
         """
         for name, field in type(self).model_fields.items():
             path = getattr(self, name)

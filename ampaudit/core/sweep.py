@@ -16,13 +16,13 @@ _MAX_VALUE = 1 << 31
 _MAX_NAME = 60
 
 
-def sweep_text(given: Any) -> Any:
+def sweep_text(value: Any) -> Any:
     """Write ``{"length": [64, 256]}`` as ``length=64,256``; return other values unchanged."""
-    if not isinstance(given, Mapping):
-        return given
+    if not isinstance(value, Mapping):
+        return value
     return ";".join(
         f"{name}={','.join(map(str, values if isinstance(values, Iterable) else [values]))}"
-        for name, values in given.items()
+        for name, values in value.items()
     )
 
 
@@ -30,7 +30,7 @@ def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     """Parse ``length=64,256,1024``: an axis and increasing sizes.
 
     Raises:
-        UsageError: the text has another form.
+        UsageError: The text is not an axis and increasing sizes.
     """
     name, _, listed = text.partition("=")
     axis, problem = name.strip(), ""

@@ -30,8 +30,8 @@ __all__ = [
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-# what runners of GitHub, Azure and TeamCity carry out where they find it in a log; the first ones only at the
-# start of a line (actions/runner, ActionCommandManager.cs, lists their names)
+# commands that the runners of GitHub, Azure and TeamCity execute when they read them in a log; the first ones
+# only at the start of a line (names from ActionCommandManager.cs in actions/runner)
 _COMMAND = re.compile(
     r"::(?=(?:add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|internal-set-repo-path|notice|"
     r"remove-matcher|save-state|set-env|set-output|stop-commands|warning)\b)|##(?=\w*\[)",
@@ -42,12 +42,12 @@ _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def escape_control(name: str) -> str:
-    """Escape control characters, marks of direction, line breaks, and commands to what runs our output.
+    """Escape control characters, bidirectional marks, line breaks, and commands of CI runners.
 
-    So a name is safe to print, wherever in a line it stands and wherever the line is broken.
+    The result is safe to print at any position of a line, however the line is wrapped.
     """
     safe = name if name.isprintable() else "".join(map(_escape, name))
-    return _COMMAND.sub(lambda found: f"{found[0][0]}\\x{ord(found[0][1]):x}", safe)
+    return _COMMAND.sub(lambda match: f"{match[0][0]}\\x{ord(match[0][1]):x}", safe)
 
 
 def _escape(char: str) -> str:
@@ -55,12 +55,12 @@ def _escape(char: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """Escape each line of a text, whose line ends are meant."""
+    """Escape each line of a text, keeping its line breaks."""
     return "\n".join(map(escape_control, text.split("\n")))
 
 
 def escape_json(text: str) -> str:
-    """Escape what is not safe to print in a text of JSON, which reads as the same values afterwards."""
+    """Escape unsafe characters in JSON text; it still parses to the same values."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(
@@ -70,18 +70,18 @@ def escape_json(text: str) -> str:
 
 
 def forward_slashes(file: str) -> str:
-    """Return a path with the separator that reports use on every system."""
+    """Return a path with forward slashes, as reports write it on every system."""
     return file.replace(_SEPARATOR, "/")
 
 
 def model_file(location: str) -> str:
-    """Return the file in a model's location, without ``:factory``; the colon of a drive stays."""
+    """Return the file of a model's location, without ``:factory``; the colon of a drive is kept."""
     head, _, factory = location.rpartition(":")
     return head if head and factory.isidentifier() else location
 
 
 def shell_quoted(name: str) -> str:
-    """Escape and quote a name for a command that readers may paste into a shell."""
+    """Escape and quote a name for use in a shell command."""
     return shlex.quote(escape_control(name))
 
 
@@ -96,10 +96,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def listed(names: Sequence[str], shown: int = 3) -> str:
-    """Return ``a, b, c and 2 more``: the first few names, and how many there are besides."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{', '.join(names[:shown])}{more}"
+def listed(names: Sequence[str], limit: int = 3) -> str:
+    """Return ``a, b, c and 2 more``: the first few names, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"
 
 
 def format_bytes(count: int) -> str:
@@ -134,7 +134,7 @@ def parse_size(text: str) -> int:
     """Parse a number of bytes such as ``4GB``, ``500 MB`` or ``2GiB``.
 
     Raises:
-        UsageError: it is no size.
+        UsageError: The text is not a size.
     """
     compact = text.strip().lower().replace(" ", "")
     digits = compact.rstrip("kmgib")

@@ -1,4 +1,4 @@
-"""Tells which of several processes of ``torchrun`` this is."""
+"""Finds the rank of this process under ``torchrun``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Place", "place_of", "silence"]
 
 
 class Place:
-    """The rank of a process, and how many there are.
+    """The rank of this process.
 
     Args:
-        rank: of this process, from 0.
-        count: of processes.
+        rank: Rank, from 0.
+        count: Number of processes.
     """
 
     def __init__(self, rank: int, count: int) -> None:
@@ -24,19 +24,19 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return which of several processes this is; ``None`` if there is one.
+    """Return the rank of this process; ``None`` if it is the only one.
 
     Launchers other than ``torchrun`` set the same variables.
     """
     rank, count = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-    known = all(name in environment for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if not (known and rank.isdecimal() and count.isdecimal() and int(count) > 1):
+    launched = all(name in environment for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not (launched and rank.isdecimal() and count.isdecimal() and int(count) > 1):
         return None
     return Place(int(rank), int(count))
 
 
 def silence() -> None:
-    """Print nothing from here on, not even what is written to file descriptors."""
+    """Discard all further output, including writes to the file descriptors."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -1,4 +1,4 @@
-"""Reads and validates files that anyone may have written, before any of their fields is used."""
+"""Reads and validates untrusted files before any of their fields is used."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of nested objects and lists
-# a few bytes of JSON become hundreds in memory; an exported program of 20,000 ops has a third of these
+# a few bytes of JSON take hundreds in memory; an exported program of 20,000 ops has a third of these
 MAX_CONTAINERS = 2_000_000
 MAX_VALUES = 3_000_000
 MAX_TABLE = 64_000_000  # bytes of a configuration or an index
 MAX_MESSAGE = 300  # characters of an error about a file
-_MAX_DIGITS = 20  # of an integer of 64 bits, with its sign
+_MAX_DIGITS = 20  # of a 64-bit integer, with its sign
 _MAX_NAME = 80
 _MAX_PATH = 130
 _UNSTATED = 1 << 20  # bytes
-# a FIFO would otherwise block until somebody writes to it
+# without O_NONBLOCK, opening a FIFO blocks until it has a writer
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -50,13 +50,15 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Raises:
-        AuditError: of the given type: missing, unreadable, a directory, a FIFO, a socket or a device.
+        AuditError: The file is missing, unreadable or not a regular file; of type ``error``.
     """
     try:
         handle = os.open(path, _FLAGS)
     except (OSError, ValueError) as cause:  # a path with a null character is a ValueError
         why = getattr(cause, "strerror", None) or cause
-        if os.name == "nt" and isinstance(cause, PermissionError) and path.is_dir():  # opens none
+        if (
+            os.name == "nt" and isinstance(cause, PermissionError) and path.is_dir()
+        ):  # directories cannot be opened there
             why = "a directory, not a regular file"
         raise error(f"{describe_path(path)}: {why}", hint="check the path") from cause
     mode = os.fstat(handle).st_mode
@@ -71,12 +73,12 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
     """Read a regular file of at most ``limit`` bytes.
 
     Raises:
-        AuditError: of the given type: see ``open_regular``; or it is larger.
+        AuditError: The file cannot be read or is larger; of type ``error``.
     """
     with os.fdopen(open_regular(path, error), "rb") as stream:
         try:
             size = os.fstat(stream.fileno()).st_size
-            # memory for all that is asked for is taken at once; files of /proc have a size of 0
+            # read() allocates the whole limit at once; files of /proc have a size of 0
             data = stream.read(min(limit, size + _UNSTATED) + 1) if size <= limit else b""
         except OSError as cause:
             raise error(f"{describe_path(path)}: {cause.strerror or cause}", hint="check the disk") from cause
@@ -86,26 +88,26 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
-    """Parse JSON, rejecting repeated names, numbers that are not finite, deep nesting, and too many values.
+    """Parse JSON, rejecting repeated names, non-finite numbers, deep nesting, and too many values.
 
     Args:
-        text: the text.
-        finite: whether NaN and infinities are rejected; some programs write them.
+        text: JSON text.
+        finite: Whether to reject NaN and infinities, which some programs write.
 
     Raises:
-        ValueError: not such JSON; the message names the fault without quoting the text.
+        ValueError: The text is invalid; the message does not quote it.
     """
     containers, values = (_count(text, signs) for signs in ("[{", ","))
     if containers > MAX_CONTAINERS or values > MAX_VALUES:
         raise ValueError(f"more than {MAX_CONTAINERS:,} objects and lists, or {MAX_VALUES:,} values")
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        found = json.loads(
+        value = json.loads(
             text,
-            object_pairs_hook=_unique,
-            parse_constant=_refuse if finite else float,
-            parse_float=_finite if finite else float,
-            parse_int=_moderate,
+            object_pairs_hook=_unique_names,
+            parse_constant=_reject_constant if finite else float,
+            parse_float=_finite_float if finite else float,
+            parse_int=_bounded_int,
         )
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
@@ -113,17 +115,20 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
         raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8 text") from error
-    _check_depth(found)
+    _check_depth(value)
     if re.search(r"\\u[dD][89a-fA-F]", text):
-        _check_encodable(found)
-    return found
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("text with half of a surrogate pair") from error
+    return value
 
 
 def read_json(path: Path, limit: int, error: type[AuditError], hint: str, *, finite: bool = True) -> Any:
     """Read and parse a JSON file of at most ``limit`` bytes.
 
     Raises:
-        AuditError: of the given type: see ``read_bounded`` and ``parse_json``.
+        AuditError: The file cannot be read or is not valid JSON; of type ``error``.
     """
     try:
         return parse_json(read_bounded(path, limit, error), finite=finite)
@@ -135,7 +140,7 @@ def read_table(path: Path, error: type[AuditError]) -> dict[str, Any]:
     """Read a configuration: a JSON object of at most ``MAX_TABLE`` bytes.
 
     Raises:
-        AuditError: of the given type: see ``read_json``; or it is not an object.
+        AuditError: The file cannot be read or is not a JSON object; of type ``error``.
     """
     table = read_json(path, MAX_TABLE, error, "check the file")
     if not isinstance(table, dict):
@@ -147,7 +152,7 @@ def validate(schema: TypeAdapter[T], value: Any, path: Path, error: type[AuditEr
     """Validate parsed JSON against a pydantic schema.
 
     Raises:
-        AuditError: of the given type, naming the file and the first field that does not fit.
+        AuditError: The value is invalid; of type ``error``, naming the file and the first invalid field.
     """
     try:
         return schema.validate_python(value)
@@ -158,7 +163,7 @@ def validate(schema: TypeAdapter[T], value: Any, path: Path, error: type[AuditEr
 
 
 def describe(name: object, limit: int = _MAX_NAME) -> str:
-    """Return a name from a file in a form that is safe to print: escaped, and shortened in the middle."""
+    """Return an untrusted name in printable form: escaped, and shortened in the middle."""
     text = str(name)
     if len(text) > 2 * limit:  # escaping megabytes would take seconds
         text = text[:limit] + text[-limit:]
@@ -170,48 +175,41 @@ def describe(name: object, limit: int = _MAX_NAME) -> str:
 
 
 def describe_path(path: Path) -> str:
-    """Return a path in a form that is safe to print and leaves room for what is wrong with the file."""
+    """Return an untrusted path in printable form, short enough for a message about the file."""
     return describe(path, _MAX_PATH)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names: set[str] = set()
         for name, _ in pairs:
-            if name in seen:
+            if name in names:
                 raise ValueError(f"the name {describe(name)!r} occurs twice")
-            seen.add(name)
-    return found
+            names.add(name)
+    return table
 
 
 def _count(text: bytes | str, signs: str) -> int:
-    """Return how often some characters occur, also within strings."""
+    """Count some characters, including those within strings."""
     return sum(text.count(sign) if isinstance(text, str) else text.count(sign.encode()) for sign in signs)
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-def _finite(digits: str) -> float:
+def _finite_float(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
         raise ValueError("an infinite number is not a JSON number")
     return number
 
 
-def _moderate(digits: str) -> int:
+def _bounded_int(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
         raise ValueError(f"an integer of more than {_MAX_DIGITS} digits")
     return int(digits)
-
-
-def _check_encodable(found: Any) -> None:
-    try:
-        json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("text with half of a surrogate pair") from error
 
 
 def _check_depth(value: Any) -> None:

@@ -79,9 +79,9 @@ class Device:
     @property
     def products(self) -> str:
         """The formats of its tensor or matrix cores, in words; ``none`` without any."""
-        known = asdict(all_devices()[self.like or self.id].tensor)
+        rates = asdict(all_devices()[self.like or self.id].tensor)
         names = {"fp16": "float16", "bf16": "bfloat16", "tf32": "TF32", "fp8": "float8"}
-        return ", ".join(text for name, text in names.items() if known[name] is not None) or "none"
+        return ", ".join(text for name, text in names.items() if rates[name] is not None) or "none"
 
     def rate(self, precision: str, *, product: bool) -> float | None:
         """Return TFLOPS in ``float32``, ``tf32``, ``float16`` or ``bfloat16``, for products or other ops.
@@ -113,10 +113,10 @@ class _Card:
         def scaled(rate: float | None) -> float | None:
             return None if rate is None or not self.fp32 or not like.fp32 else rate * self.fp32 / like.fp32
 
-        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        own |= {"fp16": scaled(like.fp16), "bf16": scaled(like.bf16)}
-        own["tensor"] = self.tensor or Rates(**{k: scaled(v) for k, v in asdict(like.tensor).items()})
-        return replace(like, **own, family=(), sources=sources, like=like.id)
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"fp16": scaled(like.fp16), "bf16": scaled(like.bf16)}
+        values["tensor"] = self.tensor or Rates(**{k: scaled(v) for k, v in asdict(like.tensor).items()})
+        return replace(like, **values, family=(), sources=sources, like=like.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ def nearest_device(name: str, capability: tuple[int, int] | None) -> Device | No
         if short == _short(device.id) or any(re.fullmatch(pattern, short) for pattern in device.match):
             return device
     for device in generations():
-        named = any(re.search(pattern, name, re.IGNORECASE) for pattern in device.family)
-        if named or (capability is not None and device.capability == capability):
+        in_family = any(re.search(pattern, name, re.IGNORECASE) for pattern in device.family)
+        if in_family or (capability is not None and device.capability == capability):
             return _unlisted(name, device)
     return None
 

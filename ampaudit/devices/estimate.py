@@ -57,18 +57,18 @@ class OpCounter(TorchDispatchMode):
 
 def cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
     """Return the cost of one call; a tensor that it is given twice is read once."""
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     count = flop_registry.get(getattr(func, "_overloadpacket", func))  # a higher-order op has no overloads
     if func is torch.ops.aten.convolution_backward.default:
         flops = _convolution_backward(args)
     else:
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-    floats = [t.dtype for t in given if t.is_floating_point()]
+    floats = [t.dtype for t in inputs if t.is_floating_point()]
     dtype = floats[0] if floats else torch.float32
-    cast = func in _CASTS and bool(made) and bool(given) and made[0].dtype != given[0].dtype
-    moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
-    return OpCost(flops, dtype_name(dtype), count is not None, moved, cast)
+    cast = func in _CASTS and bool(outputs) and bool(inputs) and outputs[0].dtype != inputs[0].dtype
+    bytes_moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*inputs, *outputs)}.values())
+    return OpCost(flops, dtype_name(dtype), count is not None, bytes_moved, cast)
 
 
 def _convolution_backward(args: Any) -> int:
@@ -78,10 +78,10 @@ def _convolution_backward(args: Any) -> int:
     groups.
     """
     gradient, value, weight = args[:3]
-    transposed, wanted = args[7], args[10]
+    transposed, output_mask = args[7], args[10]
     per_element = weight[0].numel()  # a channel of the output, or of the input where it is transposed
     outputs = value.numel() if transposed else gradient.numel()
-    return int(2 * outputs * per_element * (bool(wanted[0]) + bool(wanted[1])))
+    return int(2 * outputs * per_element * (bool(output_mask[0]) + bool(output_mask[1])))
 
 
 def total_work(ops: list[OpCost], *, tf32: bool) -> Work:

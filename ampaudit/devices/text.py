@@ -19,11 +19,11 @@ __all__ = ["render_catalogue", "render_device", "render_machine"]
 def render_machine(machine: Host) -> RenderableType:
     """Render this machine, the advice that follows, and torch's switches."""
     parts: list[RenderableType] = [Text("This machine", "bold")]
-    known = all_devices()
-    for own in machine.devices:
-        parts += [Text(), _headline(own)]
-        if own.entry is not None:
-            device = known[own.entry]
+    devices = all_devices()
+    for host_device in machine.devices:
+        parts += [Text(), _headline(host_device)]
+        if host_device.entry is not None:
+            device = devices[host_device.entry]
             rows = [("kind", device.generation), ("advice", device.advice)]
             parts.append(hanging((Text(f"  {label}", "dim"), Text(text)) for label, text in rows))
     parts += [Text(), Text(f"Switches of torch {escape_control(machine.torch)}", "bold")]

@@ -1,4 +1,4 @@
-"""Tells whether two machines audit the same thing."""
+"""Identifies what is audited, so that processes can check that they audit the same."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = [
 
 _SAMPLES = 256  # elements of each tensor
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-# options that are compared elsewhere, or do not change what is recorded
-_ELSEWHERE = frozenset(
+# options that are compared elsewhere or do not affect the records
+_IGNORED_OPTIONS = frozenset(
     {"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory", "fail_on"}
 )
 
 
 class CommandShare(Protocol):
-    """A share of a command's batches, which is told what the command audits."""
+    """A share of a command's batches that checks what is audited."""
 
     def describe(self, location: str, identity: Identity) -> None:
-        """Say what is audited."""
+        """Set what is audited."""
 
 
 _UNDIVIDED = {
@@ -55,17 +55,17 @@ _UNDIVIDED = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What is audited, and by what.
+    """Fingerprint of an audit.
 
     Attributes:
-        version: of ampaudit.
-        torch: version of PyTorch.
-        model: digest of the model's file and those that it imports from beside it, its modules with their
+        version: Version of ampaudit.
+        torch: Version of PyTorch.
+        model: Digest of the model's file and the files beside it that it imports, its modules with their
             modes, and a sample of its weights.
-        inputs: digest of a sample of all batches, and of their plain values.
-        batches: how many there are.
-        policies: digest of their rules.
-        options: digest of the options of the audit.
+        inputs: Digest of a sample of all batches and of their non-tensor values.
+        batches: Number of batches.
+        policies: Digest of the rules of all policies.
+        options: Digest of the options of the audit.
     """
 
     version: str
@@ -77,7 +77,7 @@ class Identity:
     options: str
 
     def difference(self, other: Identity) -> str:
-        """Return what the other has another one of, in words; empty if it is the same."""
+        """Describe how the other identity differs; empty if it is the same."""
         if self.version != other.version:
             return f"ampaudit {other.version} instead of {self.version}"
         if self.torch != other.torch:
@@ -95,10 +95,10 @@ class Identity:
 
 
 def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) -> Identity:
-    """Return what an audit is about.
+    """Return the identity of an audit.
 
-    Weights and inputs are compared by a sample of their elements: enough to see that a model was made with
-    other random numbers on another machine.
+    Weights and inputs are compared by a sample of their elements: enough to notice a model that was
+    initialized with other random numbers on another machine.
     """
     model = source.model
     modules = [
@@ -112,7 +112,7 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
         for leaf in pytree.tree_leaves((batch.args, batch.kwargs))
         if not isinstance(leaf, torch.Tensor)
     ]
-    options = config.model_dump(mode="python", exclude=set(_ELSEWHERE))
+    options = config.model_dump(mode="python", exclude=set(_IGNORED_OPTIONS))
     rules = [rules_of(policy).file.model_dump(mode="json") for policy in policies]
     return Identity(
         __version__,
@@ -126,30 +126,32 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
 
 
 def imported_files(source: ModelSource) -> list[str]:
-    """Return digests of the Python files that a model's file has imported from its directory or package."""
+    """Return digests of the Python files that a model's file imports from its directory or package."""
     place, package = source.location.partition(":")[0], source.location.partition(".")[0]
     directory = Path(place).absolute().parent
-    found: set[str] = set()
+    digests: set[str] = set()
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         beside = path.is_relative_to(directory) and "site-packages" not in path.parts
         beside = beside and not name.startswith(GIVEN_FILE)
-        own = beside if source.kind == "python" else source.kind == "import" and name.split(".")[0] == package
-        if own and path.suffix == ".py" and path.is_file():
-            found.add(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return sorted(found)
+        is_model_code = (
+            beside if source.kind == "python" else source.kind == "import" and name.split(".")[0] == package
+        )
+        if is_model_code and path.suffix == ".py" and path.is_file():
+            digests.add(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return sorted(digests)
 
 
 def is_divisible(config: ScanConfig) -> bool:
-    """Return whether the batches of an audit can be shared."""
+    """Return whether the batches of an audit can be divided among processes."""
     return not any(getattr(config, option) for option in _UNDIVIDED)
 
 
 def refuse_undivided(config: ScanConfig) -> None:
-    """Refuse options of audits whose batches cannot be shared.
+    """Reject options of audits whose batches cannot be divided among processes.
 
     Raises:
-        UsageError: there is one.
+        UsageError: Such an option is set.
     """
     for option, why in _UNDIVIDED.items():
         if getattr(config, option):
@@ -174,6 +176,6 @@ def _sample(tensor: torch.Tensor) -> str:
         return ""
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() // _SAMPLES)
-    taken = flat[::step]
-    wide = taken.to(torch.complex128 if taken.is_complex() else torch.float64)
+    elements = flat[::step]
+    wide = elements.to(torch.complex128 if elements.is_complex() else torch.float64)
     return hashlib.sha256(str(wide.cpu().tolist()).encode()).hexdigest()

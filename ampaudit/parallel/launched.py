@@ -18,11 +18,11 @@ __all__ = ["with_ranks"]
 
 @contextmanager
 def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[RankShare | None]:
-    """Give this process's share of a command; all ranks end with the exit code of the first.
+    """Yield this process's share of a command, ``None`` without ranks; all exit with the code of rank 0.
 
     Args:
-        kind: how the work is divided.
-        name: of the work, if the processes of the ranks have started others for it.
+        kind: Type of the share.
+        name: Name of the work, for processes started by those of the ranks.
     """
     place = place_of()
     if place is None:
@@ -34,11 +34,11 @@ def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[Ra
         try:
             yield share
         except (PartDone, RankLost):
-            pass  # rank 0 finds out itself who is lost
+            pass  # rank 0 detects lost ranks itself
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            share.fail(_told_in_a_line(error))
+            share.fail(_summary(error))
         raise click.exceptions.Exit(share.exit_code())
     try:
         yield share
@@ -50,7 +50,7 @@ def with_ranks(kind: type[RankShare] = RankShare, name: str = "") -> Iterator[Ra
     share.end(0)
 
 
-def _told_in_a_line(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     if isinstance(error, AuditError) and error.args:

@@ -1,4 +1,4 @@
-"""Writes what one process has recorded to a file, and joins such files to one report."""
+"""Writes the records of one part of an audit to a file, and merges such files."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from ampaudit.run.share import PartDone, PartRecords, Share, join_parts, joined_
 
 __all__ = ["FilePart", "MergedParts", "PartFile", "parse_part", "read_parts"]
 
-MAX_LINE = 1 << 28  # bytes: the records of one batch
+MAX_LINE = 1 << 28  # bytes of the records of one batch
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Return the index, from 0, and the count of ``3/16``.
+    """Parse ``3/16`` into an index, from 0, and a count.
 
     Raises:
-        UsageError: it is no such text.
+        UsageError: The text is not a part and a count.
     """
-    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    index, count = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    index, count = map(int, match.groups()) if match else (0, 0)
     if not 1 <= index <= count:
-        parts = max(count, 4) if found else 4
+        parts = max(count, 4) if match else 4
         raise UsageError(
             f"--part {describe(text)} is not the number of a part and their count",
             hint=f"write --part 1/{parts} to --part {parts}/{parts}",
@@ -49,21 +49,21 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 class FilePart(Share):
-    """Runs every n-th batch, and keeps what was recorded for a file.
+    """Runs every n-th batch and saves its records to a file.
 
     Args:
-        index: of the part, from 0.
-        count: of parts.
-        words: the options of the audit, as on the command line.
+        index: Index of the part, from 0.
+        count: Number of parts.
+        words: Options of the audit, as on the command line.
     """
 
     def __init__(self, index: int, count: int, words: Sequence[str]) -> None:
         self._index, self._count, self._words = index, count, tuple(words)
         self._about: tuple[str, Identity] | None = None
-        self._own: PartRecords | None = None
+        self._local: PartRecords | None = None
 
     def describe(self, location: str, identity: Identity) -> None:
-        """Say what is audited."""
+        """Set what is audited."""
         self._about = location, identity
 
     def mine(self, phase: str, number: int) -> bool:
@@ -71,50 +71,50 @@ class FilePart(Share):
         del phase
         return number % self._count == self._index
 
-    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
-        """Keep the records.
+    def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
+        """Store the records for ``save``.
 
         Raises:
-            PartDone: always: ``ampaudit merge`` goes on.
+            PartDone: Always: ``ampaudit merge`` does the rest.
         """
         del phase, progress
-        self._own = own
+        self._local = local
         raise PartDone
 
     def save(self, path: Path, *, force: bool) -> str:
-        """Write the part to a file, and return a line that says so.
+        """Write the part to a file, and return a message about it.
 
         Raises:
-            OutputError: the file exists, or cannot be written.
-            AuditError: what ended the part; it is written nevertheless.
+            OutputError: The file exists or cannot be written.
+            AuditError: The error that ended the part, which is written first.
         """
         assert self._about is not None
-        assert self._own is not None
-        own, (location, identity) = self._own, self._about
+        assert self._local is not None
+        local, (location, identity) = self._local, self._about
         part = AuditPart(
-            *(KIND, SCHEMA, self._index, self._count, location, identity, tuple(sorted(own.records))),
-            own.failure,
+            *(KIND, SCHEMA, self._index, self._count, location, identity, tuple(sorted(local.records))),
+            local.failure,
             self._words,
         )
-        lines = (part_to_json(part), *(records_to_json(own.records[number]) for number in part.batches))
+        lines = (part_to_json(part), *(records_to_json(local.records[number]) for number in part.batches))
         write_bytes(path, b"".join(line + b"\n" for line in lines), force=force)
-        if own.failure is not None:
-            raise own.failure.as_error()
-        share = f"{len(own.records)} of {identity.batches} batches"
+        if local.failure is not None:
+            raise local.failure.as_error()
+        share = f"{len(local.records)} of {identity.batches} batches"
         return f"part {self._index + 1} of {self._count} written to {path}: {share}"
 
 
 class PartFile:
-    """A part in a file, of which one line at a time is in memory.
+    """A part in a file, read line by line.
 
     Args:
-        path: of the file.
+        path: Path of the file.
 
     Attributes:
-        part: what it is about.
+        part: First line of the file.
 
     Raises:
-        InputError: it is no part.
+        InputError: The file is not a part.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,24 +123,24 @@ class PartFile:
         self.part = part_from_json(self._line(), self.name)
 
     def records(self) -> list[RunRecord]:
-        """Return the records of the next of its batches.
+        """Read the records of the next batch.
 
         Raises:
-            InputError: they are none.
+            InputError: The line does not hold records.
         """
         return records_from_json(self._line(), self.name)
 
     def check_end(self) -> None:
-        """Refuse a file that holds more than its batches.
+        """Check that there is nothing after the last batch.
 
         Raises:
-            InputError: it does.
+            InputError: The file has more lines.
         """
         if self._line():
             raise InputError(f"{self.name}: more records than batches", hint="write the part again")
 
     def _line(self) -> bytes:
-        """Read the next line: the file is not kept open, as there may be more parts than files may be."""
+        """Read the next line. The file is not kept open: there may be more parts than file descriptors."""
         with os.fdopen(open_regular(self._path, InputError), "rb") as stream:
             stream.seek(self._offset)
             line = stream.readline(MAX_LINE + 1)
@@ -154,7 +154,7 @@ def read_parts(paths: Sequence[Path]) -> list[PartFile]:
     """Open the files of all parts of one audit.
 
     Raises:
-        InputError: a file is no part, of another audit, there twice, or missing.
+        InputError: A file is not a part, belongs to another audit, or is given twice; or a part is missing.
     """
     files = [PartFile(path) for path in paths]
     first, *others = files
@@ -174,11 +174,11 @@ def read_parts(paths: Sequence[Path]) -> list[PartFile]:
 
 
 def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None:
-    seen = Counter(file.part.index for file in files)
-    twice = [file.name for file in files if seen[file.part.index] > 1]
+    counts = Counter(file.part.index for file in files)
+    twice = [file.name for file in files if counts[file.part.index] > 1]
     if twice:
         raise InputError(f"the same part twice: {', '.join(twice)}", hint="give each part once")
-    missing = [f"{index + 1}/{count}" for index in range(count) if index not in seen]
+    missing = [f"{index + 1}/{count}" for index in range(count) if index not in counts]
     if missing:
         raise InputError(
             f"missing: part {listed(missing, 8)}",
@@ -193,37 +193,33 @@ def _check_complete(files: Sequence[PartFile], count: int, batches: int) -> None
             )
 
 
-def _folded(files: Sequence[PartFile]) -> list[RunRecord]:
-    """Join the records of files, of which each holds its batches in their order."""
-    owners = sorted((number, place) for place, file in enumerate(files) for number in file.part.batches)
-    totals = joined_in_order(files[place].records() for _, place in owners)
-    for file in files:
-        file.check_end()
-    return totals
-
-
 class MergedParts(Share):
-    """Takes the records of parts that others have run.
+    """Joins the records of parts that other processes have run.
 
-    What a policy's measured rules decide needs a second pass: it runs here.
+    The second pass, for measured rules, runs in this process.
 
     Args:
-        files: all parts.
+        files: All parts.
 
     Raises:
-        InputError: the records of a part cannot be read.
+        InputError: The records of a part cannot be read.
     """
 
     def __init__(self, files: Sequence[PartFile]) -> None:
         self._first = files[0]
         self._failures = [file.part.failure for file in files]
-        self._totals = _folded(files) if not any(self._failures) else []
+        self._totals: list[RunRecord] = []
+        if not any(self._failures):
+            owners = sorted((number, i) for i, file in enumerate(files) for number in file.part.batches)
+            self._totals = joined_in_order(files[i].records() for _, i in owners)
+            for file in files:
+                file.check_end()
 
     def describe(self, location: str, identity: Identity) -> None:
-        """Compare the model, as it is here, with what was audited.
+        """Compare the audit with that of the parts.
 
         Raises:
-            InputError: it is another one.
+            InputError: They differ.
         """
         del location
         if what := identity.difference(self._first.part.identity):
@@ -233,18 +229,18 @@ class MergedParts(Share):
             )
 
     def mine(self, phase: str, number: int) -> bool:
-        """Return whether a batch runs here: in the second pass."""
+        """Return whether a batch runs here, which is only in the second pass."""
         del number
         return phase == "re-auditing"
 
-    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
-        """Return the record of all parts under each policy.
+    def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
+        """Return the joined record of all parts for each policy.
 
         Raises:
-            AuditError: the first batch that could not be audited.
+            AuditError: The error of the first batch that could not be audited.
         """
         del progress
         if phase == "re-auditing":
-            return join_parts([own])
+            return join_parts([local])
         raise_first(self._failures)
         return self._totals

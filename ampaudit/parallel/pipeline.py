@@ -1,4 +1,4 @@
-"""Divides the segments of a model among ranks: each runs its own for all batches, and hands them on."""
+"""Divides the segments of a model among ranks: each runs all batches through its own segments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["PipelineShare"]
 
 
 class PipelineShare(RankShare):
-    """All batches pass all ranks; they end in the last one, and rank 0 makes the report.
+    """Passes all batches through all ranks; the last computes the outputs and rank 0 makes the report.
 
     Args:
-        board: where ranks tell each other something.
-        rank: of this process.
-        count: of processes.
+        board: Board shared by the ranks.
+        rank: Rank of this process.
+        count: Number of processes.
     """
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
@@ -29,38 +29,38 @@ class PipelineShare(RankShare):
         self.route = _Stage(self)
 
     def mine(self, phase: str, number: int) -> bool:
-        """Return that every batch passes this rank."""
+        """Return True: every batch passes through this rank."""
         super().mine(phase, number)
         return True
 
     def progress_of(self, phase: str) -> str:
-        """Return the phase alone: the others are at other segments."""
+        """Return the phase without the progress of other ranks, which are at other segments."""
         return phase
 
-    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
-        """Join the records of all ranks; if a batch has failed here, nobody waits for it any longer."""
-        if own.failure is not None:
-            failure = TypeAdapter(Failure).dump_json(own.failure)
+    def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
+        """Join the records of all ranks; a failure here is announced, so that no rank waits for the batch."""
+        if local.failure is not None:
+            failure = TypeAdapter(Failure).dump_json(local.failure)
             self._board.put(f"stopped/{self._passes}/{self.rank}", failure)
-        return super().joined(phase, own, progress)
+        return super().joined(phase, local, progress)
 
-    def hand_on(self, key: str, data: bytes) -> None:
-        """Leave something for another rank."""
+    def send(self, key: str, data: bytes) -> None:
+        """Send data to another rank."""
         self._board.put(key, data)
         self.moved()
 
     def moved(self) -> None:
-        """Say that this rank makes progress."""
+        """Report progress of this rank."""
         self._board.moved(self.rank)
 
-    def taken(self, key: str, rank: int, *, keep: bool = False) -> bytes:
-        """Wait for something that a rank leaves, and remove it.
+    def receive(self, key: str, rank: int, *, keep: bool = False) -> bytes:
+        """Wait for data from a rank, and remove it from the board unless ``keep``.
 
         Raises:
-            RankLost: that rank has failed, or is lost.
-            AuditError: a batch has failed in another rank, which will hand on no more.
+            RankLost: That rank has failed or is lost.
+            AuditError: A batch has failed in another rank.
         """
-        self._awaited(key, rank, self._raise_if_stopped)
+        self._wait_for(key, rank, self._raise_if_stopped)
         self.moved()
         return self._board.get(key) if keep else self._board.take(key)
 
@@ -78,11 +78,11 @@ class _Stage(Route):
 
     def __init__(self, share: PipelineShare) -> None:
         self._share = share
-        self._own = range(0)
+        self._segments = range(0)
 
     @property
     def ends(self) -> bool:
-        """Whether batches end in this rank: it is the last."""
+        """Whether this is the last rank, where batches end."""
         return self._share.rank == self._share.count - 1
 
     def stages(self) -> int:
@@ -90,38 +90,40 @@ class _Stage(Route):
         return self._share.count
 
     def local_segments(self, count: int) -> range:
-        """Return the segments of this rank, of so many."""
-        self._own = self._of(self._share.rank, count)
+        """Return the segments of this rank, given their total number."""
+        self._segments = self._segments_of(self._share.rank, count)
         self._count = count
-        return self._own
+        return self._segments
 
     def passed(self, call: str) -> int:
-        """Return how many segments a call has passed in earlier ranks."""
+        """Return the number of segments that earlier ranks run."""
         del call
-        return self._own.start
+        return self._segments.start
 
     def load(self, call: str) -> bytes:
-        """Wait for the state that an earlier rank hands on."""
-        start = self._own.start
-        owner = next(rank for rank in range(self._share.count) if start - 1 in self._of(rank, self._count))
-        return self._share.taken(f"state/{call}/{start}", owner)
+        """Wait for the state from the previous rank."""
+        start = self._segments.start
+        owner = next(
+            rank for rank in range(self._share.count) if start - 1 in self._segments_of(rank, self._count)
+        )
+        return self._share.receive(f"state/{call}/{start}", owner)
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
-        """Hand a state on to the next rank after the last segment of this one."""
-        if passed == self._own.stop and passed < count:
-            self._share.hand_on(f"state/{call}/{passed}", pack())
+        """Send the state to the next rank after the last segment of this one."""
+        if passed == self._segments.stop and passed < count:
+            self._share.send(f"state/{call}/{passed}", pack())
         else:
             self._share.moved()
 
     def agreed(self, phase: str, again: Again | None) -> Again:
-        """Take from the last rank which batches have to run again."""
+        """Return the batches that have to run again, as decided by the last rank."""
         key, table = f"again/{phase}", TypeAdapter(dict[int, dict[int, frozenset[str]]])
         if self.ends:
-            found: Again = again or {}
-            self._share.hand_on(key, table.dump_json({n: dict(masks) for n, masks in found.items()}))
-            return found
-        return table.validate_json(self._share.taken(key, self._share.count - 1, keep=True))
+            batches: Again = again or {}
+            self._share.send(key, table.dump_json({n: dict(masks) for n, masks in batches.items()}))
+            return batches
+        return table.validate_json(self._share.receive(key, self._share.count - 1, keep=True))
 
-    def _of(self, rank: int, count: int) -> range:
+    def _segments_of(self, rank: int, count: int) -> range:
         ranks = self._share.count
         return range(count * rank // ranks, count * (rank + 1) // ranks)

@@ -1,4 +1,4 @@
-"""Keeps what an audit has done in a directory, so that it goes on from there after an interruption."""
+"""Saves the progress of an audit in a directory, so that an interrupted audit can be resumed."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _NEW = "give a new or an empty directory"
 
 
 class ResumedShare(Share):
-    """Saves each batch's record, and each segment's states, in a directory; takes what is there.
+    """Saves each batch's records and each segment's states in a directory, and reuses saved ones.
 
     Args:
-        directory: made if it does not exist.
-        inner: the part of the batches that this process runs.
+        directory: Directory of the audit; created if missing.
+        inner: Share of the batches that this process runs; all by default.
     """
 
     def __init__(self, directory: Path, inner: CommandShare | None) -> None:
         self.directory = directory
-        self.route = self._kept = _Kept(directory)
+        self.route = self._saved = _StateDirectory(directory)
         self._inner: Share = ALONE
         self._described = inner
         if isinstance(inner, Share):
@@ -43,17 +43,17 @@ class ResumedShare(Share):
         self._about: tuple[str, Identity] | None = None
 
     def describe(self, location: str, identity: Identity) -> None:
-        """Compare what is audited with what the directory is of.
+        """Compare the audit with that of the directory.
 
         Raises:
-            InputError: it is of another audit, or of none.
-            OutputError: it cannot be made.
+            InputError: The directory belongs to another audit or holds other files.
+            OutputError: The directory cannot be created.
         """
         self._about = location, identity
         path = self.directory / _AUDIT
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # listed before the file is looked for, which another rank may write meanwhile
+            # list first: another rank may write the file meanwhile
             names = [entry.name for entry in self.directory.iterdir()]
             strange = any(not name.startswith(f".{_AUDIT}.") for name in names) and not path.exists()
         except OSError as error:
@@ -73,68 +73,56 @@ class ResumedShare(Share):
             self._described.describe(location, identity)
 
     def mine(self, phase: str, number: int) -> bool:
-        """Return whether this process runs a batch, if it was not run earlier."""
+        """Return whether this process runs a batch that has no saved record."""
         return self._inner.mine(phase, number)
 
     def progress_of(self, phase: str) -> str:
-        """Return a phase as the other share does."""
+        """Return the progress of the inner share."""
         return self._inner.progress_of(phase)
 
     def recorded(self, phase: str, number: int) -> list[RunRecord] | None:
-        """Return the record of a batch that was run earlier.
+        """Return the saved records of a batch; ``None`` without them.
 
         Raises:
-            InputError: its file is none of this audit.
+            InputError: The file is damaged or belongs to another audit.
         """
         path = self._path(phase, number)
         if not path.exists() or not self._inner.mine(phase, number):
             return None
-        file = self._file(path)
-        if self._about is None or file.part.identity != self._about[1] or file.part.batches != (number,):
-            raise InputError(f"{file.name} is not of this audit", hint=_OTHER)
         try:
-            return file.records()
+            file = PartFile(path)
+            if self._about and file.part.identity == self._about[1] and file.part.batches == (number,):
+                return file.records()
         except InputError as error:
-            again = f"remove {file.name}: its batch runs again"
+            again = f"remove {describe_path(path)}: its batch runs again"
             raise InputError(str(error.args[0]), hint=again) from None
+        raise InputError(f"{file.name} is not of this audit", hint=_OTHER)
 
     def record(self, phase: str, number: int, records: list[RunRecord]) -> None:
-        """Save the record of a batch, and remove the states that led to it."""
+        """Save the records of a batch, and remove its states."""
         self._write(self._path(phase, number), (number,), records_to_json(records))
-        self._kept.forget(phase, number)
+        self._saved.forget(phase, number)
         self._inner.record(phase, number, records)
 
-    def joined(self, phase: str, own: PartRecords, progress: Progress) -> list[RunRecord]:
-        """Join records as the other share does."""
-        return self._inner.joined(phase, own, progress)
+    def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
+        """Join records with the inner share."""
+        return self._inner.joined(phase, local, progress)
 
     def finish(self) -> None:
-        """End as the other share does."""
+        """Finish the inner share."""
         self._inner.finish()
 
     def _path(self, phase: str, number: int) -> Path:
         return self.directory / f"{phase}-{number}.json"
 
-    def _file(self, path: Path) -> PartFile:
-        """Open the record of a batch.
-
-        Raises:
-            InputError: it is damaged.
-        """
-        try:
-            return PartFile(path)
-        except InputError as error:
-            again = f"remove {describe_path(path)}: its batch runs again"
-            raise InputError(str(error.args[0]), hint=again) from None
-
     def _write(self, path: Path, batches: tuple[int, ...] = (), records: bytes = b"") -> None:
-        assert self._about is not None, "it is said what is audited before anything is run"
+        assert self._about is not None, "describe() comes before any batch"
         part = AuditPart(KIND, SCHEMA, 0, 1, *self._about, batches)
         write_bytes(path, part_to_json(part) + b"\n" + records, force=True)
 
 
-class _Kept(Route):
-    """All segments run in this process, and their states are kept in a directory."""
+class _StateDirectory(Route):
+    """Runs all segments in this process, and saves their states in a directory."""
 
     keeps = True
 
@@ -142,7 +130,7 @@ class _Kept(Route):
         self._directory = directory
 
     def limit(self, memory: int) -> int:
-        """Return the memory that was chosen first, so that the program is cut as it was then."""
+        """Return the memory limit of the first run, so that the program has the same segments."""
         path, number = self._directory / "memory.json", TypeAdapter(int)
         if not path.exists():
             write_bytes(path, number.dump_json(memory), force=True)
@@ -153,16 +141,16 @@ class _Kept(Route):
             raise InputError(f"{describe_path(path)} is not a number of bytes", hint=_OTHER) from None
 
     def passed(self, call: str) -> int:
-        """Return how many segments a call has passed earlier."""
+        """Return the number of segments that a call has already passed."""
         return max((int(path.suffixes[-2][1:]) for path in self._states(call)), default=0)
 
     def load(self, call: str) -> bytes:
-        """Return the state of a call that has passed segments earlier."""
+        """Return the saved state of a call."""
         path = self._directory / f"{call}.{self.passed(call)}.state"
         return read_bounded(path, _STATE_BYTES, InputError)
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
-        """Keep the state of a call after a segment instead of the one before."""
+        """Save the state of a call after a segment, and remove the previous one."""
         del count
         earlier = list(self._states(call))
         write_bytes(self._directory / f"{call}.{passed}.state", pack(), force=True)
@@ -170,10 +158,10 @@ class _Kept(Route):
             path.unlink(missing_ok=True)
 
     def forget(self, phase: str, number: int) -> None:
-        """Remove all states of a batch."""
+        """Remove the states of a batch."""
         for path in self._directory.glob(f"{phase}-*-{number}-*.*.state"):
             path.unlink(missing_ok=True)
 
     def _states(self, call: str) -> list[Path]:
-        found = self._directory.glob(f"{call}.*.state")
-        return [path for path in found if path.suffixes[-2][1:].isdecimal()]
+        paths = self._directory.glob(f"{call}.*.state")
+        return [path for path in paths if path.suffixes[-2][1:].isdecimal()]

@@ -1,7 +1,7 @@
-"""Writes and reads the part of an audit that one machine has done, as lines of JSON.
+"""Serializes the part of an audit that one process has run, as lines of JSON.
 
-The first line says what was audited; each of the others holds the records of one batch, one per policy. So
-whoever joins parts holds one batch at a time, however many there are.
+The first line describes the audit; each of the others holds the records of one batch, one per policy. So
+parts can be joined with one batch in memory at a time.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AuditPart:
-    """What a part of an audit is about.
+    """The description of a part of an audit.
 
     Attributes:
         kind: ``part``.
-        schema: version of this format.
-        index: which part, from 0.
-        count: of how many.
-        location: of the model, as it was given.
-        identity: what was audited.
-        batches: numbers of the batches whose records follow, in their order.
-        failure: what ended the run, if something did.
-        words: the options of the audit, as on the command line.
+        schema: Version of this format.
+        index: Index of the part, from 0.
+        count: Number of parts.
+        location: Location of the model, as on the command line.
+        identity: Fingerprint of the audit.
+        batches: Numbers of the batches whose records follow, in this order.
+        failure: Error that ended the run; ``None`` if it is complete.
+        words: Options of the audit, as on the command line.
     """
 
     kind: str
@@ -64,67 +64,67 @@ class AuditPart:
 
 
 def part_to_json(part: AuditPart) -> bytes:
-    """Write what a part is about, in one line."""
+    """Serialize the description of a part, in one line."""
     return _part_schema().dump_json(part)
 
 
 def records_to_json(records: Sequence[RunRecord]) -> bytes:
-    """Write the records of a batch in one line, without the fields that are as in an empty record."""
+    """Serialize the records of a batch in one line, without fields at their defaults."""
     return _records_schema().dump_json(list(records), exclude_defaults=True)
 
 
 def part_from_json(data: bytes, name: str) -> AuditPart:
-    """Read what a part is about; errors call the part ``name``.
+    """Parse the description of a part; ``name`` stands for it in errors.
 
     Raises:
-        InputError: it is no part of an audit, or of a newer version.
+        InputError: The data is not a part of an audit, or from a newer version.
     """
-    found = _parsed(data, name)
-    if not isinstance(found, dict) or found.get("kind") != KIND:
+    value = _parse(data, name)
+    if not isinstance(value, dict) or value.get("kind") != KIND:
         raise InputError(f"{name}: not a part of an audit", hint=_HOW)
-    if isinstance(schema := found.get("schema"), int) and schema > SCHEMA:
+    if isinstance(schema := value.get("schema"), int) and schema > SCHEMA:
         raise InputError(f"{name}: written by a newer ampaudit", hint="merge with that version")
-    return _validated(_part_schema(), found, name)
+    return _validate(_part_schema(), value, name)
 
 
 def records_from_json(data: bytes, name: str) -> list[RunRecord]:
-    """Read the records of a batch; nothing in them is ever run.
+    """Parse the records of a batch.
 
     Raises:
-        InputError: they are none.
+        InputError: The data does not hold records.
     """
-    return _validated(_records_schema(), _parsed(data, name), name)
+    return _validate(_records_schema(), _parse(data, name), name)
 
 
 def records_of_rank(data: bytes, name: str) -> list[RunRecord]:
-    """Read the records that another process of this job has sent: as above, in a quarter of the time.
+    """Parse the records sent by another process of this job, in a quarter of the time.
 
-    A file may name a field twice or hold numbers that no field takes; what ``records_to_json`` made does not.
+    Unlike a file, the output of ``records_to_json`` has no duplicate names or oversized numbers.
 
     Raises:
-        InputError: they are none.
+        InputError: The data does not hold records.
     """
     try:
         return _records_schema().validate_json(data)
     except ValidationError as error:
-        raise _refusal(error, name) from None
+        raise _invalid(error, name) from None
 
 
-def _parsed(data: bytes, name: str) -> Any:
+def _parse(data: bytes, name: str) -> Any:
     try:
         return parse_json(data, finite=False)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: not a whole part of an audit: {first_line(error)}", hint=_HOW) from None
 
 
-def _validated(schema: TypeAdapter[T], found: Any, name: str) -> T:
+def _validate(schema: TypeAdapter[T], value: Any, name: str) -> T:
     try:
-        return schema.validate_python(found)
+        return schema.validate_python(value)
     except ValidationError as error:
-        raise _refusal(error, name) from None
+        raise _invalid(error, name) from None
 
 
-def _refusal(error: ValidationError, name: str) -> InputError:
+def _invalid(error: ValidationError, name: str) -> InputError:
     problem = error.errors()[0]
     place = ".".join(map(str, problem["loc"]))[:80]
     return InputError(f"{name}: {place}: {problem['msg']}", hint=_HOW)

@@ -1,4 +1,4 @@
-"""Cast policies: rule files and the decisions that they make, without importing torch."""
+"""Cast policies: loads rule files and decides casts by them, without importing torch."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ __all__ = [
     "policy_names",
 ]
 
-Policy: TypeAlias = RuleSet  # what users call it
+Policy: TypeAlias = RuleSet  # the public name

@@ -1,4 +1,4 @@
-"""Lists ATen's op names without torch: names allowed in rule files, and the ops that they stand for."""
+"""Lists ATen's ops without importing torch, and expands names in rule files to ops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["UnknownOp", "aten_arguments", "aten_names", "expand", "inner_op"]
 
-# Names that ATen gives to one function. In-place variants (add_) are found by their name.
+# Synonyms in ATen. In-place variants (add_) are derived from the name.
 _SYNONYMS = [
     line.split()
     for line in """
@@ -63,8 +63,8 @@ _SYNONYMS = [
 _GROUP_OF = {name: group for group in _SYNONYMS for name in group}
 
 
-# Composite ops that stay whole, and the op inside them that decides for them: a rule about the inner op
-# applies to the outer one, as it does under autocast, which sees the inner call.
+# Composite ops that are not decomposed, and the op inside them: a rule about the inner op applies to the
+# outer one, as under autocast, which sees the inner call.
 _DECIDED_BY = {
     **{f"conv{n}d.padding": f"conv{n}d" for n in (1, 2, 3)},
     **{
@@ -96,14 +96,14 @@ def _table() -> dict[str, tuple[str, ...]]:
 
 @cache
 def _overloads() -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    overloads: dict[str, list[str]] = {}
     for name in _table():
-        found.setdefault(name.partition(".")[0], []).append(name)
-    return {base: tuple(names) for base, names in found.items()}
+        overloads.setdefault(name.partition(".")[0], []).append(name)
+    return {base: tuple(names) for base, names in overloads.items()}
 
 
 def inner_op(name: str) -> str | None:
-    """Return the op inside a composite one whose rules apply to it."""
+    """Return the op whose rules also apply to a composite op; ``None`` for other ops."""
     return _DECIDED_BY.get(name)
 
 
@@ -119,14 +119,14 @@ def aten_arguments(name: str) -> tuple[str, ...] | None:
 
 @cache
 def expand(name: str) -> tuple[str, ...]:
-    """List the ops that a name in a rule stands for.
+    """Expand a name in a rule to ops.
 
-    ``linear`` is the default overload, ``softmax.int`` one overload, ``softmax.*`` all of them,
-    ``@softmax`` all overloads of the function under each of ATen's names for it, in place or not.
-    ``library::op`` is an op of another library, taken as it is.
+    ``linear`` is the default overload, ``softmax.int`` one overload, ``softmax.*`` all overloads, and
+    ``@softmax`` all overloads of the function and its synonyms, including in-place variants.
+    ``library::op`` is an op of another library and returned unchanged.
 
     Raises:
-        UnknownOp: there is no such op.
+        UnknownOp: The name is unknown.
     """
     if "::" in name and not name.startswith("aten::"):
         return (name,)
@@ -137,13 +137,13 @@ def expand(name: str) -> tuple[str, ...]:
         return _overloads()[name[:-2]]
     if name.startswith("@"):
         bases = _GROUP_OF.get(name[1:], [name[1:]])
-        twins = [twin for base in bases for twin in (base, f"{base}_") if twin in _overloads()]
-        if twins:
-            return tuple(op for twin in twins for op in _overloads()[twin])
-    raise UnknownOp(name, _near(name))
+        variants = [variant for base in bases for variant in (base, f"{base}_") if variant in _overloads()]
+        if variants:
+            return tuple(op for variant in variants for op in _overloads()[variant])
+    raise UnknownOp(name, _similar(name))
 
 
-def _near(name: str) -> str | None:
+def _similar(name: str) -> str | None:
     base = name.lstrip("@").partition(".")[0]
     if base in _overloads():
         return _overloads()[base][0]

@@ -1,4 +1,4 @@
-"""Decides the cast of one op by the rules of a policy."""
+"""Decides the cast of an op by the rules of a policy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ampaudit.policy.schema import Cast, Rule, RuleFile
 __all__ = ["Decision", "NeighborSide", "RuleSet"]
 
 NeighborSide = Literal["producer", "consumer"]
-_NOBODY: frozenset[NeighborSide] = frozenset()
-# casts by the precision that they keep, lowest first; measured rules may only raise it
+_NO_NEIGHBORS: frozenset[NeighborSide] = frozenset()
+# casts by precision, lowest first; measured rules may only promote
 _RANK = (
     (Cast.LOWER, Cast.ALLOW),
     (Cast.NARROWEST, Cast.INFER, Cast.CLEAR),
@@ -41,7 +41,7 @@ class Decision:
 
     @property
     def explicit(self) -> bool:
-        """Return whether a rule mentions the op."""
+        """Whether a rule made the decision, not the default."""
         return self.rule is not None
 
 
@@ -49,10 +49,10 @@ class RuleSet:
     """A loaded policy, indexed by op so that each decision checks few rules.
 
     Args:
-        file: the rules.
-        ops: the ATen names of each rule that names ops, by rule id, if they are known already.
-        environment: the target environment; rules about other devices or versions do not apply.
-        location: what another rule file extends: a name or a path; the policy's name by default.
+        file: Rule file.
+        ops: ATen names by rule id, for rules that name ops; expanded from the file by default.
+        environment: Target environment; rules for other devices or versions do not apply.
+        location: Name or path by which another rule file extends this one; the policy's name by default.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RuleSet:
         self.file = file
         self.location = location or file.name
         self.environment = environment or TargetEnvironment()
-        self.ops = ops if ops is not None else _expanded(file)
+        self.ops = ops if ops is not None else _expand_rules(file)
         rules = [rule for rule in file.rules if fits_environment(rule.when, self.environment)]
         self._static = _Index([rule for rule in rules if not rule.measured], self.ops)
         self._measured = _Index([rule for rule in rules if rule.measured], self.ops)
@@ -83,7 +83,7 @@ class RuleSet:
 
     @property
     def op_names(self) -> frozenset[str]:
-        """Every ATen name that some rule mentions."""
+        """All ATen names that rules mention."""
         return frozenset().union(*self.ops.values())
 
     def promotes(self, facts: OpFacts) -> bool:
@@ -94,29 +94,27 @@ class RuleSet:
         """Return the rules for another device or version."""
         return RuleSet(self.file, self.ops, environment, self.location)
 
-    def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NOBODY) -> Decision:
-        """Apply the first rule that matches, or the default, and then measured rules.
+    def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NO_NEIGHBORS) -> Decision:
+        """Apply the first matching rule or the default, and then the measured rules.
 
         Args:
-            facts: the facts about the op.
-            near: the sides on which it has a float32 neighbor.
+            facts: Facts about the op.
+            near: Sides on which the op has a float32 neighbor.
         """
-        found = self._first(self._static, facts, near)
-        decision = self._decision(found, facts) if found else self._fallback
+        candidates = self._about(self._static, facts)
+        static = next((rule for rule in candidates if applies(rule, facts, near)), None)
+        decision = self._decision(static, facts) if static else self._fallback
         if facts.measurement is None:
             return decision
         for rule in self._about(self._measured, facts):
             promotes = rule.force or RANK[rule.cast] > RANK[decision.cast]
             if promotes and applies(rule, facts, near):
-                made = self._decision(rule, facts)
-                return replace(made, why=f"{made.why} {_measured_text(facts.measurement)}")
+                promoted = self._decision(rule, facts)
+                return replace(promoted, why=f"{promoted.why} {_measured_text(facts.measurement)}")
         return decision
 
-    def _first(self, index: _Index, facts: OpFacts, near: frozenset[NeighborSide]) -> Rule | None:
-        return next((rule for rule in self._about(index, facts) if applies(rule, facts, near)), None)
-
     def _about(self, index: _Index, facts: OpFacts) -> tuple[Rule, ...]:
-        """Return the rules about an op; if none names it, those about the op inside it."""
+        """Return the rules about an op, or about the op inside it if no rule names the op itself."""
         inner = inner_op(facts.op)
         if inner is None or index.names(facts.op):
             return index.about(facts.op)
@@ -129,7 +127,7 @@ class RuleSet:
 
 
 class _Index:
-    """The rules about each op, in order; rules that name no op apply to every op."""
+    """Rules by op, in order; rules that name no op apply to every op."""
 
     def __init__(self, rules: list[Rule], ops: Mapping[str, frozenset[str]]) -> None:
         self._rules = [(rule, ops.get(rule.id)) for rule in rules]
@@ -148,7 +146,7 @@ class _Index:
         return self._about[op]
 
 
-def _expanded(file: RuleFile) -> dict[str, frozenset[str]]:
+def _expand_rules(file: RuleFile) -> dict[str, frozenset[str]]:
     return {
         rule.id: frozenset(op for name in rule.match.op for op in expand(name))
         for rule in file.rules
@@ -156,10 +154,10 @@ def _expanded(file: RuleFile) -> dict[str, frozenset[str]]:
     }
 
 
-def _measured_text(seen: Measurement) -> str:
-    named = (
-        *(("weight", seen.weight_peak), ("input", seen.input_peak)),
-        *(("output", seen.output_peak), ("users' output", seen.consumer_peak)),
+def _measured_text(measurement: Measurement) -> str:
+    peaks = (
+        *(("weight", measurement.weight_peak), ("input", measurement.input_peak)),
+        *(("output", measurement.output_peak), ("users' output", measurement.consumer_peak)),
     )
-    peaks = ", ".join(f"{name} peak {peak:.4g}" for name, peak in named if peak is not None)
-    return f"(measured: {peaks})"
+    text = ", ".join(f"{name} peak {peak:.4g}" for name, peak in peaks if peak is not None)
+    return f"(measured: {text})"

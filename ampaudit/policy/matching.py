@@ -30,7 +30,7 @@ _MISSING = object()
 
 
 def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
-    """Return whether the other conditions of a rule that names this op hold."""
+    """Return whether a rule that names this op applies, given its other conditions."""
     when = rule.when
     if when.dtype and facts.dtype not in when.dtype:
         return False
@@ -46,7 +46,7 @@ def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
 
 
 def fits_environment(when: When, environment: TargetEnvironment) -> bool:
-    """Return whether a rule's device and versions match an environment; unknown ones do not."""
+    """Return whether an environment meets a rule's conditions; an unknown device or version does not."""
     if when.capability is not None and (
         environment.capability is None or not when.capability.holds(environment.capability)
     ):
@@ -57,8 +57,8 @@ def fits_environment(when: When, environment: TargetEnvironment) -> bool:
 
     return all(
         name in environment.versions
-        and SpecifierSet(wanted).contains(environment.versions[name], prereleases=True)
-        for name, wanted in when.versions.items()
+        and SpecifierSet(specifier).contains(environment.versions[name], prereleases=True)
+        for name, specifier in when.versions.items()
     )
 
 
@@ -78,9 +78,9 @@ def matches_any(globs: Collection[str], text: str) -> bool:
     return any(fnmatchcase(text, glob) for glob in globs)
 
 
-def matches_class(wanted: Collection[str], classes: Collection[str]) -> bool:
-    """Return whether a module's class or a base has one of the names, bare or qualified."""
-    return any(name in wanted or name.rpartition(".")[2] in wanted for name in classes)
+def matches_class(names: Collection[str], classes: Collection[str]) -> bool:
+    """Return whether one of the qualified class names is listed, with or without its module."""
+    return any(name in names or name.rpartition(".")[2] in names for name in classes)
 
 
 def class_names(kind: type) -> tuple[str, ...]:
@@ -89,25 +89,25 @@ def class_names(kind: type) -> tuple[str, ...]:
 
 
 def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
-    """Return whether a module has all of these attributes with these values."""
+    """Return whether a module has all these attribute values."""
     return module is not None and all(
         getattr(module, name, _MISSING) == value for name, value in attributes.items()
     )
 
 
-def _measured(wanted: EvidenceCondition, seen: Measurement | None, dtype: str) -> bool:
-    if seen is None or (wanted.mask is not None and wanted.mask is not seen.mask):
+def _measured(condition: EvidenceCondition, measurement: Measurement | None, dtype: str) -> bool:
+    if measurement is None or (condition.mask is not None and condition.mask is not measurement.mask):
         return False
     headroom = None
-    if seen.output_peak is not None:
+    if measurement.output_peak is not None:
         limit = format_named(dtype).max
-        headroom = math.log2(limit / seen.output_peak) if seen.output_peak > 0 else math.inf
+        headroom = math.log2(limit / measurement.output_peak) if measurement.output_peak > 0 else math.inf
     pairs: tuple[tuple[NumericCondition | None, float | None], ...] = (
-        (wanted.weight_peak, seen.weight_peak),
-        (wanted.input_peak, seen.input_peak),
-        (wanted.output_peak, seen.output_peak),
-        (wanted.consumer_peak, seen.consumer_peak),
-        (wanted.headroom_bits, headroom),
+        (condition.weight_peak, measurement.weight_peak),
+        (condition.input_peak, measurement.input_peak),
+        (condition.output_peak, measurement.output_peak),
+        (condition.consumer_peak, measurement.consumer_peak),
+        (condition.headroom_bits, headroom),
     )
     return all(bound is None or (value is not None and bound.holds(value)) for bound, value in pairs)
 
@@ -117,12 +117,12 @@ def compiled(pattern: str) -> Any:
     """Compile a pattern with RE2, which matches in linear time.
 
     Raises:
-        ValueError: not a pattern of RE2, which lacks back-references and look-around.
+        ValueError: RE2 rejects the pattern; it lacks back-references and look-around.
     """
     import re2
 
     options = re2.Options()
-    options.log_errors = False  # RE2 writes them to file descriptor 2, cut inside a character
+    options.log_errors = False  # RE2 would write them to file descriptor 2, truncated within a character
     try:
         compile_pattern: Callable[..., Any] = re2.compile
         return compile_pattern(pattern, options)
@@ -132,14 +132,14 @@ def compiled(pattern: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Peaks at one op: largest finite magnitudes of an FP32 run, ``None`` if there were none.
+    """Largest finite magnitudes at one op in an FP32 run; ``None`` without a finite value.
 
     Attributes:
-        weight_peak: peak of its parameters and buffers.
-        input_peak: peak of its other inputs.
-        output_peak: peak of its output.
-        consumer_peak: peak of the outputs of the ops that use its output.
-        mask: whether an input or the output contains an attention mask, large by design.
+        weight_peak: Peak of its parameters and buffers.
+        input_peak: Peak of its other inputs.
+        output_peak: Peak of its output.
+        consumer_peak: Peak of the outputs of the ops that use its output.
+        mask: Whether an input or the output contains an attention mask, large by design.
     """
 
     weight_peak: float | None = None
@@ -149,7 +149,7 @@ class Measurement:
     mask: bool = False
 
     def joined(self, other: Measurement) -> Measurement:
-        """Join the measurements of two runs: the larger peaks, and a mask if either has one."""
+        """Combine two runs: the larger peaks, and a mask if either has one."""
         peaks = {
             name: max((p for p in (getattr(self, name), getattr(other, name)) if p is not None), default=None)
             for name in ("weight_peak", "input_peak", "output_peak", "consumer_peak")
@@ -159,7 +159,12 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TargetEnvironment:
-    """The environment of the converted model; ``capability`` is CUDA's, such as 9.0, or ``None``."""
+    """The environment that the converted model will run in.
+
+    Attributes:
+        capability: CUDA compute capability, such as 9.0; ``None`` without CUDA.
+        versions: Versions of ``torch`` and ``cuda``.
+    """
 
     capability: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -170,16 +175,16 @@ class OpFacts:
     """The facts about an op.
 
     Attributes:
-        op: the ATen name, such as ``softmax.int``.
-        layer: path of the module whose forward calls it.
-        dtype: the 16-bit format of the run.
-        site: the op's id in reports.
-        classes: qualified class names of the layer's module and its bases, most derived first.
-        module: the module itself, for its attributes.
-        parameters: names of the parameters and buffers among its inputs.
-        arguments: scalar and list arguments by name; those left at their default are absent.
-        depth: how many terms it adds up for one element of its output.
-        measurement: its measurement, after the first run.
+        op: ATen name, such as ``softmax.int``.
+        layer: Path of the module whose forward calls it.
+        dtype: 16-bit format of the run.
+        site: Site id in reports.
+        classes: Qualified class names of the module and its bases, most derived first.
+        module: The module, for its attributes.
+        parameters: Names of the parameters and buffers among its inputs.
+        arguments: Scalar and list arguments by name, without those left at their default.
+        depth: Number of terms summed for one element of its output.
+        measurement: Measurement from the first run; ``None`` before it.
     """
 
     op: str

@@ -1,7 +1,7 @@
-"""Decides for a whole graph, with colors and rules about an op's neighbors.
+"""Decides the casts of a whole graph, with graph coloring and rules about neighbors.
 
-A node is *allow* (always low), *deny* (dangerous, and so is what is computed from it), *infer* (safe unless
-an upstream deny reaches it), *clear* (no numerical effect) or none of them (float32). The steps are those of
+A node is *allow* (always 16 bits), *deny* (dangerous, as is anything computed from it), *infer* (safe unless
+downstream of a deny), *clear* (no numerical effect) or uncolored (float32). The steps are those of
 ``grappler/optimizers/auto_mixed_precision.cc``, commit 219b6ee; its handling of loops and tensor lists has no
 counterpart in a traced graph.
 """
@@ -25,29 +25,29 @@ _BY_INPUTS = (Cast.FOLLOW, Cast.WIDEST)
 
 @dataclass(frozen=True, slots=True)
 class PlanSite:
-    """The facts about an op of a graph, and the indices of its floating-point producers."""
+    """The facts about an op in a graph, and the indices of the ops that produce its floating-point inputs."""
 
     facts: OpFacts
     inputs: tuple[int, ...]
 
 
 def plan_graph(rules: RuleSet, sites: Sequence[PlanSite]) -> list[Decision]:
-    """Decide for each site, in order, in time linear in sites plus edges."""
+    """Decide the cast of each site, in order, in time linear in sites plus edges."""
     decisions = [rules.decide(site.facts) for site in sites]
     if not rules.needs_graph:
         return decisions
-    decisions = _colored(decisions, sites)
-    return _with_neighbors(rules, decisions, sites)
+    decisions = _resolve_colors(decisions, sites)
+    return _apply_neighbor_rules(rules, decisions, sites)
 
 
-def _colored(decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
+def _resolve_colors(decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
     if not any(d.cast in COLORS for d in decisions):
         return decisions
     low = color([d.cast for d in decisions], [site.inputs for site in sites])
-    return [_resolved(d, is_low) for d, is_low in zip(decisions, low, strict=True)]
+    return [_resolve_color(d, is_low) for d, is_low in zip(decisions, low, strict=True)]
 
 
-def _resolved(decision: Decision, low: bool) -> Decision:
+def _resolve_color(decision: Decision, low: bool) -> Decision:
     color = decision.cast
     if color not in COLORS:
         return decision
@@ -59,12 +59,11 @@ def _resolved(decision: Decision, low: bool) -> Decision:
     return replace(decision, cast=cast, why=f"{decision.why} ({color}: {how})")
 
 
-def _with_neighbors(rules: RuleSet, decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
+def _apply_neighbor_rules(
+    rules: RuleSet, decisions: list[Decision], sites: Sequence[PlanSite]
+) -> list[Decision]:
     """Apply rules about neighbors to a fixed point; sites are only ever promoted to float32."""
-    users: list[list[int]] = [[] for _ in sites]
-    for index, site in enumerate(sites):
-        for source in site.inputs:
-            users[source].append(index)
+    users = _users_of([site.inputs for site in sites])
     wide = _widths(decisions, sites)
     pending = deque(range(len(sites)))
     while pending:
@@ -87,7 +86,7 @@ def _with_neighbors(rules: RuleSet, decisions: list[Decision], sites: Sequence[P
 
 
 def _widths(decisions: Sequence[Decision], sites: Sequence[PlanSite]) -> list[bool]:
-    """Return whether each op's result is float32 by the decisions alone."""
+    """Return for each op whether its result is float32 by the decisions alone."""
     wide: list[bool] = []
     for decision, site in zip(decisions, sites, strict=True):
         by_inputs = decision.cast in _BY_INPUTS and any(wide[i] for i in site.inputs)
@@ -99,26 +98,26 @@ def color(colors: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]
     """Decide which nodes run in 16 bits, in time linear in nodes plus edges.
 
     Args:
-        colors: the color of each node; any other cast means float32.
-        inputs: for each node, the indices of the nodes whose values it takes.
+        colors: Color of each node; any other cast means float32.
+        inputs: Indices of the input nodes of each node.
     """
-    users = _reversed(inputs)
+    users = _users_of(inputs)
     nodes = range(len(colors))
 
     def free(node: int) -> bool:
         return colors[node] in _FREE
 
     # 1 and 2: deny spreads forward through free nodes that lead to a deny or infer node
-    leads = _reached((n for n in nodes if colors[n] in (Cast.DENY, Cast.INFER)), inputs, free)
-    denied = _reached((n for n in nodes if colors[n] is Cast.DENY), users, lambda n: free(n) and n in leads)
+    leads = _reach((n for n in nodes if colors[n] in (Cast.DENY, Cast.INFER)), inputs, free)
+    denied = _reach((n for n in nodes if colors[n] is Cast.DENY), users, lambda n: free(n) and n in leads)
     low = {n for n in nodes if colors[n] is Cast.ALLOW}
 
     # 3: free nodes with allow nodes on both sides
     def undecided(node: int) -> bool:
         return free(node) and node not in denied
 
-    below = _reached(low, users, undecided)
-    above = _reached(low, inputs, undecided)
+    below = _reach(low, users, undecided)
+    above = _reach(low, inputs, undecided)
     low |= {n for n in below & above if undecided(n)}
 
     # 4: clear nodes that touch a low node through clear nodes
@@ -126,25 +125,25 @@ def color(colors: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]
         return colors[node] is Cast.CLEAR and node not in denied
 
     both = [[*inputs[n], *users[n]] for n in nodes]
-    low |= {n for n in _reached(low, both, clear) if clear(n)}
+    low |= {n for n in _reach(low, both, clear) if clear(n)}
     return [n in low for n in nodes]
 
 
-def _reached(
+def _reach(
     starts: Iterable[int], edges: Sequence[Collection[int]], passes: Callable[[int], bool]
 ) -> set[int]:
     """Return the start nodes and every node reachable from them through passing nodes."""
-    seen = set(starts)
-    pending = list(seen)
+    reached = set(starts)
+    pending = list(reached)
     while pending:
         for node in edges[pending.pop()]:
-            if node not in seen and passes(node):
-                seen.add(node)
+            if node not in reached and passes(node):
+                reached.add(node)
                 pending.append(node)
-    return seen
+    return reached
 
 
-def _reversed(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+def _users_of(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
     users: list[list[int]] = [[] for _ in inputs]
     for node, sources in enumerate(inputs):
         for source in sources:

@@ -41,10 +41,10 @@ class StartingScale:
     """The initial loss scale of training.
 
     Attributes:
-        value: the factor of the loss.
-        dynamic: whether it is reduced when a gradient overflows.
-        source: what determines it, for readers.
-        least: its lower limit; 0 for none.
+        value: Factor of the loss.
+        dynamic: Whether the scale is reduced when a gradient overflows.
+        source: Description of what determines it.
+        least: Lower limit; 0 if unlimited.
     """
 
     value: float
@@ -54,16 +54,16 @@ class StartingScale:
 
 
 def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> tuple[LossScale, str]:
-    """Return a policy's loss scale for a format, and what determines it.
+    """Return a policy's loss scale for a format, and a description of what determines it.
 
-    bfloat16 has the range of float32: no system scales the loss for it.
+    In bfloat16 the loss is never scaled, as it has the range of float32.
     """
     if number_format is BFLOAT16:
         return profile("none").scale, "no loss scaling in bfloat16"
     if isinstance(loss_scale, LossScale):
         return loss_scale, "the policy"
-    known = profile(loss_scale)
-    return known.scale, known.title
+    shipped = profile(loss_scale)
+    return shipped.scale, shipped.title
 
 
 def starting_scale(loss_scale: str | LossScale, number_format: NumberFormat) -> StartingScale:
@@ -77,7 +77,7 @@ def profiles() -> dict[str, LossScaleProfile]:
     """Return every shipped profile by name.
 
     Raises:
-        PolicyError: the shipped file is damaged.
+        PolicyError: The shipped file is damaged.
     """
     document = read_yaml(rules_directory() / "profiles" / "loss-scale.yaml")
     try:
@@ -87,19 +87,19 @@ def profiles() -> dict[str, LossScaleProfile]:
 
 
 def profile(name: str, where: str = "") -> LossScaleProfile:
-    """Return the profile of that name.
+    """Return a profile by name; ``where`` is the position of the name in a file, for the error.
 
     Raises:
-        PolicyError: there is none; ``where`` is the place that names it.
+        PolicyError: The name is unknown.
     """
     name = str(name)
     if name in profiles():
         return profiles()[name]
-    meant = did_you_mean(name, profiles())
+    suggestion = did_you_mean(name, profiles())
     prefix = f"{where}: " if where else ""
     raise PolicyError(
         f"{prefix}unknown loss-scale profile {describe(name)!r}",
-        hint=f"{meant}one of: {', '.join(profiles())}",
+        hint=f"{suggestion}one of: {', '.join(profiles())}",
     )
 
 
@@ -108,7 +108,7 @@ def rules_directory() -> Path:
     """Return the directory of the shipped rule files, in the wheel or beside the package.
 
     Raises:
-        PolicyError: the installation is broken.
+        PolicyError: The installation is broken.
     """
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "_rules", package.parent / "rules"):

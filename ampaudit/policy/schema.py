@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Scalar = bool | int | float | str | None
-AS_IS = "as-is"  # the policy that adds no cast
+AS_IS = "as-is"  # name of the policy that adds no casts
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
@@ -60,7 +60,7 @@ class NumericCondition(BaseModel):
     below: float | None = None
 
     @model_validator(mode="after")
-    def _possible(self) -> NumericCondition:
+    def _check_possible(self) -> NumericCondition:
         lows = [(v, strict) for v, strict in ((self.min, False), (self.above, True)) if v is not None]
         highs = [(v, strict) for v, strict in ((self.max, False), (self.below, True)) if v is not None]
         if not lows and not highs:
@@ -72,7 +72,7 @@ class NumericCondition(BaseModel):
         return self
 
     def holds(self, value: float) -> bool:
-        """Whether a number is within the limits; NaN never is."""
+        """Return whether a number is within the limits; NaN never is."""
         return (
             (self.min is None or value >= self.min)
             and (self.max is None or value <= self.max)
@@ -95,19 +95,19 @@ class ArgTest(BaseModel):
     unset: bool | None = Field(default=None, description="whether it was left at its default")
 
     @model_validator(mode="after")
-    def _says_something(self) -> ArgTest:
+    def _check_not_empty(self) -> ArgTest:
         if not self.model_fields_set:
             raise ValueError("give at least one of equals, in, range, magnitude, unset")
         return self
 
     def holds(self, value: Any) -> bool:
-        """Whether the argument (``UNSET`` if left out; a number, string, bool, list or ``None``) passes."""
-        given = value is not UNSET
-        if self.unset is not None and self.unset is given:
+        """Return whether an argument passes; ``UNSET`` stands for one left at its default."""
+        is_set = value is not UNSET
+        if self.unset is not None and self.unset is is_set:
             return False
-        if "equals" in self.model_fields_set and not (given and _same(value, self.equals)):
+        if "equals" in self.model_fields_set and not (is_set and _same(value, self.equals)):
             return False
-        if self.any_of and not (given and any(_same(value, item) for item in self.any_of)):
+        if self.any_of and not (is_set and any(_same(value, item) for item in self.any_of)):
             return False
         numbers = _numbers(value)
         if self.range is not None and not (numbers and all(self.range.holds(n) for n in numbers)):
@@ -236,7 +236,7 @@ class Rule(_Strict):
 
     @property
     def measured(self) -> bool:
-        """Whether the rule depends on measurements (second phase)."""
+        """Whether the rule depends on measurements, and so applies in the second pass."""
         return self.when.evidence is not None
 
     @property
@@ -317,7 +317,7 @@ class LossScale(_Strict):
 
     @property
     def start(self) -> float:
-        """The initial scale; torch's if the system leaves it to its user."""
+        """The initial scale; torch's default if the system leaves it to its user."""
         return self.init if isinstance(self.init, float) else USUAL_START
 
     @property

@@ -1,4 +1,4 @@
-"""Reads untrusted YAML: plain data, bounded in size and depth, with the position of each value."""
+"""Reads untrusted YAML: plain data of bounded size and depth, with the position of each value."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["YamlDocument", "read_yaml"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
-# also those to base 60, which PyYAML takes quadratic time to convert
+# including base 60, which PyYAML converts in quadratic time
 _LONG_NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-FxXob_:.+-]{100}")
-# libyaml is ten times faster; PyYAML is also built without it
+# libyaml is ten times faster, but missing from some builds of PyYAML
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -32,15 +32,15 @@ class YamlDocument:
     root: yaml.Node
 
     def at(self, location: Sequence[Any], of_key: bool = False) -> str:
-        """Return ``file:line:column`` (from 1) of the deepest value on the path, or of its key."""
+        """Return ``file:line:column`` (from 1) of the value at a path, or of its key."""
         node: yaml.Node = self.root
         mark = node.start_mark
         for part in location:
             if isinstance(node, yaml.MappingNode):
-                found = next((pair for pair in node.value if pair[0].value == part), None)
-                if found is None:
+                entry = next((pair for pair in node.value if pair[0].value == part), None)
+                if entry is None:
                     break
-                mark, node = found[0].start_mark if of_key else found[1].start_mark, found[1]
+                mark, node = entry[0].start_mark if of_key else entry[1].start_mark, entry[1]
             elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
                 node = node.value[part]
                 mark = node.start_mark
@@ -50,21 +50,21 @@ class YamlDocument:
 
 
 def read_yaml(path: Path) -> YamlDocument:
-    """Read the mapping in a file.
+    """Read a YAML file that holds a mapping.
 
     Raises:
-        PolicyError: not readable, too large, too deep, not YAML, not a mapping, aliases, tags, or a key
-            twice; with line and column.
+        PolicyError: The file is unreadable, too large, nested too deeply, not a YAML mapping, or has aliases,
+            tags or duplicate keys; with line and column.
     """
     text = _text_of(path)
     try:
-        _refuse_tricks(text, path)
+        _reject_unsafe(text, path)
         root = yaml.compose(text, Loader=_Loader)
         if not isinstance(root, yaml.MappingNode):
             raise PolicyError(
                 f"{_where(path, None)}: a rule file is a mapping", hint="start with 'name:' and 'rules:'"
             )
-        _refuse_repeated_keys(root, path)
+        _reject_duplicate_keys(root, path)
         return YamlDocument(path, yaml.constructor.SafeConstructor().construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         where = _where(path, error.problem_mark) if error.problem_mark else describe_path(path)
@@ -87,11 +87,8 @@ def _text_of(path: Path) -> str:
         raise PolicyError(f"{describe_path(path)}: not UTF-8 text", hint="save the file as UTF-8") from error
 
 
-def _refuse_tricks(text: str, path: Path) -> None:
-    """Reject aliases, tags and excessive nesting.
-
-    These are found among the parser's events, before any value is built.
-    """
+def _reject_unsafe(text: str, path: Path) -> None:
+    """Reject aliases, tags, huge numbers and deep nesting before any value is built."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
@@ -119,24 +116,24 @@ def _refuse_tricks(text: str, path: Path) -> None:
             )
 
 
-def _refuse_repeated_keys(root: yaml.Node, path: Path) -> None:
-    """Reject duplicate keys, of which YAML silently keeps the last."""
+def _reject_duplicate_keys(root: yaml.Node, path: Path) -> None:
+    """Reject duplicate keys, where YAML would silently keep the last."""
     pending = [root]
     while pending:
         node = pending.pop()
         if isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
+            keys: set[str] = set()
             for key, value in node.value:
                 if not isinstance(key, yaml.ScalarNode):
                     raise PolicyError(
                         f"{_where(path, key.start_mark)}: a key must be a word", hint="quote it"
                     )
-                if key.value in seen:
+                if key.value in keys:
                     raise PolicyError(
                         f"{_where(path, key.start_mark)}: key {describe(key.value)!r} is given twice",
                         hint="merge them",
                     )
-                seen.add(key.value)
+                keys.add(key.value)
                 pending.append(value)
         elif isinstance(node, yaml.SequenceNode):
             pending.extend(node.value)

@@ -49,7 +49,7 @@ class Watcher:
     def __init__(self, recordings: Mapping[str, Recording]) -> None:
         self.recordings = recordings
         self.called: Counter[str] = Counter()
-        self.unknown = {name: found for name, found in recordings.items() if found.module is None}
+        self.unknown = {name: recording for name, recording in recordings.items() if recording.module is None}
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], depth: int) -> None:
         """Record a call that is about to be made, if it is one of a watched module."""
@@ -63,11 +63,11 @@ class Watcher:
 
     def _look_for(self, module: nn.Module, depth: int) -> None:
         for name, recording in list(self.unknown.items()):
-            found: Any = module if name == type(module).__name__ else None
-            if found is None and depth == 0:
-                found = _attribute(module, name.split(".")) or _variable(name)
-            if isinstance(found, nn.Module):
-                recording.module = found
+            candidate: Any = module if name == type(module).__name__ else None
+            if candidate is None and depth == 0:
+                candidate = _attribute(module, name.split(".")) or _variable(name)
+            if isinstance(candidate, nn.Module):
+                recording.module = candidate
                 del self.unknown[name]
 
 
@@ -102,20 +102,20 @@ def _variable(name: str) -> nn.Module | None:
         frame = frame.f_back
     scopes = (scope for frame in reversed(frames) for scope in (frame.f_locals, frame.f_globals))
     for scope in (vars(sys.modules["__main__"]), *scopes):
-        found = _attribute(scope[first], rest) if first in scope else None
-        if isinstance(found, nn.Module):
-            return found
+        module = _attribute(scope[first], rest) if first in scope else None
+        if isinstance(module, nn.Module):
+            return module
     return None
 
 
 def _attribute(owner: Any, path: Sequence[str]) -> Any:
     for name in path:
-        found = None
+        value = None
         with suppress(Exception):  # of a property of the program's
-            found = getattr(owner, name, None)
-        if found is None and name.isdecimal() and isinstance(owner, list | tuple):
-            found = owner[int(name)] if int(name) < len(owner) else None
-        owner = found
+            value = getattr(owner, name, None)
+        if value is None and name.isdecimal() and isinstance(owner, list | tuple):
+            value = owner[int(name)] if int(name) < len(owner) else None
+        owner = value
     return owner
 
 
@@ -201,20 +201,20 @@ def _recordings(names: Sequence[str], directory: Path, config: RecordConfig) -> 
     """Return recordings in a directory, or of several modules in directories inside it."""
     if not names:
         raise UsageError("record: there is no module", hint="name the modules whose calls to record")
-    made = {}
+    recordings = {}
     for name in names:
         folder = re.sub(r"[^\w.-]", "_", name).strip(".")
-        made[name] = Recording(directory / folder if folder else directory, config)
-    if len({recording.directory for recording in made.values()}) < len(made):
+        recordings[name] = Recording(directory / folder if folder else directory, config)
+    if len({recording.directory for recording in recordings.values()}) < len(recordings):
         raise UsageError("record: two modules have the same name", hint="give each a name of its own")
     if len(names) > 1 or names[0]:
         try:
             directory.mkdir(exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot make {describe_path(directory)}: {error.strerror}") from error
-    for recording in made.values():
+    for recording in recordings.values():
         recording.check()
-    return made
+    return recordings
 
 
 @contextmanager

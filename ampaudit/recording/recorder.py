@@ -201,9 +201,9 @@ class Recording:
     def close(self) -> None:
         """Write how many calls there were, after which none may be missing."""
         if self._header:
-            found = {"made": self.calls, "recorded": self.recorded, "skipped": dict(self.skipped)}
+            counts = {"made": self.calls, "recorded": self.recorded, "skipped": dict(self.skipped)}
             with suppress(OutputError):  # the calls can be read without it
-                self._describe(calls=found, stopped=self.stopped)
+                self._describe(calls=counts, stopped=self.stopped)
 
     @property
     def summary(self) -> str:
@@ -341,8 +341,8 @@ def encode_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> EncodedCall
     """
     encoder = _Encoder()
     positional = [encoder.encode(value, f"input[{index}]") for index, value in enumerate(args)]
-    named = {name: encoder.encode(value, name) for name, value in kwargs.items()}
-    return EncodedCall(positional, named, encoder.tensors)
+    keywords = {name: encoder.encode(value, name) for name, value in kwargs.items()}
+    return EncodedCall(positional, keywords, encoder.tensors)
 
 
 def class_name(kind: type) -> str:
@@ -378,8 +378,8 @@ class _Encoder:
         return self._container(value, place, depth + 1)
 
     def _container(self, value: Any, place: str, depth: int) -> Any:
-        def items(found: Any) -> list[Any]:
-            return [self.encode(item, f"{place}[{index}]", depth) for index, item in enumerate(found)]
+        def items(values: Any) -> list[Any]:
+            return [self.encode(item, f"{place}[{index}]", depth) for index, item in enumerate(values)]
 
         def attributes(names: Iterator[tuple[str, Any]]) -> dict[str, Any]:
             return {name: self.encode(item, f"{place}.{name}", depth) for name, item in names}

@@ -187,7 +187,7 @@ def test_a_kill_half_way_leaves_the_old_one_and_the_next_tidies_up(tmp_path: Pat
 
 
 def test_without_exchange_two_renames_do_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampaudit.core.files._exchanged", lambda first, second: False)
+    monkeypatch.setattr("ampaudit.core.files._exchange", lambda first, second: False)
     out = tmp_path / "out"
     fill(out, "one")
     fill(out, "two")

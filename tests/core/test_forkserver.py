@@ -40,13 +40,15 @@ def start(tmp_path: Path) -> Callable[..., ChildProcess]:
     environment = {**child_environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     environment.pop("PYTEST_CURRENT_TEST", None)
 
-    def call(name: str, *arguments: str, own: dict[str, str] | None = None, **shared: str) -> ChildProcess:
+    def call(
+        name: str, *arguments: str, variables: dict[str, str] | None = None, **shared: str
+    ) -> ChildProcess:
         return ChildProcess(
             f"forked_module:{name}",
             *arguments,
             log=tmp_path / "log",
             environment={**environment, **shared},
-            own=own,
+            variables=variables,
             folder=tmp_path,
         )
 
@@ -65,7 +67,7 @@ def test_a_child_has_its_own_arguments_folder_and_variables(
 ) -> None:
     described = []
     for number in ("1", "2"):
-        assert ended(start("describe", number, "é\udc80", own={"NUMBER": number})) == 0
+        assert ended(start("describe", number, "é\udc80", variables={"NUMBER": number})) == 0
         described.append(json.loads((tmp_path / "log").read_text()))
     assert [d["argv"] for d in described] == [["1", "é\udc80"], ["2", "é\udc80"]]
     assert [d["environment"]["NUMBER"] for d in described] == ["1", "2"]

@@ -75,8 +75,8 @@ def test_the_colon_of_a_drive_is_no_factory(location: str, file: str) -> None:
 def test_the_null_device_has_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(confinement.os, "path", ntpath)
-        null, other = confinement._compared("nul"), confinement._compared("NUL")
-        inside = confinement._compared(r"C:\Temp\Scratch\file")
+        null, other = confinement._normalized("nul"), confinement._normalized("NUL")
+        inside = confinement._normalized(r"C:\Temp\Scratch\file")
     assert null == other
     assert inside == r"c:\temp\scratch\file"
 

@@ -40,7 +40,7 @@ class Program:
                 *map(str, arguments),
                 imports=_IMPORTS,
                 environment=variables,
-                own=environment or {},
+                variables=environment or {},
                 streams=[null, *self._files],
                 folder=cwd,
             )
