@@ -1,10 +1,10 @@
-"""Measures the peak memory of a step at torch's allocator."""
+"""Measures the peak memory of a step as counted by torch's allocator."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,19 +24,19 @@ def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the bytes of the storages of some tensors, each once."""
+    """Count the bytes of the storages of tensors, each once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Most bytes that were allocated at once during a step.
+    """Peak of allocated memory during a step, in bytes.
 
     Attributes:
-        total: all of them.
-        workspace: the part that kernels allocated for themselves.
-            Libraries choose kernels by the processor (oneDNN packs weights for AMX), so it differs between
-            machines; the rest does not. ``None`` on a GPU, where it cannot be told apart.
+        total: Peak of all allocations.
+        workspace: Part that kernels allocate and free themselves; ``None`` on a GPU, where it is unknown.
+            Libraries choose kernels by the processor (oneDNN packs weights for AMX), so this part differs
+            between machines; the rest does not.
     """
 
     total: int
@@ -46,8 +46,8 @@ class Peak:
 def measure_peak(step: Callable[[], object], live: int, device: torch.device) -> Peak:
     """Measure the peak of allocated memory during a step.
 
-    On a GPU, torch's own count. On a CPU, ``held`` bytes that were there before, and the highest sum of what
-    the step allocated and freed, as torch's profiler recorded each call of the allocator.
+    On a GPU, this is torch's own count. On a CPU, it is ``live``, the bytes allocated before, plus the
+    highest running sum of the allocations and frees in the step, as recorded by torch's profiler.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -56,13 +56,20 @@ def measure_peak(step: Callable[[], object], live: int, device: torch.device) ->
         torch.cuda.synchronize(device)
         return Peak(int(torch.cuda.max_memory_allocated(device)), None)
     calls = _profiled(step)
-    total = _highest_sum(calls)
-    return Peak(live + total, total - _highest_sum(_of_tensors(calls)))
+    total = _peak_sum(calls)
+    return Peak(live + total, total - _peak_sum(_without_workspaces(calls)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of the allocator: its time, address and bytes (negative if freed), and the end of its kernel."""
+    """A call of the allocator.
+
+    Attributes:
+        time: Time in nanoseconds.
+        size: Bytes; negative for a free.
+        address: Address of the memory.
+        kernel_end: End of the kernel that made the call, in nanoseconds; 0 outside of a kernel.
+    """
 
     time: int
     size: int
@@ -71,8 +78,8 @@ class _Call:
 
 
 def _profiled(step: Callable[[], object]) -> list[_Call]:
-    """Record the calls of the allocator in order, frees first."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its messages at start and end
+    """Profile a step, and return the calls of the allocator by time; frees come first."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages at start and end
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
@@ -92,18 +99,14 @@ def _profiled(step: Callable[[], object]) -> list[_Call]:
 
 
 def _kernels() -> frozenset[str]:
-    """Name the ops that compute, without those that only call other ops."""
+    """Return the ops that compute, without those that only call other ops."""
     composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     every = torch._C._dispatch_get_all_op_names()
-    return frozenset(_without_overload(every)) - set(_without_overload(composite))
+    return frozenset(name.split(".")[0] for name in every) - {name.split(".")[0] for name in composite}
 
 
-def _without_overload(names: Iterable[str]) -> Iterator[str]:
-    return (name.split(".")[0] for name in names)
-
-
-def _of_tensors(calls: list[_Call]) -> list[_Call]:
-    """Leave out memory that a kernel freed before it ended."""
+def _without_workspaces(calls: list[_Call]) -> list[_Call]:
+    """Leave out workspaces: memory that a kernel allocated and freed before it ended."""
     remaining = dict(enumerate(calls))
     alive: dict[int, int] = {}
     for index, call in enumerate(calls):
@@ -116,5 +119,5 @@ def _of_tensors(calls: list[_Call]) -> list[_Call]:
     return list(remaining.values())
 
 
-def _highest_sum(calls: list[_Call]) -> int:
+def _peak_sum(calls: list[_Call]) -> int:
     return max(itertools.accumulate((call.size for call in calls), initial=0))

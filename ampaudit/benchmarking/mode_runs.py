@@ -1,4 +1,4 @@
-"""Runs one mode at one batch size: builds it, warms it up, measures it, and times it in turn."""
+"""Runs one mode at one batch size: builds it, warms it up, measures its memory and times its steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["ModeRun", "finish_run", "release_memory", "start_run", "time_step"]
 
 @dataclass
 class ModeRun:
-    """One mode at one size: its row so far and, while it can run, its runner."""
+    """One mode at one batch size: its row so far and, while it can run, its runner."""
 
     row: BenchRow
     runner: ModeRunner | None = None
@@ -59,9 +59,9 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
         run.row = replace(row, status="not supported", note=str(error))
     except AuditError as error:
         if mode == "fp32":
-            raise  # no mode can run then
+            raise  # then no mode can run
         run.row = replace(row, status="failed", note=str(error.args[0]))
-    except Exception as error:  # of the model's code
+    except Exception as error:  # the model's code may raise anything
         run.row = _failed(row, error)
     if run.runner is None:
         release_memory(setup.device)
@@ -69,7 +69,7 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
 
 
 def _failed(row: BenchRow, error: Exception) -> BenchRow:
-    """Return the row of a mode that cannot be run; the other modes continue."""
+    """Return the row of a mode that failed."""
     text = first_line(error)
     memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text
     status: Literal["out of memory", "failed"] = "out of memory" if memory else "failed"
@@ -77,14 +77,14 @@ def _failed(row: BenchRow, error: Exception) -> BenchRow:
 
 
 def _allocated(device: torch.device) -> int:
-    """Return the bytes that the other modes hold on a GPU."""
+    """Return the bytes that other modes have allocated on a GPU; 0 on a CPU."""
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
 def _with_prediction(row: BenchRow, runner: ModeRunner, setup: BenchSetup) -> BenchRow:
     try:
         memory, ops = predict_step(runner, setup)
-    except Exception as error:  # an op that needs data, or that torch cannot take without
+    except Exception as error:  # an op that needs data
         return replace(row, note=f"no prediction: {plain_reason(error)}")
     tf32 = row.mode == "tf32"
     best = roofline_seconds(ops, setup.target, tf32=tf32) if setup.target is not None else None
@@ -92,7 +92,7 @@ def _with_prediction(row: BenchRow, runner: ModeRunner, setup: BenchSetup) -> Be
 
 
 def _metric(setup: BenchSetup, output: Any) -> float | None:
-    """Compute the model file's metric of the output, if it has one that accepts it."""
+    """Compute the model file's metric of an output; ``None`` without a metric or if it fails."""
     if setup.source.metric is None:
         return None
     try:
@@ -103,12 +103,12 @@ def _metric(setup: BenchSetup, output: Any) -> float | None:
 
 
 def time_step(run: ModeRun, device: torch.device) -> None:
-    """Time one more step; a mode that fails now leaves its memory to the others."""
+    """Time one more step; if it fails, the mode ends and its memory is released."""
     assert run.runner is not None
     assert run.batch is not None
     try:
         run.seconds = (*run.seconds, _seconds(run.runner, run.batch, device))
-    except Exception as error:  # the other modes may have left too little memory
+    except Exception as error:  # such as too little memory beside the other modes
         run.row = _failed(run.row, error)
         run.runner = None
         release_memory(device)
@@ -140,7 +140,7 @@ def _floats(output: Any) -> list[torch.Tensor]:
 
 
 def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
-    """Return the finished row; ``exact`` are fp32's outputs."""
+    """Return the finished row; ``exact`` are the outputs of fp32."""
     row = run.row
     if row.status != "ok":
         return row
@@ -156,7 +156,7 @@ def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
 
 
 def _sqnr(exact: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> float | None:
-    """Compute the signal-to-noise ratio over all outputs; ``None`` if they are equal."""
+    """Return the signal-to-noise ratio over all outputs in dB; ``None`` if they are equal."""
     signal = sum(float(t.double().square().sum()) for t in exact)
     pairs = zip(exact, outputs, strict=True)
     noise = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)

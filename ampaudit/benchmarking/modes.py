@@ -1,4 +1,4 @@
-"""Builds the modes to compare, each from its own copy of the model."""
+"""Builds the modes to compare, each with its own copy of the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
 
 class NotSupported(Exception):
-    """Raised for a mode that this device or model does not support; the text says why."""
+    """Raised for a mode that the device or model does not support; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class BenchSetup:
     """The model and the conditions of a measurement.
 
     Attributes:
-        source: the model with its batches, already of the wanted size.
-        device: where.
-        form: the 16-bit format of autocast and of conversions.
-        rules: the policy of conversions.
-        train: whether a step is a training step.
-        seed: of random numbers.
-        target: a device that estimates are for; autocast then stands for that device's.
+        source: Model with batches of the size to measure.
+        device: Device to run on.
+        form: 16-bit format of autocast and conversions.
+        rules: Policy of conversions.
+        train: Whether a step is a training step.
+        seed: Random seed.
+        target: Device to estimate for, whose autocast is then emulated.
     """
 
     source: ModelSource
@@ -73,7 +73,7 @@ class BenchSetup:
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """The 16-bit format as torch calls it."""
+        """The torch dtype of the 16-bit format."""
         return torch_dtype(self.form)
 
 
@@ -88,12 +88,12 @@ class ModeRunner:
     """A mode that can be run.
 
     Attributes:
-        how: what is run, for readers.
-        model: with its weights, on the device.
-        context: entered around a forward pass that is not of training.
-        dtype: of floating-point inputs; ``None`` leaves them.
-        training: the same model with its optimizer, where a step is a training step.
-        masters: names of parameters that are FP32 masters of 16-bit copies.
+        how: Description for readers.
+        model: Model with its weights, on the device.
+        context: Context manager for forward passes outside of training.
+        dtype: Dtype of floating-point inputs; unchanged if ``None``.
+        training: Training step of the model; ``None`` for inference.
+        masters: Names of parameters that are FP32 masters of 16-bit copies.
     """
 
     how: str
@@ -105,7 +105,7 @@ class ModeRunner:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of a training step."""
+        """The optimizer; ``None`` for inference."""
         return self.training.optimizer if self.training is not None else None
 
     def forward(self, batch: Batch) -> Any:
@@ -117,7 +117,7 @@ class ModeRunner:
                 return self.model(*batch.args, **batch.kwargs)
 
     def step(self, batch: Batch) -> None:
-        """Take one training step, or one forward pass where nothing is trained."""
+        """Take one training step, or one forward pass for inference."""
         if self.training is None:
             self.forward(batch)
             return
@@ -130,8 +130,8 @@ def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
     """Build a mode, ready to run.
 
     Raises:
-        NotSupported: the device does not have it.
-        AuditError: the model cannot be traced, or has no loss.
+        NotSupported: The device or the model does not support the mode.
+        AuditError: The model cannot be traced, or has no loss.
     """
     if mode == "converted":
         return _converted(setup)
@@ -156,7 +156,7 @@ def _eager(
     dtype: torch.dtype | None = None,
     scaler: GradScaler | None = None,
 ) -> ModeRunner:
-    """Build a mode that runs the model's own code, in a context or with weights of another dtype."""
+    """Build a mode that runs the model's own code, in a context or with its weights in another dtype."""
     if not setup.train:
         model = structural_copy(setup.source.model).to(setup.device, dtype).eval()
         return ModeRunner(how, model, context, dtype)
@@ -183,7 +183,7 @@ def _autocast(setup: BenchSetup) -> ModeRunner:
 
 
 def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
-    """Build a mode that runs the converted model, or a prepared one for training steps."""
+    """Build a mode that runs the converted model, or for training the prepared model."""
     how = f"policy {setup.rules.name}, {setup.form.name}"
     if setup.train:
         training = prepare_step(setup.source, setup.device, setup.rules, setup.form.name)
@@ -221,7 +221,7 @@ def _check_tf32(device: torch.device) -> None:
 
 
 def batch_size_of(batch: Batch) -> int:
-    """Return the first dimension shared by most tensors of a batch; 1 if there is none."""
+    """Return the most frequent first dimension of a batch's tensors; 1 without tensors."""
     leaves = pytree.tree_leaves((batch.args, batch.kwargs))
     counts = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > 0)
     return counts.most_common(1)[0][0] if counts else 1
@@ -231,7 +231,7 @@ def resized(batch: Batch, size: int) -> Batch:
     """Resize a batch to ``size`` samples: repeat or cut every tensor whose first dimension is the batch's.
 
     Raises:
-        InputError: no tensor has a first dimension, so that there is nothing to repeat.
+        InputError: No tensor has the dimension of the batch.
     """
     current = batch_size_of(batch)
     if current == size:

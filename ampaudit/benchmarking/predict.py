@@ -1,7 +1,7 @@
 """Predicts the peak memory of a step by running it on tensors without data.
 
-Every allocation happens in its order and is counted with its life (torch's own memory tracker), but nothing
-is computed. What kernels allocate inside themselves is not seen.
+Every allocation is made in order and counted while it lives (by torch's memory tracker), but nothing is
+computed. Workspaces inside kernels are not included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ampaudit.training.step import make_optimizer, optimizer_state
 
 __all__ = ["holds_graph", "predict_step"]
 
-_SHARED = ("_ampaudit_compiled", "_ampaudit")  # graphs that a copy may use as they are
+_SHARED = ("_ampaudit_compiled", "_ampaudit")  # attributes with graphs, which copies share
 
 
 def predict_step(
@@ -35,9 +35,9 @@ def predict_step(
     """Predict the memory at the peak of a step, and the cost of its ops.
 
     Args:
-        runner: a mode, whose model has run once with inputs of this shape.
-        setup: what is measured.
-        size: of the batch; by default the setup's own.
+        runner: Mode, whose model has run once with inputs of this shape.
+        setup: Conditions of the measurement.
+        size: Batch size; that of the setup by default.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -59,7 +59,7 @@ def predict_step(
         warnings.simplefilter("ignore")
         fake_runner = _on_fake_model(runner, model, setup)
         if runner.training is not None:
-            fake_runner.step(fake)  # the optimizer's state is made in its first step
+            fake_runner.step(fake)  # the first step creates the optimizer's state
         tracker = MemTracker()
         tracker.track_external(model, *([fake_runner.optimizer] if fake_runner.optimizer else []))
         with tracker:
@@ -72,12 +72,12 @@ def predict_step(
 
 
 def holds_graph(model: nn.Module) -> bool:
-    """Return whether a model runs a graph, which is fixed to inputs of one shape."""
+    """Return whether a model runs a graph, which is specialized to one input shape."""
     return any(name in vars(model) for name in _SHARED)
 
 
 def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> ModeRunner:
-    """Return the mode on another model, without the scaler, which would read values."""
+    """Return the mode with a fake model, and without the scaler, which would read values."""
     training = runner.training
     if training is not None:
         optimizer = make_optimizer(setup.source, model)
@@ -86,7 +86,7 @@ def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> M
 
 
 def _sum(snapshot: Any, kind: str) -> int:
-    """Sum one kind of memory over devices; kinds are members of an enumeration, except the total."""
+    """Sum one kind of memory over devices; the keys are enumeration members, except for the total."""
     return sum(
         int(count)
         for device in snapshot.values()
@@ -105,15 +105,15 @@ def _split(runner: ModeRunner, masters: frozenset[str], total: int, gradients: i
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a module with parameters without data that require gradients as the originals do."""
-    with _without(model) as shared:
+    """Copy a module with fake tensors, keeping the parameters' ``requires_grad``."""
+    with _without_graphs(model) as shared:
         fake = make_fake_model(model, mode, {}).model
     for name, value in shared.items():
         setattr(fake, name, value.fixed() if isinstance(value, TraceCache) else value)
     wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in fake.named_parameters():
         parameter.requires_grad_(wants[name])
-    for module in fake.modules():  # the tracker hooks every parameter, which one without a gradient refuses
+    for module in fake.modules():  # the tracker cannot hook parameters without gradients
         for name, weight in list(module._parameters.items()):
             if weight is not None and not weight.requires_grad:
                 del module._parameters[name]
@@ -122,8 +122,8 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _without(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Detach, while active, objects that a copy of the module would share."""
+def _without_graphs(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Remove, while active, the graphs that a copy of the module would share."""
     shared = {name: vars(model)[name] for name in _SHARED if name in vars(model)}
     for name, value in shared.items():
         setattr(model, name, type(value)())

@@ -1,4 +1,4 @@
-"""Measures every mode at every batch size, in turns, and builds the report."""
+"""Measures every mode at every batch size, and builds the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from ampaudit.source import ModelSource
 
 __all__ = ["bench", "search"]
 
-
 CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 
@@ -45,20 +44,20 @@ def bench(
     config: BenchConfig | None = None,
     **options: Any,
 ) -> BenchReport:
-    """Measure every mode at every batch size; an interrupted run reports what is finished.
+    """Measure every mode at every batch size; an interrupted run reports the finished measurements.
 
     Args:
-        model: the model, which is not changed; or its location: a path, or ``package.module:factory``.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        source: how to load a model from its location: weights, inputs, ``trust`` ...
-        config: the options as one record.
-        **options: fields of ``BenchConfig``, which override those of ``config``.
+        model: Model, which is not changed; or its location: a path, or ``package.module:factory``.
+        inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        source: How to load a model from its location: weights, inputs, ``trust`` ...
+        config: Options as one record.
+        **options: Fields of ``BenchConfig``, which override those of ``config``.
 
     Returns:
         The report: time, memory and accuracy of each mode.
 
     Raises:
-        AuditError: the model has no loss to train with, or the device does not exist.
+        AuditError: The model has no loss to train with, or the device does not exist.
     """
     chosen = BenchConfig.given(config, options)
     chosen.check()
@@ -70,7 +69,7 @@ def bench(
     most: tuple[Largest, ...] = ()
     interrupted = False
     for size in chosen.sizes or (batch_size_of(first),):
-        measured, interrupted = _of_size(with_batch_size(setup, size), size, chosen)
+        measured, interrupted = _measure_size(with_batch_size(setup, size), size, chosen)
         rows += measured
         if interrupted:
             break
@@ -120,8 +119,8 @@ def _notes(config: BenchConfig, kind: str) -> Iterator[str]:
         )
 
 
-def _of_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[BenchRow], bool]:
-    """Measure one size; if interrupted, the rows are of modes that were timed at least once."""
+def _measure_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[BenchRow], bool]:
+    """Measure one batch size; return the rows, and whether it was interrupted."""
     runs: list[ModeRun] = []
     interrupted = False
     try:
@@ -142,7 +141,7 @@ def _of_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[Be
 
 
 def largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iterator[Largest]:
-    """Search each mode, by measuring on a GPU or by predicting for the memory of ``--for``."""
+    """Find the largest batch of each mode, measured on a GPU or predicted for the device of ``--for``."""
     for index, mode in enumerate(modes):
         progress("largest batch", index, len(modes))
         fits, how = _fits(mode, setup)
@@ -151,7 +150,7 @@ def largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iter
 
 
 def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, str]:
-    """Return a test for one batch size, if possible, and how it is made."""
+    """Return a function that tests a batch size, ``None`` if that is impossible, and its description."""
     target = setup.target
     if target is not None:
         if not target.memory_gb:
@@ -178,7 +177,7 @@ def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, s
 
 
 def _any_size_runner(mode: str, setup: BenchSetup) -> ModeRunner | None:
-    """Build a mode that takes any batch size; a graph is for the size of its trace."""
+    """Build a mode that accepts any batch size; ``None`` if it cannot."""
     try:
         runner = build_mode(mode, setup)
     except NotSupported:
@@ -189,7 +188,7 @@ def _any_size_runner(mode: str, setup: BenchSetup) -> ModeRunner | None:
 def search(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
     """Return the largest size up to ``limit`` that fits, by doubling and then bisecting; 0 if none does.
 
-    Above 64 it is found to 3 %, not exactly: each try takes seconds.
+    Above 64 the result is accurate to 3 %, as each test takes seconds.
     """
     size = 1
     if not fits(size):

@@ -1,7 +1,7 @@
 """Reads the catalogue of devices (``catalogue.yaml``): rates, memory and advice, each with its source.
 
-A device that is not listed gets what its generation implies: formats, compute capability and advice, and
-neither memory nor rates.
+An unlisted device gets the formats, compute capability and advice of its generation, but neither memory nor
+rates.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ampaudit.core.errors import UsageError, did_you_mean
 __all__ = ["Device", "Rates", "all_devices", "device_named", "generations", "nearest_device"]
 
 _FILE = Path(__file__).with_name("catalogue.yaml")
-# words of a name that tell no devices apart
+# parts of a name that do not distinguish devices
 _BRANDS = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|[\s_()/-]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """TFLOPS of matrix products on tensor cores, dense, float32 accumulation; null where there are none."""
+    """Dense TFLOPS of matrix products on tensor cores with float32 accumulation; ``None`` if unsupported."""
 
     fp16: float | None
     bf16: float | None
@@ -40,23 +40,23 @@ class Device:
     """One device.
 
     Attributes:
-        id: as ``--for`` takes it.
-        match: regular expressions for its name as torch gives it, without makers, brands and separators.
-        family: regular expressions for the names of other devices of the generation; the first entry of a
-            generation has them.
-        name: the maker's.
-        generation: architecture.
+        id: Id for ``--for``.
+        match: Regular expressions for its name in torch, without makers, brands and separators.
+        family: Regular expressions for the names of other devices of the generation; only in the first entry
+            of a generation.
+        name: Name by its maker.
+        generation: Architecture.
         capability: CUDA compute capability.
-        year: of its first sale.
-        memory_gb: gigabytes (10^9 bytes).
-        bandwidth_gbs: of memory, 10^9 bytes a second.
-        fp32: TFLOPS of ordinary float32 arithmetic.
-        fp16: the same in float16, without tensor cores.
-        bf16: the same in bfloat16.
-        tensor: with tensor or matrix cores.
-        advice: what follows for mixed precision.
-        sources: where the numbers are from.
-        like: id of the entry that stands for its generation; empty for that entry.
+        year: Year of release.
+        memory_gb: Memory in gigabytes (10^9 bytes).
+        bandwidth_gbs: Memory bandwidth in 10^9 bytes per second.
+        fp32: TFLOPS in float32, without tensor cores.
+        fp16: TFLOPS in float16, without tensor cores.
+        bf16: TFLOPS in bfloat16, without tensor cores.
+        tensor: TFLOPS with tensor or matrix cores.
+        advice: Advice for mixed precision.
+        sources: Sources of the numbers.
+        like: Id of the entry that represents its generation; empty for that entry.
     """
 
     id: str
@@ -78,7 +78,7 @@ class Device:
 
     @property
     def products(self) -> str:
-        """The formats of its tensor or matrix cores, in words; ``none`` without any."""
+        """The formats of its tensor or matrix cores, as text; ``none`` without such cores."""
         rates = asdict(all_devices()[self.like or self.id].tensor)
         names = {"fp16": "float16", "bf16": "bfloat16", "tf32": "TF32", "fp8": "float8"}
         return ", ".join(text for name, text in names.items() if rates[name] is not None) or "none"
@@ -96,7 +96,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """A further device of a generation, with what it does not share with others."""
+    """Another device of a generation, with the fields that differ."""
 
     id: str
     name: str
@@ -108,7 +108,7 @@ class _Card:
     tensor: Rates | None = None
 
     def device(self, like: Device, sources: tuple[str, ...]) -> Device:
-        """Return the device, with the rates of one that it is like in proportion to its float32."""
+        """Return the device, with the other rates of ``like`` scaled by the float32 rates."""
 
         def scaled(rate: float | None) -> float | None:
             return None if rate is None or not self.fp32 or not like.fp32 else rate * self.fp32 / like.fp32
@@ -138,13 +138,13 @@ def _read() -> _Catalogue:
 
 
 def generations() -> tuple[Device, ...]:
-    """Return the device that stands for each generation, oldest first."""
+    """Return the device that represents each generation, oldest first."""
     return _read().generations
 
 
 @cache
 def all_devices() -> Mapping[str, Device]:
-    """Return every device by id, as in the file."""
+    """Return all devices by id, in the order of the file."""
     devices = {device.id: device for device in generations()}
     for group in _read().cards:
         for card in group.cards:
@@ -153,10 +153,10 @@ def all_devices() -> Mapping[str, Device]:
 
 
 def device_named(name: str) -> Device:
-    """Return the device with a given id or name; one that is not listed has neither memory nor rates.
+    """Return a device by id or name; an unlisted one has neither memory nor rates.
 
     Raises:
-        UsageError: not even its generation is known.
+        UsageError: The device and its generation are unknown.
     """
     known = all_devices()
     device = nearest_device(name, None)
@@ -167,7 +167,7 @@ def device_named(name: str) -> Device:
 
 
 def nearest_device(name: str, capability: tuple[int, int] | None) -> Device | None:
-    """Return what is known of a device that torch reports, by its name or else its compute capability."""
+    """Return the device with a name in torch, or one of its generation by name or compute capability."""
     known, short = all_devices(), _short(name)
     for device in known.values():
         if short == _short(device.id) or any(re.fullmatch(pattern, short) for pattern in device.match):

@@ -1,8 +1,8 @@
 """Counts the work of a step op by op, and estimates its best possible time on a device.
 
-The roofline model (Williams, Waterman and Patterson, 2009): an op takes the longer of its arithmetic at the
-device's peak rate and of its bytes at the peak bandwidth. Real kernels are slower; launches and caches are
-left out.
+In the roofline model (Williams, Waterman and Patterson, 2009), an op takes the longer of its arithmetic at
+the device's peak rate and its memory traffic at the peak bandwidth. Real kernels are slower; launches and
+caches are not modelled.
 """
 
 from __future__ import annotations
@@ -28,12 +28,20 @@ _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torc
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """The cost of one op: its arithmetic, and the bytes that it reads and writes."""
+    """The cost of one op.
+
+    Attributes:
+        flops: Floating-point operations.
+        precision: Dtype of the arithmetic.
+        product: Whether it is a matrix product, a convolution or attention.
+        bytes_moved: Bytes read and written.
+        cast: Whether it converts between dtypes.
+    """
 
     flops: int
     precision: str
     product: bool
-    moved: int
+    bytes_moved: int
     cast: bool
 
 
@@ -56,10 +64,10 @@ class OpCounter(TorchDispatchMode):
 
 
 def cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
-    """Return the cost of one call; a tensor that it is given twice is read once."""
+    """Return the cost of one call; a tensor passed twice is read once."""
     inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-    count = flop_registry.get(getattr(func, "_overloadpacket", func))  # a higher-order op has no overloads
+    count = flop_registry.get(getattr(func, "_overloadpacket", func))  # higher-order ops have no packet
     if func is torch.ops.aten.convolution_backward.default:
         flops = _convolution_backward(args)
     else:
@@ -74,12 +82,11 @@ def cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
 def _convolution_backward(args: Any) -> int:
     """Count each requested gradient like a forward pass.
 
-    Torch's counter takes a grouped convolution's weight gradient for a full one: too much, by the number of
-    groups.
+    Torch's own counter ignores the groups in a grouped convolution's weight gradient, and counts too much.
     """
     gradient, value, weight = args[:3]
     transposed, output_mask = args[7], args[10]
-    per_element = weight[0].numel()  # a channel of the output, or of the input where it is transposed
+    per_element = weight[0].numel()  # per channel of the output, or of the input if transposed
     outputs = value.numel() if transposed else gradient.numel()
     return int(2 * outputs * per_element * (bool(output_mask[0]) + bool(output_mask[1])))
 
@@ -91,13 +98,13 @@ def total_work(ops: list[OpCost], *, tf32: bool) -> Work:
     return Work(
         flops=flops,
         fast_share=fast / flops if flops else 0.0,
-        bytes_moved=sum(op.moved for op in ops),
-        cast_bytes=sum(op.moved for op in ops if op.cast),
+        bytes_moved=sum(op.bytes_moved for op in ops),
+        cast_bytes=sum(op.bytes_moved for op in ops if op.cast),
     )
 
 
 def roofline_seconds(ops: Iterable[OpCost], device: Device, *, tf32: bool) -> float | None:
-    """Sum the longer of arithmetic and traffic over the ops; ``None`` where a rate is not known."""
+    """Sum the roofline times of ops, in seconds; ``None`` if the device's rates are unknown."""
     if device.bandwidth_gbs is None or device.fp32 is None:
         return None
     total = 0.0
@@ -106,5 +113,5 @@ def roofline_seconds(ops: Iterable[OpCost], device: Device, *, tf32: bool) -> fl
         precision = precision if precision in ("float32", "tf32", "float16", "bfloat16") else "float32"
         rate = device.rate(precision, product=op.product)
         assert rate is not None
-        total += max(op.flops / (rate * 1e12), op.moved / (device.bandwidth_gbs * 1e9))
+        total += max(op.flops / (rate * 1e12), op.bytes_moved / (device.bandwidth_gbs * 1e9))
     return total

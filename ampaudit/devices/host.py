@@ -12,7 +12,7 @@ from ampaudit.devices.catalogue import Device, all_devices, nearest_device
 __all__ = ["Devices", "Host", "HostDevice", "this_machine"]
 
 _CPUINFO = Path("/proc/cpuinfo")
-# flags of /proc/cpuinfo that mean arithmetic in 16 bits, in words
+# descriptions of the flags in /proc/cpuinfo for 16-bit arithmetic
 _FLAGS = {
     "amx_tile": "AMX",
     "amx_bf16": "AMX bfloat16",
@@ -32,10 +32,10 @@ class HostDevice:
 
     Attributes:
         kind: ``cuda``, ``mps`` or ``cpu``.
-        name: as torch or the system calls it.
-        memory_bytes: all of it.
-        facts: what it can do, in words.
-        entry: id of the catalogue's entry for it or else for its generation; null if there is none.
+        name: Name by torch or the system.
+        memory_bytes: Total memory.
+        facts: Capabilities, as text.
+        entry: Catalogue id of the device or of its generation; ``None`` if neither is listed.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class HostDevice:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The devices, and torch's switches that change results in float32 and 16 bits."""
+    """The devices of this machine, and torch's switches that affect results in float32 and 16 bits."""
 
     torch: str
     devices: tuple[HostDevice, ...]
@@ -64,7 +64,7 @@ class Devices:
 
 
 def this_machine() -> Host:
-    """Describe everything that torch can use."""
+    """Describe all devices that torch can use."""
     import torch
 
     cuda = [_cuda(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -98,7 +98,7 @@ def _cpu() -> HostDevice:
     flags = cpu_flags()
     facts = tuple(text for flag, text in _FLAGS.items() if flag in flags)
     entry = "spr" if "amx_tile" in flags else "zen4" if "avx512_bf16" in flags else "cpu"
-    name = _described(_CPUINFO, "model name") or platform.processor() or platform.machine()
+    name = _read_field(_CPUINFO, "model name") or platform.processor() or platform.machine()
     capability = torch.backends.cpu.get_cpu_capability()
     return HostDevice(
         "cpu", name, int(psutil.virtual_memory().total), (f"torch uses {capability}", *facts), entry
@@ -106,12 +106,12 @@ def _cpu() -> HostDevice:
 
 
 def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
-    """Read the instruction sets that Linux lists; empty elsewhere."""
-    return frozenset(_described(path, "flags", "features").split())
+    """Return the CPU flags that Linux lists; empty on other systems."""
+    return frozenset(_read_field(path, "flags", "features").split())
 
 
-def _described(path: Path, *labels: str) -> str:
-    """Read the first of some labels in a system file; empty if it is missing."""
+def _read_field(path: Path, *labels: str) -> str:
+    """Return the first value with one of these labels in a system file; empty if it is missing."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def _described(path: Path, *labels: str) -> str:
 
 
 def _switches() -> dict[str, str]:
-    """Read torch's switches without setting any."""
+    """Describe torch's switches without setting any."""
     import torch
 
     matmul = torch.backends.cuda.matmul

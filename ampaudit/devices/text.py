@@ -17,7 +17,7 @@ __all__ = ["render_catalogue", "render_device", "render_machine"]
 
 
 def render_machine(machine: Host) -> RenderableType:
-    """Render this machine, the advice that follows, and torch's switches."""
+    """Render this machine with advice for each device, and torch's switches."""
     parts: list[RenderableType] = [Text("This machine", "bold")]
     devices = all_devices()
     for host_device in machine.devices:
@@ -41,7 +41,7 @@ def _headline(device: HostDevice) -> Text:
 
 
 def render_catalogue() -> RenderableType:
-    """Render one row per generation, with rates in TFLOPS, and the ids of the other devices."""
+    """Render a table of the generations with rates in TFLOPS, and the ids of the other devices."""
     others = ", ".join(device.id for device in all_devices().values() if device.like)
     return Group(
         Text("What each generation can do: dense TFLOPS, products with float32 accumulation", "bold"),
@@ -66,7 +66,7 @@ def _rate(value: float | None) -> str:
 
 
 def render_device(device: Device) -> RenderableType:
-    """Render all facts about one device."""
+    """Render the details of one device."""
     tensor = device.tensor
     rates = {
         "float32": device.fp32,

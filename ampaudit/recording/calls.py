@@ -1,4 +1,4 @@
-"""Watches the calls of modules while a program runs: of given ones, or of those that it names."""
+"""Records the calls of modules while a program runs: of given modules, or of modules found by name."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _NESTED = threading.local()  # depth of the calls in a thread
 
 
 class Watcher:
-    """Hands the calls of modules to their recordings.
+    """Passes the calls of modules to their recordings.
 
-    A module is given, or named as the program names it: ``pipe.unet`` for an attribute of a variable,
+    A recording without a module finds it by name: ``pipe.unet`` for an attribute of a variable,
     ``encoder.layer.0`` for a submodule of a module that the program calls, or the name of a class.
 
     Args:
-        recordings: by the names of their modules.
+        recordings: Recordings by the name of their module.
 
     Attributes:
-        called: classes of modules that the program calls itself, with the numbers of their calls.
+        called: Number of calls that the program itself makes, by class of module.
+        unknown: Recordings whose module has not been found yet.
     """
 
     def __init__(self, recordings: Mapping[str, Recording]) -> None:
@@ -52,32 +53,32 @@ class Watcher:
         self.unknown = {name: recording for name, recording in recordings.items() if recording.module is None}
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], depth: int) -> None:
-        """Record a call that is about to be made, if it is one of a watched module."""
+        """Record a call before it is made, if its module is watched."""
         if depth == 0:
             self.called[type(module).__name__] += 1
         if self.unknown:
-            self._look_for(module, depth)
+            self._find_modules(module, depth)
         for recording in self.recordings.values():
             if recording.module is module:
                 recording.take(args, kwargs)
 
-    def _look_for(self, module: nn.Module, depth: int) -> None:
+    def _find_modules(self, module: nn.Module, depth: int) -> None:
         for name, recording in list(self.unknown.items()):
             candidate: Any = module if name == type(module).__name__ else None
             if candidate is None and depth == 0:
-                candidate = _attribute(module, name.split(".")) or _variable(name)
+                candidate = _resolve(module, name.split(".")) or _from_variables(name)
             if isinstance(candidate, nn.Module):
                 recording.module = candidate
                 del self.unknown[name]
 
 
 def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call of all modules with the watchers before it."""
+    """Wrap ``nn.Module.__call__`` so that watchers see each call first."""
     process = os.getpid()
 
     @wraps(call)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or os.getpid() != process:  # a child writes no calls
+        if torch.compiler.is_compiling() or os.getpid() != process:  # child processes do not record
             return call(self, *args, **kwargs)
         depth = getattr(_NESTED, "depth", 0)
         for watcher in tuple(_WATCHERS):
@@ -91,8 +92,8 @@ def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def _variable(name: str) -> nn.Module | None:
-    """Return the module that a variable of the program leads to: of the script first, then of functions."""
+def _from_variables(name: str) -> nn.Module | None:
+    """Resolve a dotted name from the variables of the script, and then of its functions, to a module."""
     first, *rest = name.split(".")
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe()
@@ -102,16 +103,16 @@ def _variable(name: str) -> nn.Module | None:
         frame = frame.f_back
     scopes = (scope for frame in reversed(frames) for scope in (frame.f_locals, frame.f_globals))
     for scope in (vars(sys.modules["__main__"]), *scopes):
-        module = _attribute(scope[first], rest) if first in scope else None
+        module = _resolve(scope[first], rest) if first in scope else None
         if isinstance(module, nn.Module):
             return module
     return None
 
 
-def _attribute(owner: Any, path: Sequence[str]) -> Any:
+def _resolve(owner: Any, path: Sequence[str]) -> Any:
     for name in path:
         value = None
-        with suppress(Exception):  # of a property of the program's
+        with suppress(Exception):  # a property may raise anything
             value = getattr(owner, name, None)
         if value is None and name.isdecimal() and isinstance(owner, list | tuple):
             value = owner[int(name)] if int(name) < len(owner) else None
@@ -149,22 +150,22 @@ def record(
 ) -> Any:
     """Record the calls of a module while active, for ``--inputs`` and ``SourceConfig(inputs=...)``.
 
-    The arguments of each call are written before the call is made, as safetensors and JSON. Nothing in the
-    program changes: not its results, not its random numbers, and not the module, which gets no hooks.
+    The arguments of each call are written as safetensors and JSON before the call is made. The program is
+    not affected: results and random numbers stay the same, and the module gets no hooks.
 
     Args:
-        module: the module, or several by name; each of these gets a directory in ``directory``.
-        directory: where to write.
-        config: the options as one record.
-        **options: fields of ``RecordConfig``, which override those of ``config``: ``every=10``, ``first=50``,
+        module: Module, or several by name, each with a subdirectory of ``directory``.
+        directory: Directory to write to.
+        config: Options as one record.
+        **options: Fields of ``RecordConfig``, which override those of ``config``: ``every=10``, ``first=50``,
             ``max_bytes="1GB"``, ``force=True``.
 
     Returns:
-        A context manager that gives the recording, or the recordings by name.
+        A context manager that yields the recording, or the recordings by name.
 
     Raises:
-        UsageError: there is no module.
-        OutputError: the directory exists, or cannot be written.
+        UsageError: There is no module.
+        OutputError: The directory exists or cannot be written.
     """
     chosen = RecordConfig.given(config, options)
     modules = module if isinstance(module, Mapping) else {"": module}
@@ -174,7 +175,7 @@ def record(
                 f"record: {name or 'the module'} is of type {type(one).__name__}",
                 hint="pass the module whose calls are to be recorded, or a dict of modules",
             )
-    recordings = _recordings(tuple(modules), Path(directory), chosen)
+    recordings = _create_recordings(tuple(modules), Path(directory), chosen)
     for name, one in modules.items():
         recordings[name].module = one
         recordings[name].name = name or type(one).__name__
@@ -184,21 +185,21 @@ def record(
 def record_named(
     names: Sequence[str], directory: Path, config: RecordConfig
 ) -> AbstractContextManager[Watcher]:
-    """Record the calls of modules while active, by the names that a program gives them.
+    """Record the calls of modules while active, found by their names in the program.
 
     Raises:
-        OutputError: see ``record``.
+        OutputError: The directory exists or cannot be written.
     """
     folders = names if len(names) > 1 else ("",)
-    recordings = dict(zip(names, _recordings(folders, directory, config).values(), strict=True))
+    recordings = dict(zip(names, _create_recordings(folders, directory, config).values(), strict=True))
     for name, recording in recordings.items():
         recording.name = name
     watcher = Watcher(recordings)
     return _watching(watcher, watcher)
 
 
-def _recordings(names: Sequence[str], directory: Path, config: RecordConfig) -> dict[str, Recording]:
-    """Return recordings in a directory, or of several modules in directories inside it."""
+def _create_recordings(names: Sequence[str], directory: Path, config: RecordConfig) -> dict[str, Recording]:
+    """Create a recording in a directory, or several in its subdirectories."""
     if not names:
         raise UsageError("record: there is no module", hint="name the modules whose calls to record")
     recordings = {}
@@ -219,7 +220,7 @@ def _recordings(names: Sequence[str], directory: Path, config: RecordConfig) -> 
 
 @contextmanager
 def _watching(watcher: Watcher, result: Result) -> Iterator[Result]:
-    """Let a watcher see the calls of all modules; the first of several replaces what torch calls."""
+    """Activate a watcher; the first one patches ``nn.Module.__call__``."""
     with _LOCK:
         if not _WATCHERS:
             _PATCH.enter_context(patched([Replacement(nn.Module, "__call__", _watched(nn.Module.__call__))]))

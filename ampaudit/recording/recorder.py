@@ -1,4 +1,4 @@
-"""Writes the calls of one module to a directory, each complete before the next begins."""
+"""Writes the calls of one module to a directory; each call is complete before the next begins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ampaudit.source.unwrapping import unwrapped
 
 __all__ = ["Recording"]
 
-_MAX_DEPTH = 24  # of nested containers; a reader allows 100 levels of JSON, of which each takes up to four
+_MAX_DEPTH = 24  # of nested containers, each up to four levels of JSON; readers allow 100 levels
 _CACHES = "transformers.cache_utils"  # caches of Transformers are objects with plain attributes
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
 _TORCH_VALUES = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
@@ -43,14 +43,14 @@ _TORCH_VALUES |= {torch.memory_format: "memory_format"}
 _FILE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items() if name != "F4"}
 _ALIGNMENT = 16  # bytes of the largest dtype
 _Described = tuple[torch.Tensor, dict[str, Any]]
-_MIN_FREE = 200_000_000  # bytes of the disk that are left to others
-_MAX_JSON = 5_000_000  # bytes: more values than that may hold, no reader accepts
+_MIN_FREE = 200_000_000  # bytes to leave free on the disk
+_MAX_JSON = 5_000_000  # bytes; readers reject JSON with more values than this may hold
 _LIBRARIES = ("torch", "transformers", "diffusers")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """An entry of the file, and its bytes on the CPU, which belong to the tensors of the call."""
+    """An entry of the file, and its bytes on the CPU, which may share memory with the call's tensors."""
 
     entry: TensorEntry
     data: torch.Tensor
@@ -58,7 +58,7 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The bytes of a storage that a tensor lies in."""
+    """A tensor's byte range in its storage."""
 
     start: int
     stop: int
@@ -67,25 +67,25 @@ class _Span:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for views of the same elements."""
+        """A key that is equal for views of the same elements."""
         return self.start, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
 
 
 def pack_tensors(tensors: Iterable[_Described]) -> list[PackedTensor]:
-    """Lay out tensors; fill the description of each with its place: entry, dtype, shape, strides, offset.
+    """Lay out tensors, and complete their descriptions with entry, dtype, shape, strides and offset.
 
-    Tensors that overlap in memory are stored as the range that they cover, with their strides, so that they
-    share memory again when they are read. A range with large gaps is stored as contiguous copies instead.
+    Tensors that overlap in memory are stored as the range that they cover, so that they share memory again
+    when they are read. A range with large gaps is stored as contiguous copies instead.
     """
     storages: dict[tuple[str, int], list[_Span]] = {}
     for number, (tensor, description) in enumerate(tensors):
-        address = tensor.untyped_storage().data_ptr() or -number - 1  # without elements: alone
+        address = tensor.untyped_storage().data_ptr() or -number - 1  # 0 without elements: each on its own
         storages.setdefault((str(tensor.device), address), []).append(_span(tensor, description))
     packed: list[PackedTensor] = []
     for spans in storages.values():
         for cluster in _clusters(spans):
             _pack(cluster, packed)
-    # entries follow each other without gaps: the widest dtypes first are all aligned
+    # entries follow each other without gaps: with aligned sizes first, all of those are aligned
     return sorted(packed, key=lambda item: -(item.entry.size % _ALIGNMENT == 0))
 
 
@@ -97,7 +97,7 @@ def _span(tensor: torch.Tensor, description: dict[str, Any]) -> _Span:
 
 
 def _clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
-    """Yield groups of spans that overlap."""
+    """Yield groups of overlapping spans."""
     group: list[_Span] = []
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         if group and span.start >= max(other.stop for other in group) and span.key != group[-1].key:
@@ -149,14 +149,15 @@ class Recording:
     """The recording of one module.
 
     Attributes:
-        directory: where it is written.
-        config: its limits.
-        module: the module, once it is known.
-        calls: calls of the module so far.
-        recorded: those that were written.
-        skipped: reasons why others could not be written, with their numbers.
-        bytes: what the files need.
-        stopped: why no further call is written; empty while calls are.
+        directory: Directory of the files.
+        config: Limits.
+        module: Recorded module; ``None`` until it is found.
+        name: Name of the module.
+        calls: Number of calls so far.
+        recorded: Number of recorded calls.
+        skipped: Number of calls that could not be recorded, by reason.
+        bytes: Size of the files.
+        stopped: Why recording has stopped; empty while it goes on.
     """
 
     directory: Path
@@ -175,12 +176,12 @@ class Recording:
         """Reject a directory that cannot or should not be written to.
 
         Raises:
-            OutputError: see ``check_directory``.
+            OutputError: The directory may not be replaced.
         """
         check_directory(self.directory, force=self.config.force, ours=RECORDING)
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record a call that is about to be made; whatever fails, the program goes on."""
+        """Record a call before it is made. Failures are reported but never raised."""
         with self._lock:
             self.calls += 1
             if self.stopped or (self.calls - 1) % self.config.every:
@@ -195,19 +196,19 @@ class Recording:
                 self._stop(str(error.args[0]))
             except OSError as error:
                 self._stop(f"cannot write {describe(self.directory)}: {error.strerror or error}")
-            except Exception as error:  # of the program's own classes, say; a program must not notice
+            except Exception as error:  # the program's own classes may raise anything
                 self._skip(f"{type(error).__name__}: {describe(first_line(error), 150)}")
 
     def close(self) -> None:
-        """Write how many calls there were, after which none may be missing."""
+        """Write the final counts of calls."""
         if self._header:
             counts = {"made": self.calls, "recorded": self.recorded, "skipped": dict(self.skipped)}
-            with suppress(OutputError):  # the calls can be read without it
+            with suppress(OutputError):  # readers do not need the counts
                 self._describe(calls=counts, stopped=self.stopped)
 
     @property
     def summary(self) -> str:
-        """What was recorded, in a line."""
+        """A one-line summary."""
         missed = self.skipped.total()
         words = f"{self.recorded} of {plural(self.calls, 'call')} of {self.name or 'the module'} recorded"
         words += f", {missed} skipped" if missed else ""
@@ -229,11 +230,11 @@ class Recording:
             self._begin()
         place = self.directory / call_file(self.calls)
         if tensors:
-            with _placed(place.with_suffix(".safetensors")) as stream:
+            with _atomic_file(place.with_suffix(".safetensors")) as stream:
                 stream.write(head)
                 for item in tensors:
                     stream.write(item.data.numpy().data)
-        with _placed(place) as stream:  # last: the call is there once this is
+        with _atomic_file(place) as stream:  # last: it marks the call as complete
             stream.write(text)
         self.recorded += 1
         self.bytes += size
@@ -249,7 +250,7 @@ class Recording:
         return bool(self.stopped)
 
     def _begin(self) -> None:
-        """Make the directory, or empty that of an earlier recording."""
+        """Create the directory, or empty that of an earlier recording."""
         self.check()
         if self.directory.is_dir():
             for pattern in (CALL_FILES, CALL_FILES.replace("json", "safetensors"), ".call-*.part"):
@@ -279,19 +280,19 @@ class Recording:
     def _skip(self, reason: str) -> None:
         self.skipped[reason] += 1
         if self.skipped[reason] == 1:
-            _say(f"call {self.calls} of {self.name} is not recorded: {reason}")
+            _report(f"call {self.calls} of {self.name} is not recorded: {reason}")
 
     def _stop(self, reason: str, *, quiet: bool = False) -> None:
         self.stopped = reason
         if not quiet:
-            _say(f"recording of {self.name} stops at call {self.calls}: {reason}")
+            _report(f"recording of {self.name} stops at call {self.calls}: {reason}")
 
 
 def _mode() -> dict[str, Any]:
-    """Return the modes that a call is made in.
+    """Return the gradient and autocast modes of the current call.
 
     Raises:
-        Unstorable: its tensors have no values.
+        Unstorable: The call is being traced or captured, so that its tensors have no values.
     """
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captured or torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -301,13 +302,13 @@ def _mode() -> dict[str, Any]:
     return {"grad": torch.is_grad_enabled(), "autocast": autocast}
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(escape_control(f"ampaudit: {text}"), file=sys.stderr)
 
 
 @contextmanager
-def _placed(path: Path) -> Iterator[BufferedWriter]:
-    """Fill a file beside its place, and rename it: what is in place is whole, also after a crash."""
+def _atomic_file(path: Path) -> Iterator[BufferedWriter]:
+    """Write a temporary file and rename it, so that the file is complete even after a crash."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as stream:
@@ -318,26 +319,30 @@ def _placed(path: Path) -> Iterator[BufferedWriter]:
 
 
 class Unstorable(Exception):
-    """Raised for an argument that a recording cannot hold; the text names it."""
+    """Raised for an argument that cannot be recorded; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCall:
-    """The arguments of a call as JSON; ``tensors`` are those that the JSON describes, with its descriptions.
+    """The arguments of a call as JSON.
 
-    The tensors are the caller's: they have to be written before the call goes on.
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        tensors: Tensors, each with its description in the JSON. They belong to the caller and must be written
+            before the call is made.
     """
 
     args: list[Any]
     kwargs: dict[str, Any]
-    tensors: list[tuple[torch.Tensor, dict[str, Any]]]
+    tensors: list[_Described]
 
 
 def encode_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> EncodedCall:
     """Encode the arguments of a call.
 
     Raises:
-        Unstorable: one of them is an object, a function, a file or the like.
+        Unstorable: An argument is an object, a function, a file or the like.
     """
     encoder = _Encoder()
     positional = [encoder.encode(value, f"input[{index}]") for index, value in enumerate(args)]
@@ -346,7 +351,7 @@ def encode_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> EncodedCall
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class with that of its module, such as ``torch.nn:Linear``."""
+    """Return the qualified name of a class, such as ``torch.nn:Linear``."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -355,7 +360,7 @@ class _Encoder:
     tensors: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
 
     def encode(self, value: Any, place: str, depth: int = 0) -> Any:
-        """Return JSON for a value; what JSON lacks is an object with the kind of value as its key."""
+        """Encode a value; types that JSON lacks become an object with the type as its only key."""
         if depth > _MAX_DEPTH:
             raise Unstorable(f"{describe(place)} is nested more than {_MAX_DEPTH} deep")
         if value is None or isinstance(value, bool):
@@ -423,7 +428,7 @@ class _Encoder:
             raise Unstorable(f"{describe(place)} is {what}")
         if value.is_conj() or value.is_neg():
             value = value.resolve_conj().resolve_neg()
-        description: dict[str, Any] = {}  # filled when the tensor is written
+        description: dict[str, Any] = {}  # completed by pack_tensors
         self.tensors.append((value.detach(), description))
         return description
 
@@ -436,7 +441,7 @@ class _Encoder:
 
 
 def _has_storage(value: torch.Tensor) -> bool:
-    """Return whether a tensor lies in memory: sparse and nested ones, and those inside vmap, do not."""
+    """Return whether a tensor has a strided storage; sparse, nested and vmapped tensors do not."""
     try:
         value.untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -192,7 +192,7 @@ def default_device() -> Device:
 
 def _traffic(count: int) -> OpCost:
     """Return the cost of moving bytes without arithmetic."""
-    return OpCost(flops=0, precision="float32", product=False, moved=count, cast=False)
+    return OpCost(flops=0, precision="float32", product=False, bytes_moved=count, cast=False)
 
 
 def _seconds(op: OpCost, device: Device) -> float | None:
@@ -202,7 +202,7 @@ def _seconds(op: OpCost, device: Device) -> float | None:
 def _price(device: Device | None) -> Callable[[OpCost], float]:
     """Return the seconds of an op on a device, or its bytes without one."""
     if device is None:
-        return lambda op: float(op.moved)
+        return lambda op: float(op.bytes_moved)
     if _seconds(_traffic(1), device) is None:
         raise UsageError(
             f"the catalogue has no rates for {device.id}", hint="name a GPU, or minimise bytes or ops"

@@ -358,7 +358,7 @@ import os, signal, sys, torch, ampaudit
 from torch import nn
 from ampaudit.recording import recorder
 model = nn.Linear(3, 3)
-placed, left = recorder._placed, int(sys.argv[2])
+placed, left = recorder._atomic_file, int(sys.argv[2])
 def dying(path):
     global left
     left -= 1
@@ -366,7 +366,7 @@ def dying(path):
         path.with_name("." + path.name + ".part").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
     return placed(path)
-recorder._placed = dying
+recorder._atomic_file = dying
 with ampaudit.record(model, sys.argv[1]):
     for number in range(5):
         model(torch.full((1, 3), float(number)))
