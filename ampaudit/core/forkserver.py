@@ -167,13 +167,13 @@ def _servers() -> dict[object, _Server]:
     """Return the servers of this process, the least recently used first."""
     servers: dict[object, _Server] = {}
     owner = os.getpid()
-    atexit.register(lambda: _stop_all(servers) if os.getpid() == owner else None)
+
+    def stop_all() -> None:
+        while servers and os.getpid() == owner:
+            servers.popitem()[1].stop()
+
+    atexit.register(stop_all)
     return servers
-
-
-def _stop_all(servers: dict[object, _Server]) -> None:
-    while servers:
-        servers.popitem()[1].stop()
 
 
 def start_forked(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
@@ -106,12 +105,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
     def answer(self, what: str, error: type[AuditError], hint: str) -> Any:

@@ -148,11 +148,7 @@ def is_divisible(config: ScanConfig) -> bool:
 
 
 def refuse_undivided(config: ScanConfig) -> None:
-    """Reject options of audits whose batches cannot be divided among processes.
-
-    Raises:
-        UsageError: Such an option is set.
-    """
+    """Raise a ``UsageError`` for an option of audits whose batches cannot be divided."""
     for option, why in _UNDIVIDED.items():
         if getattr(config, option):
             raise UsageError(

@@ -72,11 +72,7 @@ class FilePart(Share):
         return number % self._count == self._index
 
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
-        """Store the records for ``save``.
-
-        Raises:
-            PartDone: Always: ``ampaudit merge`` does the rest.
-        """
+        """Store the records for ``save``, and end: ``ampaudit merge`` does the rest."""
         del phase, progress
         self._local = local
         raise PartDone
@@ -123,19 +119,11 @@ class PartFile:
         self.part = part_from_json(self._line(), self.name)
 
     def records(self) -> list[RunRecord]:
-        """Read the records of the next batch.
-
-        Raises:
-            InputError: The line does not hold records.
-        """
+        """Read the records of the next batch; the errors are those of ``records_from_json``."""
         return records_from_json(self._line(), self.name)
 
     def check_end(self) -> None:
-        """Check that there is nothing after the last batch.
-
-        Raises:
-            InputError: The file has more lines.
-        """
+        """Raise an ``InputError`` if there are lines after the last batch."""
         if self._line():
             raise InputError(f"{self.name}: more records than batches", hint="write the part again")
 
@@ -216,11 +204,7 @@ class MergedParts(Share):
                 file.check_end()
 
     def describe(self, location: str, identity: Identity) -> None:
-        """Compare the audit with that of the parts.
-
-        Raises:
-            InputError: They differ.
-        """
+        """Raise an ``InputError`` if the audit differs from that of the parts."""
         del location
         if what := identity.difference(self._first.part.identity):
             raise InputError(
@@ -234,11 +218,7 @@ class MergedParts(Share):
         return phase == "re-auditing"
 
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
-        """Return the joined record of all parts for each policy.
-
-        Raises:
-            AuditError: The error of the first batch that could not be audited.
-        """
+        """Return the joined record of all parts for each policy; see ``Share``."""
         del progress
         if phase == "re-auditing":
             return join_parts([local])

@@ -16,13 +16,7 @@ __all__ = ["PipelineShare"]
 
 
 class PipelineShare(RankShare):
-    """Passes all batches through all ranks; the last computes the outputs and rank 0 makes the report.
-
-    Args:
-        board: Board shared by the ranks.
-        rank: Rank of this process.
-        count: Number of processes.
-    """
+    """Passes all batches through all ranks; the last computes the outputs and rank 0 makes the report."""
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
         super().__init__(board, rank, count)

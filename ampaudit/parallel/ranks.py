@@ -97,13 +97,7 @@ class RankShare(Share):
         self._monitor.describe(identity)
 
     def mine(self, phase: str, number: int) -> bool:
-        """Return whether this rank runs a batch.
-
-        Raises:
-            RankLost: Another rank has failed or is lost.
-            InputError: Another rank audits something else.
-            PartDone: Rank 0 has ended.
-        """
+        """Return whether this rank runs a batch, after a check of the other ranks."""
         del phase
         self._board.moved(self.rank)
         if self._monitor.is_due():
@@ -119,13 +113,7 @@ class RankShare(Share):
         return f"{phase}, other ranks at {words}"
 
     def joined(self, phase: str, local: PartRecords, progress: Progress) -> list[RunRecord]:
-        """Return the joined record of all batches for each policy.
-
-        Raises:
-            AuditError: The error of the first batch that could not be audited.
-            RankLost: A rank has failed or is lost.
-            InputError: A rank audits something else.
-        """
+        """Return the joined record of all batches for each policy; see ``Share``."""
         self._passes += 1
         assert self._about is not None, "describe() comes before joined()"
         batches = tuple(sorted(local.records))
@@ -179,12 +167,7 @@ class RankShare(Share):
         return answer.totals
 
     def gathered(self, local: BatchNumbers) -> BatchNumbers:
-        """Return the numbers of all batches, in their order, on rank 0.
-
-        Raises:
-            RankLost: A rank has failed or is lost.
-            PartDone: This is not rank 0.
-        """
+        """Return the numbers of all batches, in their order, on rank 0; end the other ranks."""
         self._gathers += 1
         key, schema = f"gathered/{self._gathers}", _numbers()
         if self.rank > 0:
@@ -202,20 +185,12 @@ class RankShare(Share):
             self._tell(_Answer(task=list(task)))
 
     def tasks(self) -> Iterator[list[str]]:
-        """Yield the commands from rank 0.
-
-        Raises:
-            PartDone: Rank 0 has ended.
-        """
+        """Yield the commands from rank 0 until it ends."""
         while True:
             yield self._next_answer().task
 
     def finish(self) -> None:
-        """End the work of all ranks but the first.
-
-        Raises:
-            PartDone: This is not rank 0.
-        """
+        """End the work of all ranks but rank 0."""
         if self.rank > 0:
             raise PartDone
 
@@ -302,13 +277,7 @@ class _RankState:
 
 
 class RankMonitor:
-    """Detects ranks that have ended, failed, hung, or audit something else.
-
-    Args:
-        board: Board with the heartbeats of the ranks.
-        rank: Rank of this process.
-        count: Number of processes.
-    """
+    """Detects ranks that have ended, failed, hung, or audit something else."""
 
     def __init__(self, board: Board, rank: int, count: int) -> None:
         self._board, self._rank = board, rank

@@ -100,9 +100,6 @@ def records_of_rank(data: bytes, name: str) -> list[RunRecord]:
     """Parse the records sent by another process of this job, in a quarter of the time.
 
     Unlike a file, the output of ``records_to_json`` has no duplicate names or oversized numbers.
-
-    Raises:
-        InputError: The data does not hold records.
     """
     try:
         return _records_schema().validate_json(data)

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from ampaudit.core.errors import PolicyError, did_you_mean
 from ampaudit.core.formats import LOW_PRECISION_NAMES
@@ -20,7 +20,7 @@ from ampaudit.policy.aten_ops import UnknownOp, aten_arguments, expand
 from ampaudit.policy.decide import RuleSet
 from ampaudit.policy.matching import compiled
 from ampaudit.policy.scaling import policy_names, profile, rules_directory
-from ampaudit.policy.schema import Cast, Match, Rule, RuleFile, When
+from ampaudit.policy.schema import Cast, Match, Rule, RuleFile, StrictModel, When
 from ampaudit.policy.yamlfile import YamlDocument, read_yaml
 
 __all__ = ["PLAIN_FP32", "Loaded", "load_file", "load_policy", "load_vocabulary", "plain_fp32"]
@@ -121,17 +121,17 @@ _read_shipped = cache(_read)  # each scan needs CUDA autocast's rules besides it
 
 
 def _parent(document: YamlDocument, index: int, name: str, children: tuple[Path, ...]) -> Loaded:
-    where = document.at(("extends", index))
+    place = ("extends", index)
     chain = (*children, document.path.resolve())
     try:
         path = _find(name, document.path.parent)
     except PolicyError as error:
-        raise PolicyError(f"{where}: {error.args[0]}", hint=error.hint) from error
+        raise document.error(place, str(error.args[0]), error.hint) from error
     if path.resolve() in chain:
         names = " -> ".join(p.stem for p in (*chain[chain.index(path.resolve()) :], path))
-        raise PolicyError(f"{where}: a policy extends itself: {describe(names)}", hint="remove one extends")
+        raise document.error(place, f"a policy extends itself: {describe(names)}", "remove one extends")
     if len(chain) > _MAX_PARENTS:
-        raise PolicyError(f"{where}: more than {_MAX_PARENTS} policies on top of each other")
+        raise document.error(place, f"more than {_MAX_PARENTS} policies on top of each other")
     return _load(path, chain)
 
 
@@ -153,10 +153,8 @@ def _with_inherited(
         ops = {rule.id: parent.ops[rule.id] for rule in additions if rule.id in parent.ops} | ops
     if dropped:
         name = min(dropped)
-        where = document.at(("drop", file.drop.index(name)))
-        raise PolicyError(
-            f"{where}: no inherited rule has the id {describe(name)!r}", hint="see ampaudit rules show"
-        )
+        problem = f"no inherited rule has the id {describe(name)!r}"
+        raise document.error(("drop", file.drop.index(name)), problem, "see ampaudit rules show")
     joined = file.model_copy(update=inherited | {"rules": tuple(rules)})
     return Loaded(document.path, joined, ops, tuple(_warnings(document, file, ops, joined)))
 
@@ -167,7 +165,7 @@ def _expand_rules(document: YamlDocument, file: RuleFile) -> dict[str, frozenset
         try:
             expand_name = load_vocabulary(file.vocabulary).expand
         except PolicyError as error:
-            raise PolicyError(f"{document.at(('vocabulary',))}: {error.args[0]}", hint=error.hint) from error
+            raise document.error(("vocabulary",), str(error.args[0]), error.hint) from error
     ops: dict[str, frozenset[str]] = {}
     for number, rule in enumerate(file.rules):
         names: set[str] = set()
@@ -175,13 +173,11 @@ def _expand_rules(document: YamlDocument, file: RuleFile) -> dict[str, frozenset
             try:
                 names.update(expand_name(name))
             except UnknownOp as error:
-                where = document.at(("rules", number, "match", "op", index))
                 whose = f"the vocabulary {file.vocabulary!r}" if file.vocabulary else "ATen"
+                problem = f"{whose} has no op {describe(name)!r}"
                 suggestion = f"did you mean {error.near!r}? " if error.near else ""
-                raise PolicyError(
-                    f"{where}: {whose} has no op {describe(name)!r}",
-                    hint=f"{suggestion}an op of another library is written library::op",
-                ) from error
+                hint = f"{suggestion}an op of another library is written library::op"
+                raise document.error(("rules", number, "match", "op", index), problem, hint) from error
         if rule.match.op:
             ops[rule.id] = frozenset(names)
     return ops
@@ -219,16 +215,16 @@ def _without_branches(location: Sequence[Any], data: Any) -> tuple[Any, ...]:
 def _check_rules(document: YamlDocument, file: RuleFile, ops: Ops) -> None:
     """Reject duplicate ids, conflicts, rules that never match, and impossible conditions."""
     if file.weights.clip is not None and file.weights.storage != "lower":
-        where = document.at(("weights", "clip"))
-        raise PolicyError(f"{where}: weights are clipped when they are stored: that needs 'storage: lower'")
+        problem = "weights are clipped when they are stored: that needs 'storage: lower'"
+        raise document.error(("weights", "clip"), problem)
     ids: set[str] = set()
     for number, rule in enumerate(file.rules):
         if rule.id in ids:
-            where = document.at(("rules", number, "id"))
-            raise PolicyError(f"{where}: duplicate rule id {describe(rule.id)!r}", hint="rename one")
+            problem = f"duplicate rule id {describe(rule.id)!r}"
+            raise document.error(("rules", number, "id"), problem, "rename one")
         ids.add(rule.id)
         for key, problem in _problems(rule, ops.get(rule.id), file.level):
-            raise PolicyError(f"{document.at(('rules', number, *key))}: {problem}", hint="see docs/rules.md")
+            raise document.error(("rules", number, *key), problem, "see docs/rules.md")
     for measured in (False, True):
         _check_order(document, file, ops, measured)
 
@@ -247,16 +243,12 @@ def _problems(rule: Rule, ops: frozenset[str] | None, level: str) -> Iterator[tu
         try:
             compiled(pattern)
         except ValueError as error:
-            yield (
-                ("match", "layer_regex"),
-                f"{describe(pattern)!r} is not a pattern of RE2: {describe(error)}",
-            )
+            problem = f"{describe(pattern)!r} is not a pattern of RE2: {describe(error)}"
+            yield ("match", "layer_regex"), problem
     for name, specifier in when.versions.items():
         if not _is_specifier(specifier):
-            yield (
-                ("when", "versions", name),
-                f"{describe(specifier)!r} is not a version condition such as '>=2.1,<3'",
-            )
+            problem = f"{describe(specifier)!r} is not a version condition such as '>=2.1,<3'"
+            yield ("when", "versions", name), problem
     yield from _argument_problems(rule, ops)
 
 
@@ -266,16 +258,11 @@ def _argument_problems(rule: Rule, ops: frozenset[str] | None) -> Iterator[tuple
     signatures = {name: aten_arguments(name) for name in ops}
     names = {arg for arguments in signatures.values() if arguments for arg in arguments}
     if names:
-        for place, tested in (("when", rule.when.arguments), ("", rule.arguments)):
+        for place, tested in ((("when",), rule.when.arguments), ((), rule.arguments)):
             for name in set(tested) - names:
-                near = difflib.get_close_matches(name, names, n=1)
-                suggestion = (
-                    f"; did you mean {near[0]!r}?"
-                    if near
-                    else f"; they have {describe(', '.join(sorted(names)), 120)}"
-                )
-                key = (place, "arguments", name) if place else ("arguments", name)
-                yield key, f"no op of this rule has an argument {describe(name)!r}{suggestion}"
+                known = f"they have {describe(', '.join(sorted(names)), 120)}"
+                problem = f"no op of this rule has an argument {describe(name)!r}"
+                yield (*place, "arguments", name), f"{problem}; {did_you_mean(name, names).strip() or known}"
     if rule.cast is Cast.SET_DTYPE:
         lacking = [op for op, arguments in signatures.items() if arguments and "dtype" not in arguments]
         if lacking:
@@ -302,10 +289,9 @@ def _check_order(document: YamlDocument, file: RuleFile, ops: Ops, measured: boo
         if rule.measured is not measured:
             continue
         formats = frozenset(rule.when.dtype) or _BOTH
-        where = document.at(("rules", number, "match"))
         over = [everything[form] for form in formats if form in everything]
         if len(over) == len(formats):
-            raise _never_matches(where, rule, over[0])
+            raise _never_matches(document, number, rule, over[0])
         mine = ops.get(rule.id)
         if mine is None:
             if rule.match == Match() and _is_unconditional(rule.when):
@@ -314,13 +300,12 @@ def _check_order(document: YamlDocument, file: RuleFile, ops: Ops, measured: boo
         deciders = {pair: decided[pair] for op in mine for form in formats if (pair := (op, form)) in decided}
         for (op, _), earlier in sorted(deciders.items(), key=lambda item: item[0]):
             if earlier.cast is not rule.cast:
-                at, other = document.at(("rules", number, "match", "op")), describe(earlier.id)
-                raise PolicyError(
-                    f"{at}: conflict: {op} is {rule.cast} here and {earlier.cast} in rule {other!r}",
-                    hint="remove it from one of them, or give the first a condition",
-                )
+                other = describe(earlier.id)
+                problem = f"conflict: {op} is {rule.cast} here and {earlier.cast} in rule {other!r}"
+                hint = "remove it from one of them, or give the first a condition"
+                raise document.error(("rules", number, "match", "op"), problem, hint)
         if mine and len(deciders) == len(mine) * len(formats):
-            raise _never_matches(where, rule, next(iter(deciders.values())))
+            raise _never_matches(document, number, rule, next(iter(deciders.values())))
         if _is_unconditional(rule.when) and rule.match.model_fields_set <= {"op"}:
             for op in mine:
                 decided |= {(op, form): rule for form in formats if (op, form) not in decided}
@@ -330,12 +315,10 @@ def _is_unconditional(when: When) -> bool:
     return when.model_fields_set <= {"dtype"}
 
 
-def _never_matches(where: str, rule: Rule, earlier: Rule) -> PolicyError:
+def _never_matches(document: YamlDocument, number: int, rule: Rule, earlier: Rule) -> PolicyError:
     name, other = describe(rule.id), describe(earlier.id)
-    return PolicyError(
-        f"{where}: rule {name!r} can never match: rule {other!r} above decides all of its ops",
-        hint="move it up, or remove it",
-    )
+    problem = f"rule {name!r} can never match: rule {other!r} above decides all of its ops"
+    return document.error(("rules", number, "match"), problem, "move it up, or remove it")
 
 
 def _warnings(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFile) -> Iterator[str]:
@@ -358,16 +341,12 @@ def _warnings(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFile
             yield f"{document.path}: the inherited rule {describe(rule.id)!r} can no longer match"
 
 
-class _Unmapped(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Unmapped(StrictModel):
     why: str
     ops: tuple[str, ...]
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _File(StrictModel):
     name: str
     title: str
     ops: dict[str, tuple[str, ...]]
@@ -416,7 +395,7 @@ def load_vocabulary(name: str) -> Vocabulary:
         file = _File.model_validate(document.data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise PolicyError(f"{document.at(first['loc'])}: {first['msg']}") from error
+        raise document.error(first["loc"], first["msg"]) from error
     ops = {entry: _aten_ops(document, entry, names) for entry, names in file.ops.items()}
     return Vocabulary(ops | {name: () for group in file.unmapped for name in group.ops})
 
@@ -427,8 +406,6 @@ def _aten_ops(document: YamlDocument, entry: str, names: tuple[str, ...]) -> tup
         try:
             ops.extend(expand(name))
         except UnknownOp as error:
-            where = document.at(("ops", entry, index))
-            raise PolicyError(
-                f"{where}: ATen has no op {error}", hint=f"did you mean {error.near}?"
-            ) from error
+            hint = f"did you mean {error.near}?"
+            raise document.error(("ops", entry, index), f"ATen has no op {error}", hint) from error
     return tuple(dict.fromkeys(ops))

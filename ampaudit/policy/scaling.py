@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from ampaudit.core.errors import PolicyError, did_you_mean
 from ampaudit.core.formats import BFLOAT16, NumberFormat
 from ampaudit.core.untrusted import describe
-from ampaudit.policy.schema import LossScale
+from ampaudit.policy.schema import LossScale, StrictModel
 from ampaudit.policy.yamlfile import read_yaml
 
 __all__ = [
@@ -26,10 +26,8 @@ __all__ = [
 ]
 
 
-class LossScaleProfile(BaseModel):
+class LossScaleProfile(StrictModel):
     """A system's loss scale, and the source of its constants."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str
     source: str

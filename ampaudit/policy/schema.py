@@ -24,6 +24,7 @@ __all__ = [
     "Reason",
     "Rule",
     "RuleFile",
+    "StrictModel",
     "Text",
     "WeightPolicy",
     "When",
@@ -49,10 +50,16 @@ class _Unset:
 UNSET = _Unset()
 
 
-class NumericCondition(BaseModel):
+class StrictModel(BaseModel):
+    """A frozen model that rejects unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NumericCondition(StrictModel):
     """Limits on a number: ``min`` and ``max`` include their value, ``above`` and ``below`` do not."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     min: float | None = None
     max: float | None = None
@@ -81,10 +88,10 @@ class NumericCondition(BaseModel):
         )
 
 
-class ArgTest(BaseModel):
+class ArgTest(StrictModel):
     """A test of one argument; all given keys must hold."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     equals: Scalar = None
     any_of: tuple[Scalar, ...] = Field(default=(), alias="in")
@@ -160,11 +167,7 @@ class Reason(StrEnum):
     SEMANTICS = "semantics"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Match(_Strict):
+class Match(StrictModel):
     """The ops that a rule is about: all given keys must match, by any of their entries."""
 
     op: tuple[Text, ...] = Field(
@@ -182,7 +185,7 @@ class Match(_Strict):
     site: tuple[Text, ...] = Field(default=(), description="globs over site ids, as reports print them")
 
 
-class EvidenceCondition(_Strict):
+class EvidenceCondition(StrictModel):
     """Limits on measured magnitudes; a rule with one is a measured rule."""
 
     weight_peak: NumericCondition | None = Field(default=None, description="largest |w| of the op's weights")
@@ -201,7 +204,7 @@ class EvidenceCondition(_Strict):
     )
 
 
-class When(_Strict):
+class When(StrictModel):
     """Conditions under which a rule applies."""
 
     dtype: tuple[LowPrecisionDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
@@ -218,7 +221,7 @@ class When(_Strict):
     consumer: Literal["float32"] | None = Field(default=None, description="such an op uses the output")
 
 
-class Rule(_Strict):
+class Rule(StrictModel):
     """One rule; the first rule that matches an op decides."""
 
     id: Text
@@ -245,7 +248,7 @@ class Rule(_Strict):
         return self.cast in COLORS
 
 
-class KeepFp32(_Strict):
+class KeepFp32(StrictModel):
     """Parameters and buffers that stay in float32 when weights are stored in 16 bits."""
 
     module: tuple[Text, ...] = Field(default=(), description="their module's class, or a base of it")
@@ -255,14 +258,14 @@ class KeepFp32(_Strict):
     dtype: tuple[LowPrecisionDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
 
 
-class Constants(_Strict):
+class Constants(StrictModel):
     """The clipping of finite weights outside the range (inf, NaN and 0 stay)."""
 
     max_finite: float = Field(gt=0)
     min_positive: float = Field(ge=0)
 
 
-class WeightPolicy(_Strict):
+class WeightPolicy(StrictModel):
     """How the converted model stores weights, takes inputs and returns outputs."""
 
     storage: Literal["float32", "lower", "rounded"] = Field(
@@ -298,7 +301,7 @@ class WeightPolicy(_Strict):
 USUAL_START = 65536.0
 
 
-class LossScale(_Strict):
+class LossScale(StrictModel):
     """The loss scale in training.
 
     A dynamic scale starts at ``init``; it is multiplied by ``growth`` after ``interval`` steps without
@@ -326,14 +329,14 @@ class LossScale(_Strict):
         return self.hysteresis if isinstance(self.hysteresis, int) else 1
 
 
-class Defaults(_Strict):
+class Defaults(StrictModel):
     """The treatment of ops that no rule mentions."""
 
     cast: Literal[Cast.FOLLOW, Cast.LOWER, Cast.FLOAT32, Cast.NARROWEST] = Cast.FOLLOW
     why: Text = "no rule mentions this op: ordinary type promotion of its inputs"
 
 
-class RuleFile(_Strict):
+class RuleFile(StrictModel):
     """A whole policy."""
 
     name: Name

@@ -48,6 +48,10 @@ class YamlDocument:
                 break
         return _where(self.path, mark)
 
+    def error(self, location: Sequence[Any], problem: str, hint: str | None = None) -> PolicyError:
+        """Return an error about the value at a path."""
+        return PolicyError(f"{self.at(location)}: {problem}", hint=hint)
+
 
 def read_yaml(path: Path) -> YamlDocument:
     """Read a YAML file that holds a mapping.
@@ -91,29 +95,19 @@ def _reject_unsafe(text: str, path: Path) -> None:
     """Reject aliases, tags, huge numbers and deep nesting before any value is built."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
-            raise PolicyError(
-                f"{_where(path, event.start_mark)}: YAML aliases are not allowed in a rule file",
-                hint="write the value out",
-            )
-        if isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None) not in (None, "!"):
-            raise PolicyError(
-                f"{_where(path, event.start_mark)}: YAML tags are not allowed in a rule file",
-                hint="a rule file is plain data: remove the tag",
-            )
-        if isinstance(event, yaml.ScalarEvent) and _LONG_NUMBER.match(event.value):
-            raise PolicyError(
-                f"{_where(path, event.start_mark)}: a number of more than 100 digits",
-                hint="quote it if it is none",
-            )
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > MAX_DEPTH:
-            raise PolicyError(
-                f"{_where(path, event.start_mark)}: nested too deeply", hint="see docs/rules.md"
-            )
+            problem, hint = "YAML aliases are not allowed in a rule file", "write the value out"
+        elif isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None) not in (None, "!"):
+            problem = "YAML tags are not allowed in a rule file"
+            hint = "a rule file is plain data: remove the tag"
+        elif isinstance(event, yaml.ScalarEvent) and _LONG_NUMBER.match(event.value):
+            problem, hint = "a number of more than 100 digits", "quote it if it is none"
+        elif depth > MAX_DEPTH:
+            problem, hint = "nested too deeply", "see docs/rules.md"
+        else:
+            continue
+        raise PolicyError(f"{_where(path, event.start_mark)}: {problem}", hint=hint)
 
 
 def _reject_duplicate_keys(root: yaml.Node, path: Path) -> None:

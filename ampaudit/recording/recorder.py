@@ -215,11 +215,15 @@ class Recording:
         return f"{words} in {describe(self.directory)} ({format_bytes(self.bytes)})"
 
     def _write(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: dict[str, Any]) -> None:
-        encoded = encode_call(args, kwargs)
-        tensors = pack_tensors(encoded.tensors)
+        encoder = _Encoder()
+        call = {
+            "call": self.calls,
+            "args": [encoder.encode(value, f"input[{index}]") for index, value in enumerate(args)],
+            "kwargs": {name: encoder.encode(value, name) for name, value in kwargs.items()},
+        }
+        tensors = pack_tensors(encoder.tensors)
         head, _ = laid_out([item.entry for item in tensors], {})
         assert self.module is not None
-        call = {"call": self.calls, "args": encoded.args, "kwargs": encoded.kwargs}
         text = json.dumps({**call, "training": self.module.training, **mode}, allow_nan=False).encode()
         if len(text) > _MAX_JSON:
             raise Unstorable(f"its texts and numbers need {format_bytes(len(text))}")
@@ -322,34 +326,6 @@ class Unstorable(Exception):
     """Raised for an argument that cannot be recorded; the message names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedCall:
-    """The arguments of a call as JSON.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        tensors: Tensors, each with its description in the JSON. They belong to the caller and must be written
-            before the call is made.
-    """
-
-    args: list[Any]
-    kwargs: dict[str, Any]
-    tensors: list[_Described]
-
-
-def encode_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> EncodedCall:
-    """Encode the arguments of a call.
-
-    Raises:
-        Unstorable: An argument is an object, a function, a file or the like.
-    """
-    encoder = _Encoder()
-    positional = [encoder.encode(value, f"input[{index}]") for index, value in enumerate(args)]
-    keywords = {name: encoder.encode(value, name) for name, value in kwargs.items()}
-    return EncodedCall(positional, keywords, encoder.tensors)
-
-
 def class_name(kind: type) -> str:
     """Return the qualified name of a class, such as ``torch.nn:Linear``."""
     return f"{kind.__module__}:{kind.__qualname__}"
@@ -357,10 +333,21 @@ def class_name(kind: type) -> str:
 
 @dataclass(slots=True)
 class _Encoder:
-    tensors: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+    """Encodes the arguments of a call as JSON.
+
+    Attributes:
+        tensors: Tensors of the call with their descriptions in the JSON. They belong to the caller and must
+            be written before the call is made.
+    """
+
+    tensors: list[_Described] = field(default_factory=list)
 
     def encode(self, value: Any, place: str, depth: int = 0) -> Any:
-        """Encode a value; types that JSON lacks become an object with the type as its only key."""
+        """Encode a value; types that JSON lacks become an object with the type as its only key.
+
+        Raises:
+            Unstorable: The value is an object, a function, a file or the like.
+        """
         if depth > _MAX_DEPTH:
             raise Unstorable(f"{describe(place)} is nested more than {_MAX_DEPTH} deep")
         if value is None or isinstance(value, bool):
