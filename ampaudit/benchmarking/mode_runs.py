@@ -42,7 +42,7 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
     run = ModeRun(row)
     try:
         torch.manual_seed(setup.seed)
-        before = _allocated(setup.device)
+        before = int(torch.cuda.memory_allocated(setup.device)) if setup.device.type == "cuda" else 0
         runner = build_mode(mode, setup)
         batch = moved(setup.source.batches[0], setup.device, runner.dtype)
         output = runner.forward(batch)
@@ -51,7 +51,8 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
         live = live_bytes(runner.model, runner.optimizer)
         peak = measure_peak(lambda: runner.step(batch), live, setup.device)
         run.runner, run.batch = runner, batch
-        run.output = tuple(t.detach().float().cpu() for t in _floats(output))
+        floats = (t for t in tensor_leaves((output,), {}) if t.is_floating_point())
+        run.output = tuple(t.detach().float().cpu() for t in floats)
         row = replace(row, how=runner.how, peak_bytes=peak.total - before, workspace_bytes=peak.workspace)
         row = replace(row, metric=_metric(setup, output))
         run.row = _with_prediction(row, runner, setup)
@@ -74,11 +75,6 @@ def _failed(row: BenchRow, error: Exception) -> BenchRow:
     memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text
     status: Literal["out of memory", "failed"] = "out of memory" if memory else "failed"
     return replace(row, status=status, note=f"{type(error).__name__}: {text}")
-
-
-def _allocated(device: torch.device) -> int:
-    """Return the bytes that other modes have allocated on a GPU; 0 on a CPU."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
 def _with_prediction(row: BenchRow, runner: ModeRunner, setup: BenchSetup) -> BenchRow:
@@ -133,10 +129,6 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _floats(output: Any) -> list[torch.Tensor]:
-    return [t for t in tensor_leaves((output,), {}) if t.is_floating_point()]
 
 
 def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:

@@ -140,7 +140,9 @@ def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
     if mode == "autocast":
         return _autocast(setup)
     if mode == "tf32":
-        _check_tf32(setup.device)
+        device = setup.device
+        if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+            raise NotSupported("TF32 needs an NVIDIA GPU of compute capability 8.0 or later")
         return _eager(setup, "float32, products in TF32", lambda: tf32(allowed=True))
     if mode in _STORED:
         dtype = _STORED[mode]
@@ -213,11 +215,6 @@ def _compiled(setup: BenchSetup) -> ModeRunner:
     except Exception as error:
         raise NotSupported(f"torch.compile: {type(error).__name__}: {first_line(error)}") from error
     return runner
-
-
-def _check_tf32(device: torch.device) -> None:
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
-        raise NotSupported("TF32 needs an NVIDIA GPU of compute capability 8.0 or later")
 
 
 def batch_size_of(batch: Batch) -> int:

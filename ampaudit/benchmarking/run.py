@@ -13,7 +13,6 @@ from ampaudit.benchmarking.config import BenchConfig
 from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, release_memory, start_run, time_step
 from ampaudit.benchmarking.modes import (
     BenchSetup,
-    ModeRunner,
     NotSupported,
     batch_size_of,
     build_mode,
@@ -156,8 +155,11 @@ def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, s
         if not target.memory_gb:
             return None, ""
         limit = target.memory_gb * 1e9
-        runner = _any_size_runner(mode, setup)
-        if runner is None:
+        try:
+            runner = build_mode(mode, setup)
+        except NotSupported:
+            return None, ""
+        if holds_graph(runner.model):  # which accepts only the batch size of its trace
             return None, ""
         return (
             lambda size: predict_step(runner, setup, size=size)[0].peak <= limit,
@@ -174,15 +176,6 @@ def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, s
         return fits
 
     return measured_fits, "measured"
-
-
-def _any_size_runner(mode: str, setup: BenchSetup) -> ModeRunner | None:
-    """Build a mode that accepts any batch size; ``None`` if it cannot."""
-    try:
-        runner = build_mode(mode, setup)
-    except NotSupported:
-        return None
-    return None if holds_graph(runner.model) else runner
 
 
 def search(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:

@@ -181,6 +181,9 @@ class _Worker:
         folder.mkdir()
         self._request, self._limits = request, ChildLimits(limits.timeout, limits.memory)
         self._result = folder / "result.json"
+        environment = child_environment()
+        if limits.jobs > 1:  # divide the cores among the processes
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // limits.jobs))
         question = folder / "request.json"
         question.write_bytes(TypeAdapter(Request).dump_json(request))
         self.process = ChildProcess(
@@ -188,7 +191,7 @@ class _Worker:
             str(question),
             str(self._result),
             log=folder / "stderr",
-            environment={**child_environment(), **_threads(limits.jobs)},
+            environment=environment,
         )
 
     def poll(self) -> TargetResult | None:
@@ -211,8 +214,3 @@ class _Worker:
 
     def _spent(self) -> dict[str, Any]:
         return {"seconds": round(self.process.seconds, 2), "peak_bytes": self.process.peak_bytes}
-
-
-def _threads(jobs: int) -> dict[str, str]:
-    """Return the environment that divides the cores among parallel processes."""
-    return {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}

@@ -64,6 +64,9 @@ def load_policy(name_or_path: str | Path) -> RuleSet:
     Args:
         name_or_path: Name of a shipped policy, or path of a rule file.
 
+    Returns:
+        The policy.
+
     Raises:
         PolicyError: The name is unknown, or the file is unreadable or invalid (with line and column).
     """

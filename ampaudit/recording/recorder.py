@@ -32,6 +32,7 @@ from ampaudit.core.version import __version__
 from ampaudit.recording.config import RecordConfig
 from ampaudit.source.calls import structure_of
 from ampaudit.source.unwrapping import unwrapped
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["Recording"]
 
@@ -123,7 +124,7 @@ def _pack(cluster: Sequence[_Span], packed: list[PackedTensor]) -> None:
 def _store(cluster: Sequence[_Span], start: int, stop: int, packed: list[PackedTensor]) -> None:
     name, tensor = str(len(packed)), cluster[0].tensor
     dtypes = {span.tensor.dtype for span in cluster}
-    kind = _FILE_NAMES.get(_name_of(tensor.dtype), "U8") if len(dtypes) == 1 else "U8"
+    kind = _FILE_NAMES.get(dtype_name(tensor.dtype), "U8") if len(dtypes) == 1 else "U8"
     width = 1 if kind == "U8" else tensor.dtype.itemsize
     alone = len({span.key for span in cluster}) == 1 and tensor.is_contiguous() and kind != "U8"
     shape = tuple(tensor.shape) if alone else ((stop - start) // width,)
@@ -133,15 +134,11 @@ def _store(cluster: Sequence[_Span], start: int, stop: int, packed: list[PackedT
     for span in cluster:
         span.description.update(
             tensor=name,
-            dtype=_name_of(span.tensor.dtype),
+            dtype=dtype_name(span.tensor.dtype),
             shape=list(span.tensor.shape),
             stride=list(span.tensor.stride()),
             offset=(span.start - start) // span.tensor.dtype.itemsize,
         )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(slots=True)
@@ -302,7 +299,7 @@ def _mode() -> dict[str, Any]:
     if captured or torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise Unstorable("it is being traced or captured")
     devices = [name for name in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(name)]
-    autocast = {name: str(torch.get_autocast_dtype(name)).removeprefix("torch.") for name in devices}
+    autocast = {name: dtype_name(torch.get_autocast_dtype(name)) for name in devices}
     return {"grad": torch.is_grad_enabled(), "autocast": autocast}
 
 
