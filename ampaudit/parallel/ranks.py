@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from typing import NoReturn
 
 from pydantic import ConfigDict, TypeAdapter
@@ -63,14 +62,8 @@ class _Answer:
     task: list[str] = field(default_factory=list)
 
 
-@cache
-def _schema() -> TypeAdapter[_Answer]:
-    return TypeAdapter(_Answer)
-
-
-@cache
-def _numbers() -> TypeAdapter[BatchNumbers]:
-    return TypeAdapter(BatchNumbers, config=ConfigDict(ser_json_inf_nan="constants"))
+_ANSWER = TypeAdapter(_Answer)
+_NUMBERS = TypeAdapter(BatchNumbers, config=ConfigDict(ser_json_inf_nan="constants"))
 
 
 class RankShare(Share):
@@ -169,14 +162,14 @@ class RankShare(Share):
     def gathered(self, local: BatchNumbers) -> BatchNumbers:
         """Return the numbers of all batches, in their order, on rank 0; end the other ranks."""
         self._gathers += 1
-        key, schema = f"gathered/{self._gathers}", _numbers()
+        key = f"gathered/{self._gathers}"
         if self.rank > 0:
-            self._board.put(f"{key}/{self.rank}", schema.dump_json(local))
+            self._board.put(f"{key}/{self.rank}", _NUMBERS.dump_json(local))
             raise PartDone
         numbers = dict(local)
         for rank in range(1, self.count):
             self._wait_for(f"{key}/{rank}", rank)
-            numbers |= schema.validate_json(self._board.take(f"{key}/{rank}"))
+            numbers |= _NUMBERS.validate_json(self._board.take(f"{key}/{rank}"))
         return dict(sorted(numbers.items()))
 
     def tell(self, *task: str) -> None:
@@ -230,11 +223,11 @@ class RankShare(Share):
         """Send an answer to all ranks, and restart their time limits."""
         self._monitor.restart()
         self._answers += 1
-        self._board.put(f"answer/{self._answers}", _schema().dump_json(answer, exclude_defaults=True))
+        self._board.put(f"answer/{self._answers}", _ANSWER.dump_json(answer, exclude_defaults=True))
 
     def _next_answer(self) -> _Answer:
         self._answers += 1
-        answer = _schema().validate_json(self._wait_for(f"answer/{self._answers}", 0))
+        answer = _ANSWER.validate_json(self._wait_for(f"answer/{self._answers}", 0))
         if answer.failure is not None:
             raise answer.failure.as_error()
         return answer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -63,14 +62,18 @@ class AuditPart:
     words: tuple[str, ...] = ()
 
 
+_PART = TypeAdapter(AuditPart)
+_RECORDS = TypeAdapter(list[RunRecord])
+
+
 def part_to_json(part: AuditPart) -> bytes:
     """Serialize the description of a part, in one line."""
-    return _part_schema().dump_json(part)
+    return _PART.dump_json(part)
 
 
 def records_to_json(records: Sequence[RunRecord]) -> bytes:
     """Serialize the records of a batch in one line, without fields at their defaults."""
-    return _records_schema().dump_json(list(records), exclude_defaults=True)
+    return _RECORDS.dump_json(list(records), exclude_defaults=True)
 
 
 def part_from_json(data: bytes, name: str) -> AuditPart:
@@ -84,7 +87,7 @@ def part_from_json(data: bytes, name: str) -> AuditPart:
         raise InputError(f"{name}: not a part of an audit", hint=_HOW)
     if isinstance(schema := value.get("schema"), int) and schema > SCHEMA:
         raise InputError(f"{name}: written by a newer ampaudit", hint="merge with that version")
-    return _validate(_part_schema(), value, name)
+    return _validate(_PART, value, name)
 
 
 def records_from_json(data: bytes, name: str) -> list[RunRecord]:
@@ -93,7 +96,7 @@ def records_from_json(data: bytes, name: str) -> list[RunRecord]:
     Raises:
         InputError: The data does not hold records.
     """
-    return _validate(_records_schema(), _parse(data, name), name)
+    return _validate(_RECORDS, _parse(data, name), name)
 
 
 def records_of_rank(data: bytes, name: str) -> list[RunRecord]:
@@ -102,7 +105,7 @@ def records_of_rank(data: bytes, name: str) -> list[RunRecord]:
     Unlike a file, the output of ``records_to_json`` has no duplicate names or oversized numbers.
     """
     try:
-        return _records_schema().validate_json(data)
+        return _RECORDS.validate_json(data)
     except ValidationError as error:
         raise _invalid(error, name) from None
 
@@ -125,13 +128,3 @@ def _invalid(error: ValidationError, name: str) -> InputError:
     problem = error.errors()[0]
     place = ".".join(map(str, problem["loc"]))[:80]
     return InputError(f"{name}: {place}: {problem['msg']}", hint=_HOW)
-
-
-@cache
-def _part_schema() -> TypeAdapter[AuditPart]:
-    return TypeAdapter(AuditPart)
-
-
-@cache
-def _records_schema() -> TypeAdapter[list[RunRecord]]:
-    return TypeAdapter(list[RunRecord])
