@@ -288,13 +288,8 @@ def _temporary(
     """Yield a new file or directory, locked while this process lives, and remove it at the end.
 
     Leftovers of dead processes are removed first. Another process may take the new one for a leftover before
-    it is locked; then the next attempt creates another.
-
-    Args:
-        make: Creates the file or directory, with the arguments of ``tempfile.mkdtemp``.
-        parent: Directory to create it in.
-        prefix: Prefix of its name.
-        leftovers: Prefix of leftovers to remove; ``prefix`` by default.
+    it is locked; then the next attempt creates another. ``make`` takes the arguments of ``tempfile.mkdtemp``;
+    ``leftovers`` is the prefix of the names to remove, by default the same.
     """
     _remove_leftovers(parent, leftovers or prefix)
     create = partial(make, suffix=SUFFIX, prefix=prefix, dir=parent)

@@ -44,11 +44,11 @@ class NumberFormat:
     """A binary floating-point format.
 
     Attributes:
-        name: the torch dtype's name.
-        fraction_bits: explicit bits of the significand.
-        min_exponent: exponent of the smallest normal number, so that it is ``2**min_exponent``.
-        max: largest finite value.
-        has_inf: whether overflow gives infinity (otherwise it gives NaN).
+        name: Name of the torch dtype.
+        fraction_bits: Explicit bits of the significand.
+        min_exponent: Exponent of the smallest normal number, which is ``2**min_exponent``.
+        max: Largest finite value.
+        has_inf: Whether overflow gives infinity (otherwise it gives NaN).
     """
 
     name: str

@@ -66,10 +66,21 @@ class Sandbox:
     ) -> None:
         self._limits = limits
         self._resources = ExitStack()
+        imports = (target.partition(":")[0], *imports)
+        order = {"target": target, "imports": imports, "limits": asdict(limits), "request": request}
         try:
             self._folder = self._resources.enter_context(temporary_directory("ampaudit-sandbox-"))
-            self._process = self._start(
-                target, request, environment or {}, (target.partition(":")[0], *imports)
+            self.folder.mkdir()
+            (self._folder / REQUEST).write_text(json.dumps(order), encoding="utf-8")
+            self._process = ChildProcess(
+                "ampaudit.core.sandboxed:answer_request",
+                str(self._folder / REQUEST),
+                str(self.folder),
+                log=self._folder / "log",
+                environment=_environment() | (environment or {}),
+                variables=dict.fromkeys(_FOLDERS, str(self.folder)),
+                imports=imports,
+                folder=self.folder,
             )
         except OSError as error:
             self._resources.close()
@@ -78,24 +89,6 @@ class Sandbox:
                 hint="free some space, or set TMPDIR to another directory",
             ) from error
         self._resources.callback(self._process.stop)
-
-    def _start(
-        self, target: str, request: Any, environment: dict[str, str], imports: Sequence[str]
-    ) -> ChildProcess:
-        scratch = self.folder
-        scratch.mkdir()
-        order = {"target": target, "imports": imports, "limits": asdict(self._limits), "request": request}
-        (self._folder / REQUEST).write_text(json.dumps(order), encoding="utf-8")
-        return ChildProcess(
-            "ampaudit.core.sandboxed:answer_request",
-            str(self._folder / REQUEST),
-            str(scratch),
-            log=self._folder / "log",
-            environment=_environment() | environment,
-            variables=dict.fromkeys(_FOLDERS, str(scratch)),
-            imports=imports,
-            folder=scratch,
-        )
 
     @property
     def folder(self) -> Path:

@@ -1,3 +1,3 @@
-"""Describes accelerators in a catalogue, and this machine, and estimates what ops cost on them."""
+"""A catalogue of accelerators, a description of this machine, and cost estimates for ops."""
 
 from __future__ import annotations

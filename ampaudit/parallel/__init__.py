@@ -1,1 +1,1 @@
-"""Shares the batches of an audit among processes and machines, and joins what they record."""
+"""Divides the batches of an audit among processes and machines, and joins their records."""

@@ -64,7 +64,10 @@ def _apply_neighbor_rules(
 ) -> list[Decision]:
     """Apply rules about neighbors to a fixed point; sites are only ever promoted to float32."""
     users = _users_of([site.inputs for site in sites])
-    wide = _widths(decisions, sites)
+    wide: list[bool] = []  # whether each result is float32, first by the decisions alone
+    for decision, site in zip(decisions, sites, strict=True):
+        by_inputs = decision.cast in _BY_INPUTS and any(wide[i] for i in site.inputs)
+        wide.append(decision.cast in _FLOAT32 or by_inputs)
     pending = deque(range(len(sites)))
     while pending:
         index = pending.popleft()
@@ -83,15 +86,6 @@ def _apply_neighbor_rules(
                 decisions[index] = decision
             pending.extend([*sites[index].inputs, *users[index]])
     return decisions
-
-
-def _widths(decisions: Sequence[Decision], sites: Sequence[PlanSite]) -> list[bool]:
-    """Return for each op whether its result is float32 by the decisions alone."""
-    wide: list[bool] = []
-    for decision, site in zip(decisions, sites, strict=True):
-        by_inputs = decision.cast in _BY_INPUTS and any(wide[i] for i in site.inputs)
-        wide.append(decision.cast in _FLOAT32 or by_inputs)
-    return wide
 
 
 def color(colors: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]:
