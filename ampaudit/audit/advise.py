@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ampaudit.audit.advice import AdviceContext, Proposal, diff_of, proposals
 from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text
 from ampaudit.audit.advice.combined import combined_policy
-from ampaudit.audit.advice.interface import Kept
+from ampaudit.audit.advice.interface import Exemption
 from ampaudit.audit.advice.limits import LimitedStreams
 from ampaudit.audit.advice.pytorch import code_of_dtype, with_code
 from ampaudit.audit.checks import CheckContext, Finding
@@ -42,7 +42,7 @@ def advised(
 ) -> tuple[tuple[Finding, ...], CombinedPolicy | None]:
     """Return the findings with the smallest changes that remove each of the first errors, and one for all.
 
-    Where nothing helps, an error has the changes that were tried.
+    An error that no change removes has the changes that were tried.
     """
     assert plan.rules is not None
     errors = errors_of(findings)
@@ -56,18 +56,17 @@ def advised(
         settings.on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
         tried[id(finding)] = advisor.trials(finding)
     form = context.number_format.name
-    shown = tuple(_with(f, tried[id(f)], form) if id(f) in tried else f for f in findings)
-    return shown, combined_policy(attempts, findings, advisor.kept)
+    annotated = tuple(_with_trials(f, tried[id(f)], form) if id(f) in tried else f for f in findings)
+    return annotated, combined_policy(attempts, findings, advisor.exemptions)
 
 
-def _with(finding: Finding, tried: tuple[Trial, ...], form: str) -> Finding:
-    """Add what was tried; where nothing helps, general advice gives way to what is left to do."""
-    found = replace(finding, tried=tried)
-    if not found.unhelped or found.code not in UNNAMED:
-        return found
-    return replace(
-        found, advice=f"nothing that was tried helps: change the code so that its values stay within {form}"
-    )
+def _with_trials(finding: Finding, tried: tuple[Trial, ...], form: str) -> Finding:
+    """Add the trials to a finding; if none helps, they refute its general advice, which is replaced."""
+    result = replace(finding, tried=tried)
+    if not result.unhelped or result.code not in UNNAMED:
+        return result
+    advice = f"nothing that was tried helps: change the code so that its values stay within {form}"
+    return replace(result, advice=advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,62 +74,63 @@ class _Advisor:
     """Tries changes for one finding after the other.
 
     Attributes:
-        before: the sites of the errors without any change.
-        errors: how many there are.
-        limited: streams that a limit acts on.
-        kept: by the site of a finding, what a rule keeps to remove it.
-        attempted: rescaled weights that were tried: those of one stream cure all errors on it.
+        attempts: Runs the model under changes.
+        before: Sites of the errors without a change.
+        errors: Number of errors without a change.
+        limited: Streams that a limit acts on.
+        exemptions: Exemption that removes a finding, by the finding's site.
+        rescales: Attempts to rescale weights, by code: one that fixes a stream fixes all errors on it.
     """
 
     attempts: Attempts
     before: frozenset[SiteId]
     errors: int
     limited: LimitedStreams
-    kept: dict[SiteId, Kept] = field(default_factory=dict)
-    attempted: dict[str, Attempt | None] = field(default_factory=dict)
+    exemptions: dict[SiteId, Exemption] = field(default_factory=dict)
+    rescales: dict[str, Attempt | None] = field(default_factory=dict)
 
     def trials(self, finding: Finding) -> tuple[Trial, ...]:
         """Return the smallest change that removes a finding, and one of another kind; cures come first.
 
-        If none does, return those that were tried.
+        If no change removes it, return those that were tried.
         """
-        found: list[Trial] = []
+        successes: list[Trial] = []
         failed: list[Trial] = []
         for alternatives in proposals(self.attempts.subject, finding):
-            if sum(trial.outcome == "cure" for trial in found) == SHOWN:
+            if sum(trial.outcome == "cure" for trial in successes) == SHOWN:
                 break
-            if any(trial.kind == alternatives[0].kind for trial in found):
+            if any(trial.kind == alternatives[0].kind for trial in successes):
                 continue
-            tried = [(self._tried(p, finding), p) for p in alternatives]
+            tried = [(self._try(p, finding), p) for p in alternatives]
             failed += (trial for trial, _ in tried if trial.outcome == "failed")
             best = _best([trial for trial, _ in tried if trial.outcome != "failed"])
             if best is not None:
                 proposal = next(p for trial, p in tried if trial is best)
-                self.kept.update((finding.site, kept) for kept in proposal.kept)
-                found.append(replace(best, code=self._code(proposal, finding, best)))
+                self.exemptions.update((finding.site, exemption) for exemption in proposal.exemptions)
+                successes.append(replace(best, code=self._code(proposal, finding, best)))
         # cures first, and of fixes rules, which combine
-        if all(trial.kind != "rescale" for trial in found):
+        if all(trial.kind != "rescale" for trial in successes):
             limited = self.limited.trial(finding, self.before)
-            found[:0] = [limited] if limited is not None else []
-        found.sort(key=lambda t: 0 if t.outcome == "cure" else 1 + (t.kind == "rescale"))
-        return tuple(found[:SHOWN] or failed)
+            successes[:0] = [limited] if limited is not None else []
+        successes.sort(key=lambda t: 0 if t.outcome == "cure" else 1 + (t.kind == "rescale"))
+        return tuple(successes[:SHOWN] or failed)
 
-    def _tried(self, proposal: Proposal, finding: Finding) -> Trial:
-        """Try a change; it fails unless it removes the finding and keeps the user's function."""
+    def _try(self, proposal: Proposal, finding: Finding) -> Trial:
+        """Try a change; it fails unless it removes the finding and preserves the model's function."""
         attempt = self._attempt(proposal)
         before, settings = self.attempts.subject.context, self.attempts.settings
-        begun = _text(before, finding, self.errors)
-        trial = Trial(proposal.kind, proposal.change, proposal.paste, begun, NOT_RUN, "failed")
+        summary = _text(before, finding, self.errors)
+        trial = Trial(proposal.kind, proposal.change, proposal.paste, summary, NOT_RUN, "failed")
         if attempt is None:
             return trial
-        sites = {f.site for f in attempt.left}
+        sites = {f.site for f in attempt.errors}
         helps = attempt.keeps and finding.site not in sites and sites <= self.before
-        left = len(attempt.left)
+        remaining = len(attempt.errors)
         return replace(
             trial,
-            after=_text(attempt.context, finding, left),
-            outcome=("fix" if left else "cure") if helps else "failed",
-            left=left,
+            after=_text(attempt.context, finding, remaining),
+            outcome=("fix" if remaining else "cure") if helps else "failed",
+            left=remaining,
             before_db=decibels(before),
             after_db=decibels(attempt.context),
             diff=diff_of(proposal) if settings.diff and not self.attempts.source.names_files else "",
@@ -139,37 +139,38 @@ class _Advisor:
     def _attempt(self, proposal: Proposal) -> Attempt | None:
         if proposal.kind != "rescale":
             return self.attempts.run(proposal)
-        if proposal.paste not in self.attempted:
-            self.attempted[proposal.paste] = self.attempts.run(proposal)
-        return self.attempted[proposal.paste]
+        if proposal.paste not in self.rescales:
+            self.rescales[proposal.paste] = self.attempts.run(proposal)
+        return self.rescales[proposal.paste]
 
     def _code(self, proposal: Proposal, finding: Finding, trial: Trial) -> str:
-        """Return a change as PyTorch code; empty where the code does less than the change."""
+        """Return a change as PyTorch code; empty if the code helps less than the change."""
         subject = self.attempts.subject
-        written = with_code(subject, proposal.kept) if proposal.kept else None
+        candidate = with_code(subject, proposal.exemptions) if proposal.exemptions else None
         if proposal.dtype is not None:
-            written = code_of_dtype(subject, proposal.dtype)
-        if written is None:
+            candidate = code_of_dtype(subject, proposal.dtype)
+        if candidate is None:
             return ""
-        code, same = written
+        code, same = candidate
         if same.rules is subject.rules and same.model is None:
             return code  # it is the change that was tried
-        done = self._tried(same, finding)
-        return code if done.outcome != "failed" and _best((done, trial)) is done else ""
+        retrial = self._try(same, finding)
+        return code if retrial.outcome != "failed" and _best((retrial, trial)) is retrial else ""
 
 
 def _best(tried: Sequence[Trial]) -> Trial | None:
     """Return the first of the most accurate alternatives; cures before fixes."""
     cures = [trial for trial in tried if trial.outcome == "cure"] or list(tried)
-    found = [EXACT_DB if trial.after_db is None else min(trial.after_db, EXACT_DB) for trial in cures]
-    return next((t for t, db in zip(cures, found, strict=True) if db >= max(found) - ALIKE_DB), None)
+    accuracies = [EXACT_DB if trial.after_db is None else min(trial.after_db, EXACT_DB) for trial in cures]
+    enough = max(accuracies, default=0.0) - ALIKE_DB
+    return next((trial for trial, db in zip(cures, accuracies, strict=True) if db >= enough), None)
 
 
 def _text(context: CheckContext, finding: Finding, errors: int) -> str:
     """Summarize a run in one line: the site, the outputs against the FP32 model, and the number of errors."""
-    site, seen = context.site.get(finding.site), context.observed(finding.site)
-    where = dtype_name(site.dtype) if site is not None else "gone"
-    values = f"{finding.site} in {where}" if site is not None else f"{finding.site} is gone"
-    if seen.elements:
-        values += f", peak {format_number(seen.ref_peak)}" + (f", {seen.bad} inf or NaN" if seen.bad else "")
+    site, stats = context.site.get(finding.site), context.observed(finding.site)
+    values = f"{finding.site} {f'in {dtype_name(site.dtype)}' if site is not None else 'is gone'}"
+    if stats.elements:
+        values += f", peak {format_number(stats.ref_peak)}"
+        values += f", {stats.bad} inf or NaN" if stats.bad else ""
     return f"{values}; {outputs_text(context, errors)}"

@@ -26,14 +26,13 @@ def beside(reference: ModelSource, against: Any, options: SourceConfig) -> Model
     """Return the audited model, with the inputs of its reference and the reference itself.
 
     Args:
-        reference: whose outputs are right.
-        against: the audited model, its location, or its opened source.
-        options: how the reference was opened; inputs and weights are the reference's alone.
+        reference: Model with the correct outputs.
+        against: The audited model, its location, or its opened source.
+        options: Options that the reference was opened with; its inputs and weights are not shared.
 
     Raises:
-        InputError: the inputs of the two models do not fit.
+        InputError: The inputs of the two models do not match.
     """
-    own = SourceConfig(seed=options.seed, train=options.train, trust=options.trust)
     if isinstance(against, nn.Module):
         against = auditable(against)
         stored = {t.dtype for t in against.state_dict().values() if t.is_floating_point()}
@@ -42,8 +41,11 @@ def beside(reference: ModelSource, against: Any, options: SourceConfig) -> Model
             batch.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t) for batch in reference.batches
         )
         audited = ModelSource(type(against).__name__, "object", against, batches)
+    elif isinstance(against, ModelSource):
+        audited = against
     else:
-        audited = against if isinstance(against, ModelSource) else open_source(str(against), own)
+        loading = SourceConfig(seed=options.seed, train=options.train, trust=options.trust)
+        audited = open_source(str(against), loading)
     template = audited.batches[0] if audited.batches else reference.batches[0]
     places = _places(reference, audited, template)
     batches = tuple(_filled(template, batch, places) for batch in reference.batches)
@@ -54,56 +56,56 @@ def beside(reference: ModelSource, against: Any, options: SourceConfig) -> Model
 
 
 def _places(reference: ModelSource, audited: ModelSource, template: Batch) -> tuple[int, ...]:
-    """Return for each input of the audited model the place of the reference's: by name, or else in order."""
-    given = _named(reference.model, reference.batches[0])
-    wanted = _named(audited.model, template)
-    if set(wanted) <= set(given):
-        places = tuple(list(given).index(name) for name in wanted)
-    elif len(wanted) == len(given):
-        places = tuple(range(len(wanted)))
+    """Match each input of the audited model to one of the reference, by name or else in order."""
+    available = _named_tensors(reference.model, reference.batches[0])
+    required = _named_tensors(audited.model, template)
+    if set(required) <= set(available):
+        places = tuple(list(available).index(name) for name in required)
+    elif len(required) == len(available):
+        places = tuple(range(len(required)))
     else:
         raise InputError(
-            f"{describe(audited.location)} takes {len(wanted)} inputs ({describe(', '.join(wanted))}), and "
-            f"{describe(reference.location)} {len(given)} ({describe(', '.join(given))})",
+            f"{describe(audited.location)} takes {len(required)} inputs ({describe(', '.join(required))}), "
+            f"and {describe(reference.location)} {len(available)} ({describe(', '.join(available))})",
             hint="compare models with the same inputs",
         )
-    for (name, tensor), place in zip(wanted.items(), places, strict=True):
-        other, known = list(given.items())[place]
-        if tensor.ndim != known.ndim or tensor.is_floating_point() != known.is_floating_point():
+    for (name, tensor), place in zip(required.items(), places, strict=True):
+        other, counterpart = list(available.items())[place]
+        if tensor.ndim != counterpart.ndim or tensor.is_floating_point() != counterpart.is_floating_point():
             raise InputError(
                 f"the input {describe(name)} is {_shown(tensor)} in {describe(audited.location)}, and "
-                f"{describe(other)} {_shown(known)} in {describe(reference.location)}",
+                f"{describe(other)} {_shown(counterpart)} in {describe(reference.location)}",
                 hint="compare models with the same inputs",
             )
     return places
 
 
 def _filled(template: Batch, batch: Batch, places: tuple[int, ...]) -> Batch:
-    """Return a batch of the audited model's form with the reference's values, in the dtypes that it takes."""
-    given = tensor_leaves(batch.args, batch.kwargs)
+    """Fill the audited model's batch structure with the reference's values, cast to its dtypes."""
+    values = tensor_leaves(batch.args, batch.kwargs)
     leaves, structure = pytree.tree_flatten((template.args, template.kwargs))
     remaining = iter(places)
     filled = [
-        given[next(remaining)].to(leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        values[next(remaining)].to(leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
     args, kwargs = pytree.tree_unflatten(filled, structure)
     return Batch(args, kwargs, name=batch.name)
 
 
-def _named(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+def _named_tensors(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a batch by the names of the model's parameters, in order."""
     try:
         names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind <= 1]
     except (TypeError, ValueError):
         names = []
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     positional = (
         (names[i] if i < len(names) else f"input[{i}]", value) for i, value in enumerate(batch.args)
     )
     for name, value in (*positional, *batch.kwargs.items()):
         leaves = tensor_leaves((value,), {})
-        found |= {name if len(leaves) == 1 else f"{name}[{i}]": leaf for i, leaf in enumerate(leaves)}
-    return found
+        tensors |= {name if len(leaves) == 1 else f"{name}[{i}]": leaf for i, leaf in enumerate(leaves)}
+    return tensors
 
 
 def _shown(tensor: torch.Tensor) -> str:

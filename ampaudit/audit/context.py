@@ -40,10 +40,10 @@ def context_of(
 
 def _weights(audit: Audit) -> tuple[WeightRange, ...]:
     """Return the ranges of 16-bit weights; those measured in the run are not read again."""
-    seen = audit.record.observations
-    peaks = {s.weight: seen[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in seen}
-    ranges = (found for converted in audit.every for found in weight_ranges(converted, peaks))
-    return tuple({found.name: found for found in ranges}.values())
+    stats = audit.record.observations
+    peaks = {s.weight: stats[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in stats}
+    ranges = (each for converted in audit.every for each in weight_ranges(converted, peaks))
+    return tuple({each.name: each for each in ranges}.values())
 
 
 def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:

@@ -45,16 +45,16 @@ def as_source(
     """Return a model with its batches.
 
     Args:
-        model: in memory; or loaded already; or where it is to be loaded from.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; for a sweep, a
-            function that makes one of a given size.
-        batches: several batches instead.
-        options: how to load it.
-        most: the number of batches to take at most, of a loader that never ends.
+        model: Model in memory, loaded source, or location to load from.
+        inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; for a sweep, a
+            function that returns a batch of a given size.
+        batches: Several batches instead.
+        options: Options for loading the model.
+        most: Maximum number of batches to take, for loaders that never end.
 
     Raises:
-        InputError: there are no inputs, or a batch is something else.
-        AuditError: the model cannot be loaded; see ``open_source``.
+        InputError: There are no inputs, or a batch has the wrong type.
+        AuditError: The model cannot be loaded; see ``open_source``.
     """
     if options is not None and not isinstance(options, SourceConfig):
         raise UsageError(f"source is of type {type(options).__name__}", hint="pass a SourceConfig")
@@ -62,16 +62,16 @@ def as_source(
         raise InputError("give either inputs or batches, not both", hint=_HOW)
     options = options or SourceConfig()
     sized: Sized | None = None
-    given: Iterable[Any] | None
+    items: Iterable[Any] | None
     if callable(inputs):
-        sized, given = partial(_sized, inputs), _sized(inputs, options.input_sizes or {})
-        options = options.changed(input_sizes=None)  # not of the functions in the model's file
+        sized, items = partial(_sized, inputs), _sized(inputs, options.input_sizes or {})
+        options = options.changed(input_sizes=None)  # these sizes are not for the model file's functions
     else:
-        given = [inputs] if inputs is not None else _several(batches)
+        items = [inputs] if inputs is not None else _several(batches)
     if isinstance(model, nn.Module):
         model = auditable(model)
         source = ModelSource(type(model).__name__, "object", model, ())
-        model = source if given is not None else _with_inputs(source, options)
+        model = source if items is not None else _with_inputs(source, options)
     elif not isinstance(model, ModelSource | str | Path):
         called = isinstance(model, type) and issubclass(model, nn.Module)
         hint = f"pass an instance: {model.__name__}(...)" if called else "pass a module or a path"
@@ -79,29 +79,33 @@ def as_source(
     elif not isinstance(model, ModelSource):
         with preserved():
             model = open_source(str(model), options)
-    if given is None:
+    if items is None:
         return model
-    made = runnable(model.model, model.location)
-    found = tuple(map(_batch, islice(given, most)))
-    return replace(model, model=made, batches=found, inputs=GIVEN, sized=sized)
+    return replace(
+        model,
+        model=runnable(model.model, model.location),
+        batches=tuple(map(_batch, islice(items, most))),
+        inputs=GIVEN,
+        sized=sized,
+    )
 
 
 def _sized(function: SizedInputs, sizes: Mapping[str, int]) -> tuple[Batch, ...]:
     """Call the user's function for inputs of a size."""
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
     for axis in sizes:
-        if axis not in known:
-            raise unknown_axis(axis, list(known), f"write def inputs({axis}): ...")
+        if axis not in parameters:
+            raise unknown_axis(axis, list(parameters), f"write def inputs({axis}): ...")
     if not sizes:
         raise InputError("inputs is a function", hint=f"{_ONE}; with sweep, a function of the axis")
     with calling_user_code("inputs()"):
-        made = function(**sizes)
-    return (_batch(made),)
+        inputs = function(**sizes)
+    return (_batch(inputs),)
 
 
-def _with_inputs(source: ModelSource, options: SourceConfig | None) -> ModelSource:
+def _with_inputs(source: ModelSource, options: SourceConfig) -> ModelSource:
     """Give a model in memory the inputs that the options name."""
-    if options is None or options.inputs is None:
+    if options.inputs is None:
         raise InputError("give either inputs or batches", hint=_HOW)
     options.check()
     model = runnable(source.model, source.location)
@@ -111,32 +115,30 @@ def _with_inputs(source: ModelSource, options: SourceConfig | None) -> ModelSour
 
 
 def check_trained(model: Any, optimizer: Any) -> None:
-    """Refuse what a training loop cannot have, such as the location of a model.
+    """Check that a training loop passes a module and an optimizer, not, for example, a path.
 
     Raises:
-        UsageError: one of the two is something else.
+        UsageError: One of the two has the wrong type.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the model is of type {type(model).__name__}", hint="pass the module that is trained"
         )
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        what = type(optimizer).__name__
         raise UsageError(
-            f"the optimizer is of type {what}", hint="pass one of torch.optim, made from the model"
+            f"the optimizer is of type {type(optimizer).__name__}",
+            hint="pass one of torch.optim, made from the model",
         )
 
 
 def _several(batches: Any) -> Iterable[Any] | None:
-    """Check what is given as several batches: a tensor would be taken apart, row by row."""
+    """Reject values that are not several batches, such as a tensor, which would be split into rows."""
     if batches is None or (
         isinstance(batches, Iterable) and not isinstance(batches, torch.Tensor | Mapping | str)
     ):
         return batches
-    what = type(batches).__name__
-    raise InputError(
-        f"batches is of type {what}", hint=f"pass a list or a loader of batches; for one, {_ONE}"
-    )
+    hint = f"pass a list or a loader of batches; for one, {_ONE}"
+    raise InputError(f"batches is of type {type(batches).__name__}", hint=hint)
 
 
 def _batch(item: Any) -> Batch:

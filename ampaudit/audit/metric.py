@@ -17,15 +17,15 @@ from ampaudit.trace.isolation import call_unchanged
 
 __all__ = ["Outputs", "mean_metric", "metric_of", "metrics_of", "within_drop"]
 
-Outputs = Mapping[int, Mapping[str, tuple[Any, Any]]]  # of each batch, by name: FP32's, the 16-bit run's
+Outputs = Mapping[int, Mapping[str, tuple[Any, Any]]]  # by batch and name: in FP32 and in 16 bits
 
 
 def metric_of(source: ModelSource, outputs: Outputs, share: Share = ALONE) -> tuple[float, float]:
     """Return the metric's means over the batches of all machines, in FP32 and in 16 bits.
 
     Raises:
-        InputError: the metric gives no number.
-        PartDone: another machine has the means.
+        InputError: The metric does not return a number.
+        PartDone: Another machine computes the means.
     """
     return mean_metric(share.gathered(metrics_of(source, outputs)).values())
 
@@ -34,17 +34,17 @@ def metrics_of(source: ModelSource, outputs: Outputs) -> BatchNumbers:
     """Return the metric of each batch, in FP32 and in 16 bits.
 
     Raises:
-        InputError: the metric gives no number.
+        InputError: The metric does not return a number.
     """
     assert source.metric is not None
-    found: BatchNumbers = {}
+    values: BatchNumbers = {}
     for number, pairs in outputs.items():
         batch = source.batches[number]
         with calling_user_code(source.location):  # for the structure of its output
-            made = call_unchanged(source.model, batch.args, batch.kwargs, seed=number)
+            output = call_unchanged(source.model, batch.args, batch.kwargs, seed=number)
         sides = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
-        found[number] = [_metric(source.metric, _with(made, tensors), batch) for tensors in sides]
-    return found
+        values[number] = [_metric(source.metric, _with(output, tensors), batch) for tensors in sides]
+    return values
 
 
 def mean_metric(batches: Collection[Sequence[float]]) -> tuple[float, float]:
@@ -54,23 +54,20 @@ def mean_metric(batches: Collection[Sequence[float]]) -> tuple[float, float]:
 
 
 def within_drop(exact: float, lower: float, drop: float) -> bool:
-    """Return whether a metric is at most ``drop`` below FP32's, but for the rounding of the difference."""
+    """Return whether a metric is at most ``drop`` below FP32's, up to rounding."""
     return exact - lower <= drop + 1e-12 * max(1.0, abs(exact))
 
 
 def _with(output: Any, tensors: Mapping[str, Any]) -> Any:
-    """Replace the tensors of an output by those of a run; the rest, such as a cache, stays."""
+    """Replace the tensors of an output by those of a run; other parts, such as a cache, stay."""
     names = {id(tensor): name for name, tensor in flatten_outputs(output)}
     leaves, spec = pytree.tree_flatten(output)
-    changed = [
-        _float(tensors[names[id(leaf)]]) if names.get(id(leaf)) in tensors else leaf for leaf in leaves
-    ]
-    return pytree.tree_unflatten(changed, spec)
-
-
-def _float(value: Any) -> Any:
-    """Widen 16-bit values to float32, in which any metric can be computed on any device."""
-    return value.float().cpu() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    for place, leaf in enumerate(leaves):
+        if names.get(id(leaf)) in tensors:
+            value = tensors[names[id(leaf)]]
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            leaves[place] = value.float().cpu() if is_float else value  # which every metric supports
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _metric(metric: Callable[..., Any], output: Any, batch: Batch) -> float:

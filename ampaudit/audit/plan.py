@@ -86,19 +86,19 @@ def trace_under(
     """Trace the first batch under a policy, after an FP32 run if rules need measurements; with notes.
 
     Raises:
-        AuditError: see ``ampaudit.core.errors``.
+        AuditError: See ``ampaudit.core.errors``.
     """
     author = load_policy("torch-cuda")
-    seen: dict[SiteId, Measurement] = {}
+    measurements: dict[SiteId, Measurement] = {}
     notes: tuple[str, ...] = ()
     if rules.measured:
         setting = RunConfig(rules, author, form, where, seed, reference_only=True)
-        seen, sites = measure(source.model, source.batches, setting, on_progress)
-        promoted = promoted_sites(rules, sites, seen)
+        measurements, sites = measure(source.model, source.batches, setting, on_progress)
+        promoted = promoted_sites(rules, sites, measurements)
+        sites_text = plural(len(promoted), "site")
         count = len(source.batches)
-        batches = "1 batch" if count == 1 else f"{count} batches"
-        batches += of_made_up(source.inputs)
-        notes = (f"{plural(len(promoted), 'site')} promoted by measured rules, after {batches} in FP32",)
+        batches = ("1 batch" if count == 1 else f"{count} batches") + of_made_up(source.inputs)
+        notes = (f"{sites_text} promoted by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
     more: dict[str, Any] = {"seed": seed, "path": PathTracing.FALLBACK}
-    return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen, **more), notes
+    return trace(source.model, batch.args, batch.kwargs, rules, author, form, measurements, **more), notes

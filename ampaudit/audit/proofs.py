@@ -1,4 +1,4 @@
-"""The bound pass of a scan, and ``scan --static``, which proves without running."""
+"""Proves bounds in a scan, and without a run for ``scan --static``."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Leaves = list[list[torch.Tensor]]
 
 
 def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: ScanConfig) -> BoundTable:
-    """Return the bounds that hold in every graph of an audit: a site is proved if it is in each.
+    """Return the bounds that hold in every graph of an audit; a site is proved if it is proved in each.
 
     Raises:
-        UsageError: an assumption about an input that the model does not have.
+        UsageError: An assumption names an input that the model does not have.
     """
     started = time.perf_counter()
     tables = []
@@ -51,40 +51,40 @@ def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: Sca
 
 
 def _inputs(traced: TracedModel, batches: Sequence[Batch]) -> Leaves:
-    """Return the inputs of batches with as many tensors as the graph takes, in any shapes."""
-    taken = len(traced.signature)
-    alike = [batch for batch in batches if len(input_signature(batch.args, batch.kwargs)) == taken]
+    """Return the inputs of the batches that have as many tensors as the graph takes."""
+    count = len(traced.signature)
+    alike = [batch for batch in batches if len(input_signature(batch.args, batch.kwargs)) == count]
     return [tensor_leaves(batch.args, batch.kwargs) for batch in alike]
 
 
 def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
     """Compare each bound with the run, if the batches satisfy the proofs' assumptions.
 
-    Sites after the first that went wrong are left out: proofs speak of values that no overflow has touched.
+    Sites after the first broken one are left out: proofs do not cover values after an overflow.
 
     Raises:
-        ProofBroken: a run computed what was proved to be impossible.
+        ProofBroken: The run contradicts a proof.
     """
     table = context.bounds
     assert table is not None
     if not all(contains(table.assumed, traced, _inputs(traced, batches)) for traced in context.flow.every):
         return
     for site in context.sites:
-        found, seen = table.bounds.get(site.id), context.record.observations.get(site.id)
+        proof, stats = table.bounds.get(site.id), context.record.observations.get(site.id)
         form = format_of(site.dtype)
-        if found is not None and seen is not None and form is not None:
-            largest = found.peak * (1 + form.eps) + form.min_subnormal
-            if seen.peak > largest or (found.proved and seen.bad):
-                raise _broken(site, found, seen)
+        if proof is not None and stats is not None and form is not None:
+            largest = proof.peak * (1 + form.eps) + form.min_subnormal
+            if stats.peak > largest or (proof.proved and stats.bad):
+                raise _broken(site, proof, stats)
         if site.id in context.origin_sites:
             break
 
 
-def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
+def _broken(site: Site, proof: Bound, stats: Observation) -> ProofBroken:
     computed = (
-        f"{seen.bad} values that are inf or NaN" if seen.bad else f"a value of {format_number(seen.peak)}"
+        f"{stats.bad} values that are inf or NaN" if stats.bad else f"a value of {format_number(stats.peak)}"
     )
-    what = f"{site.id} is proved to stay below {format_number(found.peak)}, but the run computed {computed}"
+    what = f"{site.id} is proved to stay below {format_number(proof.peak)}, but the run computed {computed}"
     versions = f"ampaudit {__version__}, torch {torch.__version__}"
     where = f"{site.op}, output {tuple(site.shape)} in {site.dtype}, {versions}"
     hint = f"this is a defect of ampaudit; please report these lines ({where}) and, if possible, the model"
@@ -92,10 +92,10 @@ def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
 
 
 def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
-    """Return an audit that is traced for the shapes of its batches but not run; its record is empty.
+    """Return an audit that is traced for the shapes of its batches but not run, with an empty record.
 
     Raises:
-        AuditError: the model cannot be exported; there is no batch to show the shapes.
+        AuditError: The model cannot be exported, or there is no batch to trace with.
     """
     if not source.batches:
         raise InputError("there is no batch", hint="--static runs nothing, but needs the inputs' shapes")

@@ -1,4 +1,4 @@
-"""Rescales the residual streams of a model that overflow, as long as FP32 computes the same bits."""
+"""Rescales the residual streams of a model that overflow, without changing a bit of its FP32 results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RescaledModel:
     """A model whose streams were rescaled.
 
     Attributes:
-        source: the changed model.
-        audited: its audit.
-        changes: of its weights and eps.
-        refused: by site at which a value leaves the range, why nothing was done.
+        source: The changed model.
+        audited: Audit of the changed model.
+        changes: Changes of weights and eps.
+        refused: Reason why a site whose value leaves the range could not be rescaled, by site.
     """
 
     source: ModelSource
@@ -41,16 +41,16 @@ def rescaled_model(source: ModelSource, rules: RuleSet, settings: ScanConfig) ->
     """Audit a model, and rescale each stream that overflows or is promoted for its range.
 
     Raises:
-        AuditError: see ``audit_policies``.
+        AuditError: See ``audit_policies``.
     """
     changes: list[ResidualRescale] = []
     refused: dict[SiteId, str] = {}
     (audited,) = audit_policies(source, [rules], settings)
     while len(changes) < _STREAMS:
-        found = next(_changes(source, audited, rules, settings, refused), None)
-        if found is None:
+        step = next(_changes(source, audited, rules, settings, refused), None)
+        if step is None:
             break
-        source, audited, change = found
+        source, audited, change = step
         changes.append(change)
     return RescaledModel(source, audited, tuple(changes), refused)
 
@@ -62,10 +62,10 @@ def _changes(
     settings: ScanConfig,
     refused: dict[SiteId, str],
 ) -> Iterator[tuple[ModelSource, Audited, ResidualRescale]]:
-    """Yield models with a rescaled stream on which a value leaves the range; note what is refused."""
+    """Yield models with a rescaled stream, and record the sites that cannot be rescaled in ``refused``."""
     audit = audited.audit
     flow, form = Flow(*(each.traced for each in audit.every)), low_precision_format(settings.dtype)
-    peaks = {site: seen.ref_peak for site, seen in audit.record.observations.items()}
+    peaks = {site: stats.ref_peak for site, stats in audit.record.observations.items()}
     sites = {site.id: site for site in audit.sites}
     failing = [origin.site for origin in audit.record.origins]
     stored = source.model.state_dict().keys()

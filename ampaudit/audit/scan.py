@@ -50,7 +50,7 @@ from ampaudit.trace.loss import WithLoss, item_apart
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
 
 _WHOLE = ("static", "backward", "steps", "sensitivity", "against")
-_OF_HOST = 0.5  # of what is free; the rest is for others, and for what the run itself needs
+_OF_HOST = 0.5  # of the free memory; the rest is for other processes and for the run itself
 _OF_DEVICE = 0.8
 
 
@@ -138,14 +138,14 @@ def scan(
 
 
 def as_converted(
-    source: ModelSource, policies: list[RuleSet], config: ScanConfig, given: Collection[str]
+    source: ModelSource, policies: list[RuleSet], config: ScanConfig, explicit: Collection[str]
 ) -> tuple[list[RuleSet], ScanConfig]:
-    """Scan a model that has its casts in its program as it is, unless options say otherwise."""
+    """Set the policy and dtype for a model whose program contains its casts, unless options set them."""
     if source.kind == "converted" or source.dtype is not None or source.reference is not None:
-        policies = policies if "policy" in given else [load_policy(AS_IS)]
+        policies = policies if "policy" in explicit else [load_policy(AS_IS)]
         stored = {tensor.dtype for tensor in source.model.state_dict().values()}
         low = "bfloat16" if {torch.bfloat16, torch.float16} & stored == {torch.bfloat16} else config.dtype
-        dtype = config.dtype if "dtype" in given else source.dtype or low
+        dtype = config.dtype if "dtype" in explicit else source.dtype or low
         config = config.changed(dtype=dtype)
     return policies, config
 
@@ -154,7 +154,7 @@ def scan_policies(source: ModelSource, policies: Sequence[Rules], config: ScanCo
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
 
     def audited(at: ModelSource) -> list[Report]:
-        return [found.report for found in audit_policies(at, policies, config)]
+        return [each.report for each in audit_policies(at, policies, config)]
 
     with using_twins(config.twins):
         return swept(source, config, audited) if config.sweep else audited(source)
@@ -171,7 +171,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
     config.check()
     source = with_plain_weights(source)
     form, where = low_precision_format(config.dtype), pick_device(config.device, audits=True)
-    hidden = tuple(map(option, config.ignore))
+    ignored = tuple(map(option, config.ignore))
     rule_sets = [rules_of(policy).for_environment(environment_of(where)) for policy in policies]
     author = load_policy("torch-cuda")
     subjects = [None if config.ranges else rules for rules in rule_sets]
@@ -218,36 +218,31 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         audits, before = [static_audit(source, plan) for plan in plans], []
     else:
         audits, before = run_audits(source.model, source.batches, plans, config.on_progress, share), []
-    made: list[Audited] = []
+    results: list[Audited] = []
     for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
-        asked = config.prove or config.static or config.stress > 0
-        table = prove(audit, source.batches, plan, config) if asked else None
+        proving = config.prove or config.static or config.stress > 0
+        table = prove(audit, source.batches, plan, config) if proving else None
         context = context_of(audit, form, config, table)
         if table is not None and not config.static and not contract.words:
             compare_with_run(context, source.batches)
-        found = run_checks(context, ALL_CHECKS)
-        hiding = (*hidden, *comments_in(() if source.names_files else context.sites))
-        shown = suppressed(found, hiding)
+        findings = run_checks(context, ALL_CHECKS)
+        hiding = (*ignored, *comments_in(() if source.names_files else context.sites))
+        findings = suppressed(findings, hiding)
         combined = None
         tries = (config.advise or config.diff) and not config.ranges and not config.static
         if tries:
-            shown, combined = advised(shown, source, plan, context, config, hiding)
-        report = _report(audit, context, shown, (source, rules, config))
+            findings, combined = advised(findings, source, plan, context, config, hiding)
+        report = _report(audit, context, findings, (source, rules, config))
         report = replace(report, combined=combined, advised=tries)
         if config.sensitivity:
-            report = replace(report, sensitivity=sensitivity_of(audit, probes[len(made)][-1], form))
+            report = replace(report, sensitivity=sensitivity_of(audit, probes[len(results)][-1], form))
         if before:
-            usual_context = context_of(before[len(made)], form, config.changed(contract=""))
+            usual_context = context_of(before[len(results)], form, config.changed(contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))
         if config.stress > 0 and not config.static:
             report = replace(report, stressed=stressed(source, audit, plan, context, config))
-        made.append(Audited(report, audit, rules))
-    return made
-
-
-def _contract(audit: Audit, config: ScanConfig) -> str:
-    native = audit.record.backend == "native" and not config.static
-    return "the device's own kernels" if native else parse_contract(config.contract).text
+        results.append(Audited(report, audit, rules))
+    return results
 
 
 def _report(
@@ -259,6 +254,7 @@ def _report(
     source, rules, config = subject
     level: Literal["ranges", "scan", "static"] = "ranges" if config.ranges else "scan"
     level = "static" if config.static else level
+    native = audit.record.backend == "native" and not config.static
     info = RunInfo(
         device=audit.record.device,
         backend="float32" if config.ranges else audit.record.backend,
@@ -268,24 +264,24 @@ def _report(
         steps=config.steps,
         seed=config.seed,
         level=level,
-        contract=_contract(audit, config),
+        contract="the device's own kernels" if native else parse_contract(config.contract).text,
         mode="train" if source.model.training else "eval",
         inputs=source.inputs,
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
-    made = build_report(
+    report = build_report(
         context, findings, audit.converted, model, info, config.fail_on, promoted=audit.promoted
     )
     reference = source.reference
     against = None if reference is None else against_report(context, reference.location)
-    return replace(made, notes=(*source.notes, *made.notes), against=against)
+    return replace(report, notes=(*source.notes, *report.notes), against=against)
 
 
 def by_segment(plans: Sequence[RunConfig], source: ModelSource, config: ScanConfig) -> list[RunConfig]:
-    """Set the memory of runs by segment: where it is asked for, and where several batches stream weights.
+    """Set the memory limit of runs by segment, if it is requested or several batches stream weights.
 
     Raises:
-        UsageError: a pipeline is asked for with an option that needs the whole model.
+        UsageError: A pipeline is combined with an option that needs the whole model.
     """
     memory = parse_size(config.memory) if config.memory else None
     whole = next((option for option in _WHOLE if getattr(config, option)), "")
@@ -302,7 +298,7 @@ def by_segment(plans: Sequence[RunConfig], source: ModelSource, config: ScanConf
 
 
 def usual_memory(device: torch.device) -> int:
-    """Return how many bytes a run may take where nothing else is said: a share of what is free."""
+    """Return the default memory limit of a run in bytes: a share of the free memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _OF_DEVICE)
     return int(psutil.virtual_memory().available * _OF_HOST)
@@ -314,8 +310,8 @@ def differentiated(
     """Return the source with its loss, and the configurations with a backward pass.
 
     Raises:
-        UsageError: an option that goes forward only.
-        InputError: no parameter asks for a gradient.
+        UsageError: An option supports the forward pass only.
+        InputError: No parameter requires a gradient.
     """
     _refuse_forward_only(settings, source)
     if not any(parameter.requires_grad for parameter in source.model.parameters()):

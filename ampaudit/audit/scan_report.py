@@ -60,7 +60,7 @@ _NO_OPS = (
     GapKind.UNCHECKED_TWIN,
     GapKind.OUTSIDE,
     GapKind.OTHER_CODE,
-)  # gaps of no op, and those whose results are measured
+)  # gaps that belong to no op, and gaps of ops with measured results
 
 
 def build_report(
@@ -74,8 +74,8 @@ def build_report(
 ) -> Report:
     """Return the report of one audit; ``promoted`` are the sites decided by measured rules."""
     hidden = {(f.code, f.site) for f in findings if f.suppressed is not None}
-    found = gaps_of(context)
-    gaps = tuple(gap for gap in found if (gap.kind.code, gap.site) not in hidden)
+    all_gaps = gaps_of(context)
+    gaps = tuple(gap for gap in all_gaps if (gap.kind.code, gap.site) not in hidden)
     memory = converted.weight_bytes
     return Report(
         schema=SCHEMA,
@@ -85,7 +85,7 @@ def build_report(
         verdict=verdict_on(findings, ranges=run.level == "ranges"),
         gate=gate_on(findings, gaps, fail_on),
         fail_on=fail_on,
-        coverage=_coverage(context, found),
+        coverage=_coverage(context, all_gaps),
         findings=findings,
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
         outputs=tuple(_output(context, *output) for output in context.outputs),
@@ -104,12 +104,12 @@ def build_report(
 
 
 def this_environment() -> Environment:
-    """Return the versions that run here."""
+    """Return the versions of Python and torch."""
     return Environment(platform.python_version(), version("torch"))
 
 
 def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:
-    """Return sites whose gravest finding differs from the usual contract, in graph order."""
+    """Return the sites whose gravest finding differs from that under the usual contract, in graph order."""
     before = _gravest(run_checks(usual, ALL_CHECKS))
     after = _gravest(report.findings)
     sites = [s.id for s in here.sites if s.id in before or s.id in after]
@@ -119,21 +119,21 @@ def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) ->
 
 
 def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
-    found: dict[SiteId, str] = {}
+    gravest: dict[SiteId, str] = {}
     for finding in findings:  # the gravest come first
         if finding.severity is not Severity.NOTE:
-            found.setdefault(finding.site, f"{finding.severity} {finding.code}")
-    return found
+            gravest.setdefault(finding.site, f"{finding.severity} {finding.code}")
+    return gravest
 
 
 def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
     floats = [site for site in context.sites if site.dtype is not None]
-    seen = [s for s in floats if s.id in context.record.observations]
+    measured = [s for s in floats if s.id in context.record.observations]
     handed_on = [s for s in floats if s.role in _HANDS_ON]
     return Coverage(
         sites=len(floats),
-        audited=len(seen) + sum(s.id not in context.record.observations for s in handed_on),
-        measured=len(seen),
+        audited=len(measured) + sum(s.id not in context.record.observations for s in handed_on),
+        measured=len(measured),
         proved=len(context.proved),
         integer_sites=len(context.sites) - len(floats),
         no_rule=sum(s.decision.rule is None and not s.role.inserted for s in floats),
@@ -145,12 +145,13 @@ def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
 
 
 def _site(context: CheckContext, site: Site) -> SiteReport:
-    seen = context.record.observations.get(site.id)
+    stats = context.record.observations.get(site.id)
     what_if, forward = None, None
-    if seen is not None:
-        forward = _forward(seen, context.number_format, context.record.names.get(seen.peak_batch))
-    if context.ranges_only and seen is not None:
-        what_if = {form.name: _what_if(seen, form) for form in WHAT_IF_FORMATS}
+    bound = context.bounds.bounds.get(site.id) if context.bounds is not None else None
+    if stats is not None:
+        forward = _forward(stats, context.number_format, context.record.names.get(stats.peak_batch))
+        if context.ranges_only:
+            what_if = {form.name: _what_if(stats, form) for form in WHAT_IF_FORMATS}
     return SiteReport(
         site=site.id,
         layer=site.layer,
@@ -163,26 +164,15 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         reason=site.decision.reason,
         why=site.decision.why,
         source=finding_source(site),
-        verdict=_verdict(context, site, seen),
+        verdict=_verdict(context, site, stats),
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
         forward=forward,
         gradient=gradient_of(context, site),
-        bound=_bound(context, site),
-        bound_inside=_bound_inside(context, site),
-        inside=seen.inside_peak if seen is not None and seen.inside_peak > 0 else None,
+        bound=_finite(bound.peak) if bound is not None else None,
+        bound_inside=_finite(bound.inside) if bound is not None else None,
+        inside=stats.inside_peak if stats is not None and stats.inside_peak > 0 else None,
         what_if=what_if,
     )
-
-
-def _bound(context: CheckContext, site: Site) -> float | None:
-    found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
-    return found.peak if found is not None and math.isfinite(found.peak) else None
-
-
-def _bound_inside(context: CheckContext, site: Site) -> float | None:
-    found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
-    inside = found.inside if found is not None else None
-    return inside if inside is not None and math.isfinite(inside) else None
 
 
 def _tails(context: CheckContext) -> tuple[Tail, ...]:
@@ -195,12 +185,12 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     sites = [s for s in sites if s.id not in context.record.by_design | context.flow.constants]
     sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
     limit = context.number_format.overflow_at
-    found = (
+    risks = (
         (s.id, tail_risk(list(context.observed(s.id).batch_peaks.values()), limit, samples))
         for s in sites[:_TAILS]
     )
     return tuple(
-        Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in found if r is not None
+        Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in risks if r is not None
     )
 
 
@@ -213,7 +203,7 @@ def _proofs(context: CheckContext) -> Proofs | None:
 
 
 def _verdict(
-    context: CheckContext, site: Site, seen: Observation | None
+    context: CheckContext, site: Site, stats: Observation | None
 ) -> Literal["proved", "observed", "overflows", "poisoned", "not observed"]:
     if any(origin.site == site.id for origin in context.record.origins):
         return "overflows"
@@ -221,21 +211,21 @@ def _verdict(
         return "poisoned"
     if site.id in context.proved:
         return "proved"
-    return "observed" if seen is not None or site.role in _HANDS_ON else "not observed"
+    return "observed" if stats is not None or site.role in _HANDS_ON else "not observed"
 
 
-def _forward(seen: Observation, form: NumberFormat, batch: str | None) -> Forward:
-    samples = seen.samples
+def _forward(stats: Observation, form: NumberFormat, batch: str | None) -> Forward:
+    samples = stats.samples
     count = max(samples.sampled, 1)
     return Forward(
-        peak=seen.finite_peak,
-        headroom_bits=_bits(form, seen.finite_peak),
-        inf=int(seen.pos_inf + seen.neg_inf),
-        nan=int(seen.nan),
-        elements=seen.elements,
-        sqnr_db=_rounded(seen.sqnr_db),
-        local_sqnr_db=_rounded(seen.local_sqnr_db),
-        local_elements=seen.local_elements,
+        peak=stats.finite_peak,
+        headroom_bits=_bits(form, stats.finite_peak),
+        inf=int(stats.pos_inf + stats.neg_inf),
+        nan=int(stats.nan),
+        elements=stats.elements,
+        sqnr_db=_rounded(stats.sqnr_db),
+        local_sqnr_db=_rounded(stats.local_sqnr_db),
+        local_elements=stats.local_elements,
         sampled=samples.sampled,
         min_nonzero=samples.min_nonzero,
         flushed=samples.flushed / count,
@@ -247,36 +237,36 @@ def _forward(seen: Observation, form: NumberFormat, batch: str | None) -> Forwar
     )
 
 
-def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
-    samples = seen.samples
+def _what_if(stats: Observation, form: NumberFormat) -> WhatIf:
+    samples = stats.samples
     nonzero = sum(samples.exponents.values())
     _, cut = math.frexp(form.flush_below)
     vanished = sum(n for exponent, n in samples.exponents.items() if exponent < cut - 1)
     return WhatIf(
-        headroom_bits=_bits(form, seen.ref_peak),
-        overflows=seen.ref_peak >= form.overflow_at,
+        headroom_bits=_bits(form, stats.ref_peak),
+        overflows=stats.ref_peak >= form.overflow_at,
         vanish=vanished / nonzero if nonzero else 0.0,
     )
 
 
-def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float | None) -> OutputAccuracy:
-    seen = context.record.outputs.get(name)
-    if seen is None:
-        return OutputAccuracy(name, made, _rounded(sqnr))
-    problem = accuracy_text(seen, context.number_format.name) if sqnr == -math.inf else ""
-    finite = None if sqnr == -math.inf else sqnr
+def _output(context: CheckContext, name: str, site: SiteId | None, sqnr: float | None) -> OutputAccuracy:
+    comparison = context.record.outputs.get(name)
+    if comparison is None:
+        return OutputAccuracy(name, site, _rounded(sqnr))
+    broken = sqnr == -math.inf
+    problem = accuracy_text(comparison, context.number_format.name) if broken else ""
     return OutputAccuracy(
         name,
-        made,
-        _rounded(finite),
-        kind=seen.kind,
-        differing=seen.differing,
+        site,
+        None if broken else _rounded(sqnr),
+        kind=comparison.kind,
+        differing=comparison.differing,
         problem=problem,
-        variation_db=_rounded(seen.variation_db),
-        constant=seen.constant if seen.kind != "integer" else None,
-        empty=not seen.elements and not seen.mismatch,
-        repaired=bool(seen.bad) and not problem,
-        batch=context.record.names.get(seen.batch),
+        variation_db=_rounded(comparison.variation_db),
+        constant=comparison.constant if comparison.kind != "integer" else None,
+        empty=not comparison.elements and not comparison.mismatch,
+        repaired=bool(comparison.bad) and not problem,
+        batch=context.record.names.get(comparison.batch),
     )
 
 
@@ -320,18 +310,16 @@ def backward_report(context: CheckContext) -> BackwardReport | None:
 
 
 def _gradient(context: CheckContext, stats: GradientStats) -> Gradient:
-    values, form = stats.values, context.number_format
-    peak = values.finite_peak
-    sqnr = values.sqnr_db
+    values = stats.values
     return Gradient(
         precision="16 bits" if stats.low_precision else "float32",
-        peak=peak,
-        headroom_bits=round(form.headroom_bits(peak), 4) if peak > 0 else None,
+        peak=values.finite_peak,
+        headroom_bits=_bits(context.number_format, values.finite_peak),
         inf=int(values.pos_inf + values.neg_inf),
         nan=int(values.nan),
         elements=values.elements,
         flushed=round(stats.flushed_share, 6),
-        sqnr_db=None if sqnr is None else round(sqnr, 3),
+        sqnr_db=_rounded(values.sqnr_db),
         exponents=dict(sorted(stats.exponents.items())),
         cancelled=stats.cancelled,
     )
@@ -342,12 +330,12 @@ def _loss(float32: float, lower: float, repaired: float) -> LossValues:
     return LossValues(_finite(float32), _finite(lower), None if same else _finite(repaired))
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def path_report(context: CheckContext) -> InputPath | None:
-    """Return the lines that decided the path; ``None`` if the graph is for all inputs."""
+    """Return the lines that decided the path; ``None`` if the graph is valid for all inputs."""
     record = context.record.path
     if not record.paths:
         return None
@@ -369,7 +357,7 @@ def path_report(context: CheckContext) -> InputPath | None:
 
 
 def _answers(stats: ReadStats) -> str:
-    """Return what was read in FP32: the read that differs, or each value with its number of times."""
+    """Return what was read in FP32: the read that differs, or each value with its count."""
     if stats.differing or len(stats.answers) == 1 or stats.kind is not ReadKind.CHOICE:
         return stats.fp32
     listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_ANSWERS))

@@ -1,4 +1,4 @@
-"""Ranks the values whose rounding makes the error of the outputs."""
+"""Ranks the values whose rounding causes the error of the outputs."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def noise_rows(
     """Return what the rounding of each value adds to the error of the outputs, the largest first.
 
     Args:
-        sensitivities: of the run.
-        graph: its values.
-        wide: those in float32.
+        sensitivities: Sensitivities measured in the run.
+        graph: Values of the model.
+        wide: Names of the values in float32.
     """
     rows: dict[tuple[str, NoiseKind], Any] = defaultdict(float)
     for name, row in sensitivities.own.items():
         if name not in wide:
             rows[name, "weight" if graph.values[name].kind is ValueKind.WEIGHT else "op"] += row
-    for (made, reader), row in sensitivities.reads.items():
-        if made in wide and reader not in wide:
-            rows[(made, "weight") if graph.values[made].is_weight else (reader, "cast")] += row
+    for (maker, reader), row in sensitivities.reads.items():
+        if maker in wide and reader not in wide:
+            rows[(maker, "weight") if graph.values[maker].is_weight else (reader, "cast")] += row
     for key, row in sensitivities.backward.items():
         rows[key] += row
     total = sum(rows.values(), np.zeros(len(sensitivities.columns)))
     worst = int(total.argmax()) if total.any() else 0
-    found = [
+    noises = [
         _noise(graph.values[name], kind, -10.0 * math.log10(row.max()), float(row[worst] / total[worst]))
         for (name, kind), row in rows.items()
         if row.max() > 0
     ]
-    return tuple(sorted((n for n in found if n.share > _LEAST_SHARE), key=lambda noise: -noise.share))
+    return tuple(sorted((n for n in noises if n.share > _LEAST_SHARE), key=lambda noise: -noise.share))
 
 
 def _noise(value: PrecisionValue, kind: NoiseKind, db: float, share: float) -> Noise:
@@ -65,7 +65,7 @@ def _noise(value: PrecisionValue, kind: NoiseKind, db: float, share: float) -> N
 def probing(
     plan: RunConfig, source: ModelSource, into: list[SensitivityProbe], *, decisions: bool = False
 ) -> RunConfig:
-    """Return the configuration with probes of the outputs; each run of it appends what probes."""
+    """Return the configuration with probes of the outputs; each run appends its probe to ``into``."""
 
     def make(config: RunConfig) -> SensitivityProbe:
         into.append(SensitivityProbe(config, source.batches, decisions=decisions))
@@ -75,7 +75,7 @@ def probing(
 
 
 def probing_gradients(plan: RunConfig, into: list[GradientProbe]) -> RunConfig:
-    """Return a configuration that probes gradients; each run of it appends what probes."""
+    """Return the configuration with probes of gradients; each run appends its probe to ``into``."""
     inner = plan.differentiator
 
     def make(config: RunConfig) -> Differentiator:
@@ -89,7 +89,7 @@ def probing_gradients(plan: RunConfig, into: list[GradientProbe]) -> RunConfig:
 
 
 def sensitivities_in(audit: Audit) -> Sensitivities:
-    """Return what the probes of an audit found."""
+    """Return the sensitivities that an audit measured."""
     return Sensitivities.of(_recorded(audit).columns)
 
 
@@ -99,12 +99,12 @@ def _recorded(audit: Audit) -> SensitivityRecord:
 
 
 def sensitivity_of(audit: Audit, probe: SensitivityProbe | GradientProbe, form: NumberFormat) -> Sensitivity:
-    """Return the ranking of a policy's roundings, with the error that they add up to."""
-    graph, seen, found = probe.graph, _recorded(audit), sensitivities_in(audit)
+    """Return the ranking of a policy's roundings, with the predicted and the measured total error."""
+    graph, record, sensitivities = probe.graph, _recorded(audit), sensitivities_in(audit)
     wide = frozenset(name for name, value in graph.values.items() if not value.low)
-    predicted = float(found.predicted(wide).max(initial=0.0))
+    predicted = float(sensitivities.predicted(wide).max(initial=0.0))
     if isinstance(probe, GradientProbe):
-        worst = max(seen.measured, default=0.0)
+        worst = max(record.measured, default=0.0)
         measured = ratio_db(1.0, worst) if 0 < worst < math.inf else None
         broken = math.isinf(worst)
     else:
@@ -113,10 +113,10 @@ def sensitivity_of(audit: Audit, probe: SensitivityProbe | GradientProbe, form: 
         broken = measured is not None and math.isinf(measured)
     return Sensitivity(
         form.name,
-        noise_rows(found, graph, wide),
+        noise_rows(sensitivities, graph, wide),
         ratio_db(1.0, predicted) if predicted else None,
         None if broken else measured,
-        seen.probes,
+        record.probes,
         broken,
         "gradients" if isinstance(probe, GradientProbe) else "outputs",
     )

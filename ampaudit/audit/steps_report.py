@@ -13,7 +13,7 @@ from ampaudit.run.record import RunRecord, StepObservation
 
 __all__ = ["steps_report"]
 
-_SATURATES = 0.3  # relative error above which growth has an end
+_SATURATES = 0.3  # relative error from which growth saturates
 
 
 def steps_report(
@@ -22,10 +22,10 @@ def steps_report(
     """Return the report; ``None`` for an audit without ``--steps``.
 
     Args:
-        record: of the run.
-        min_sqnr: accuracy that outputs must have.
-        limit: the largest number of the format.
-        low_precision: sites whose values are held in it.
+        record: Record of the run.
+        min_sqnr: Required accuracy of outputs in dB.
+        limit: Largest number of the 16-bit format.
+        low_precision: Sites with values in this format.
     """
     if not record.steps:
         return None
@@ -33,7 +33,7 @@ def steps_report(
     for row in record.steps:
         by_step[row.step].append(row)
     growth = (*_error_growth(by_step, min_sqnr), *_value_growth(record, len(by_step), limit, low_precision))
-    rows = tuple(_step(step, found) for step, found in by_step.items())
+    rows = tuple(_step(step, observations) for step, observations in by_step.items())
     return StepsReport(record.traces, rows, growth, record.fed_back)
 
 
@@ -61,8 +61,8 @@ def _step(step: int, rows: Sequence[StepObservation]) -> StepReport:
 
 
 def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) -> Iterator[StepGrowth]:
-    """Return the growth of the output whose error, at the last step that is fitted, is the largest."""
-    found: list[tuple[float, StepGrowth]] = []
+    """Yield the growth of the output with the largest error at the last step that is fitted."""
+    candidates: list[tuple[float, StepGrowth]] = []
     for name in dict.fromkeys(name for rows in by_step.values() for row in rows for name in row.errors):
         points: list[tuple[int, float]] = []
         for step, rows in by_step.items():
@@ -76,9 +76,9 @@ def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) ->
             every, last = fitted
             reaches = points[-1][0] + (-min_sqnr / 20 * math.log2(10) - last) * every
             soon = math.ceil(max(reaches, 1)) if reaches <= 2 * len(by_step) else None
-            found.append((last, StepGrowth("error", name, round(every, 2), soon)))
-    if found:
-        yield max(found, key=lambda item: item[0])[1]
+            candidates.append((last, StepGrowth("error", name, round(every, 2), soon)))
+    if candidates:
+        yield max(candidates, key=lambda item: item[0])[1]
 
 
 def _relative(error: float, signal: float) -> float:
@@ -88,13 +88,13 @@ def _relative(error: float, signal: float) -> float:
 def _value_growth(
     record: RunRecord, count: int, limit: float, low_precision: Collection[SiteId]
 ) -> Iterator[StepGrowth]:
-    """Return the growth of the values that leave the range first, or else grow fastest."""
-    found: list[StepGrowth] = []
-    for site, seen in record.observations.items():
+    """Yield the growth of the values that leave the range first, or else grow fastest."""
+    candidates: list[StepGrowth] = []
+    for site, stats in record.observations.items():
         if site not in low_precision:
             continue
         peaks: defaultdict[int, float] = defaultdict(float)
-        for call, peak in sorted(seen.batch_peaks.items()):
+        for call, peak in sorted(stats.batch_peaks.items()):
             step = call % count + 1
             peaks[step] = max(peaks[step], peak)
         points = [(step, peak) for step, peak in sorted(peaks.items()) if peak > 0.0]
@@ -103,6 +103,6 @@ def _value_growth(
             every, last = fitted
             reaches = math.ceil(points[-1][0] + (math.log2(limit) - last) * every)
             soon = reaches if 0 < reaches <= 2 * count else None
-            found.append(StepGrowth("values", site, round(every, 2), soon))
-    if found:
-        yield min(found, key=lambda growth: (growth.reaches or math.inf, growth.doubles_every))
+            candidates.append(StepGrowth("values", site, round(every, 2), soon))
+    if candidates:
+        yield min(candidates, key=lambda growth: (growth.reaches or math.inf, growth.doubles_every))

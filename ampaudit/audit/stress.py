@@ -40,12 +40,12 @@ def stressed(
     search = Search(audit.converted, _ends(table, audit), plan.device)
     batch = source.batches[0]
     start = tensor_leaves(batch.args, batch.kwargs)
-    found: list[Stressed] = []
+    results: list[Stressed] = []
     targets = list(_targets(context, table))
     for number, site in enumerate(targets):
         settings.on_progress(f"stressing {site.id}", number, len(targets))
         best = search.ascend(site.id, start, settings.stress, settings.seed + number)
-        seen = context.observed(site.id).ref_peak
+        observed_peak = context.observed(site.id).ref_peak
         over = best.peak >= context.number_format.overflow_at
         broken = over and _breaks(source, plan, with_tensors(batch, best.tensors), site)
         saved = None
@@ -54,8 +54,8 @@ def stressed(
             path = Path(settings.stress_dir) / f"overflow-{name}.safetensors"
             save_inputs(best.tensors, path)
             saved = str(path)
-        found.append(Stressed(site.id, seen, max(best.peak, seen), broken, saved))
-    return tuple(found)
+        results.append(Stressed(site.id, observed_peak, max(best.peak, observed_peak), broken, saved))
+    return tuple(results)
 
 
 def _ends(table: BoundTable, audit: Audit) -> dict[str, tuple[float, float]]:
@@ -65,7 +65,7 @@ def _ends(table: BoundTable, audit: Audit) -> dict[str, tuple[float, float]]:
 
 def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
     """Return 16-bit sites that are neither proved nor broken, nearest the limit first."""
-    left = [
+    candidates = [
         site
         for site in context.low_precision_sites
         if site.role in (Role.COMPUTE, Role.CAST, Role.INSERTED_CAST)
@@ -74,13 +74,14 @@ def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
         and site.id not in context.parameter_free
         and context.observed(site.id).elements
     ]
-    return sorted(left, key=lambda site: -context.observed(site.id).ref_peak)[:SITES]
+    return sorted(candidates, key=lambda site: -context.observed(site.id).ref_peak)[:SITES]
 
 
 def _breaks(source: ModelSource, plan: RunConfig, batch: Batch, site: Site) -> bool:
-    """Return whether running the input breaks the site, as an origin or poisoned by one."""
+    """Return whether a run on an input gives inf or NaN at a site."""
     try:
         (audit,) = run_audits(source.model, [batch], [replace(plan, measured={})], silent)
     except AuditError:
         return False
-    return audit.record.observations[site.id].bad > 0 if site.id in audit.record.observations else False
+    stats = audit.record.observations.get(site.id)
+    return stats is not None and stats.bad > 0

@@ -1,4 +1,4 @@
-"""``--sweep``: scans a model at several sizes of its inputs, and says where values would overflow beyond."""
+"""``--sweep``: scans a model at several input sizes, and extrapolates the size at which it overflows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_SITES = 10
 
 
 def first_sizes(config: ScanConfig) -> dict[str, int] | None:
-    """Return the sizes with which to load a model; ``None`` without a sweep."""
+    """Return the sizes to load a model with; ``None`` without a sweep."""
     if not config.sweep:
         return None
     axis, values = parse_sweep(config.sweep)
@@ -41,8 +41,8 @@ def swept(
     """Audit a source at each size, and return the worst report of each policy with the others' results.
 
     Raises:
-        UsageError: inputs cannot be made in other sizes.
-        AuditError: the model cannot be audited at any size.
+        UsageError: Inputs of other sizes cannot be generated.
+        AuditError: The model cannot be audited at any size.
     """
     axis, values = parse_sweep(config.sweep)
     if source.sized is None:
@@ -72,25 +72,27 @@ def _worst(
         report = reports[value]
         return report.exit_code, report.count(Severity.ERROR), -_least_bits(report), value
 
-    shown = max(reports, key=rank)
+    worst = max(reports, key=rank)
     values = [_value(value, report) for value, report in reports.items()]
     values += [SweptValue(value, "not run", problem=problem) for value, problem in problems.items()]
     values.sort(key=lambda swept: swept.value)
-    growth = sorted(_growth(reports, config), key=lambda found: found.crossing)
-    found = Sweep(axis, tuple(values), shown, tuple(growth[:_MAX_SITES]))
-    return replace(reports[shown], sweep=found)
+    growth = sorted(_growth(reports, config), key=lambda result: result.crossing)
+    result = Sweep(axis, tuple(values), worst, tuple(growth[:_MAX_SITES]))
+    return replace(reports[worst], sweep=result)
 
 
 def _warned(report: Report, config: ScanConfig, *, comments: bool) -> Report:
-    """Add a finding for each site that would overflow beyond the sizes that were run."""
+    """Add a finding for each site that is expected to overflow beyond the sizes that were run."""
     sweep = report.sweep
     assert sweep is not None
     sites = {site.site: site for site in report.sites}
     beyond = [
-        (found, sites[found.site]) for found in sweep.growth if found.extrapolated and found.site in sites
+        (growth, sites[growth.site])
+        for growth in sweep.growth
+        if growth.extrapolated and growth.site in sites
     ]
-    added = [_finding(found, site, report, sweep) for found, site in beyond]
-    files = dict.fromkeys(line.file for found in added if (line := found.source) is not None)
+    added = [_finding(growth, site, report, sweep) for growth, site in beyond]
+    files = dict.fromkeys(line.file for growth in added if (line := growth.source) is not None)
     hiding = (*map(option, config.ignore), *(comments_of_files(files) if comments else ()))
     findings = with_later(report.findings, added, hiding)
     ordered = tuple(sorted(findings, key=lambda finding: -finding.severity.rank))
@@ -100,15 +102,15 @@ def _warned(report: Report, config: ScanConfig, *, comments: bool) -> Report:
     )
 
 
-def _finding(found: SizeGrowth, site: SiteReport, report: Report, sweep: Sweep) -> Finding:
+def _finding(growth: SizeGrowth, site: SiteReport, report: Report, sweep: Sweep) -> Finding:
     largest = sweep.values[-1].value
     cause = (
         f"its peak grows with {sweep.axis}: extrapolated from sizes up to {largest:,}, it passes the "
-        f"largest value of {report.run.dtype} at about {found.crossing:,}"
+        f"largest value of {report.run.dtype} at about {growth.crossing:,}"
     )
-    advice = f"run at that size: --sweep {sweep.axis}={largest},{found.crossing}"
-    made = finding_about(CODE, found.site, site.layer, cause, advice, confidence="rule")
-    return replace(made, phase="forward", op=site.op, source=site.source)
+    advice = f"run at that size: --sweep {sweep.axis}={largest},{growth.crossing}"
+    finding = finding_about(CODE, growth.site, site.layer, cause, advice, confidence="rule")
+    return replace(finding, phase="forward", op=site.op, source=site.source)
 
 
 def _least_bits(report: Report) -> float:
@@ -132,24 +134,24 @@ def _value(value: int, report: Report) -> SweptValue:
 
 
 def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[SizeGrowth]:
-    """Fit the sites in 16 bits that overflow within or beyond the sizes that were run."""
+    """Yield the fits of the 16-bit sites that overflow within or beyond the sizes that were run."""
     limit = low_precision_format(config.dtype).overflow_at
     rows = {value: _largest(report) for value, report in reports.items()}
     for place in dict.fromkeys(place for row in rows.values() for place in row):
         sizes = [value for value, row in rows.items() if place in row]
         peaks = [rows[value][place][0] for value in sizes]
-        found = crossing_of(sizes, peaks, limit) if len(sizes) >= MIN_SIZES else None
-        if found is None:
+        fit = crossing_of(sizes, peaks, limit) if len(sizes) >= MIN_SIZES else None
+        if fit is None:
             continue
         over = [value for value, peak in zip(sizes, peaks, strict=True) if peak >= limit]
-        size, low, high = _within(sizes, over, found.size, found.low, found.high)
+        size, low, high = _within(sizes, over, fit.size, fit.low, fit.high)
         yield SizeGrowth(
             rows[sizes[-1]][place][1],
-            found.form,
-            None if found.exponent is None else round(found.exponent, 4),
+            fit.form,
+            None if fit.exponent is None else round(fit.exponent, 4),
             tuple(row[place][0] if place in row else None for row in rows.values()),
-            r_squared=round(found.r_squared, 6),
-            residual_bits=round(found.residual_bits, 4),
+            r_squared=round(fit.r_squared, 6),
+            residual_bits=round(fit.residual_bits, 4),
             crossing=math.ceil(round(size, 3)),
             low=math.floor(round(low, 3)),
             high=None if math.isinf(high) else math.ceil(round(high, 3)),
@@ -158,21 +160,21 @@ def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[SizeG
 
 
 def _largest(report: Report) -> dict[Hashable, tuple[float, SiteId]]:
-    """Return the largest FP32 peak in 16 bits at each line of code, and its site.
+    """Return the largest FP32 peak of the 16-bit sites of each line of code, with its site.
 
-    The sites of a line that runs more often on longer inputs are numbered on, so that a number means another
-    op at each size.
+    Sites are grouped by line because a line that runs more often on longer inputs has more sites, so that the
+    same site id refers to different ops at different sizes.
     """
-    found: dict[Hashable, tuple[float, SiteId]] = {}
+    peaks: dict[Hashable, tuple[float, SiteId]] = {}
     for site in report.low_precision_sites:
         if site.forward is not None and site.role != "weight-cast" and not site.by_design:
             line = site.site if site.source is None else (site.source.file, site.source.line)
             place = site.layer, site.op, line
-            found[place] = max(found.get(place, (0.0, site.site)), (site.forward.peak, site.site))
-    return found
+            peaks[place] = max(peaks.get(place, (0.0, site.site)), (site.forward.peak, site.site))
+    return peaks
 
 
-def _within(sizes: Sequence[int], over: Sequence[int], *found: float) -> tuple[float, ...]:
-    """Bound sizes by what was run: after the largest that is fine, or up to the first that is not."""
+def _within(sizes: Sequence[int], over: Sequence[int], *estimates: float) -> tuple[float, ...]:
+    """Clamp estimated sizes between the largest size without an overflow and the first with one."""
     fine = max((size for size in sizes if not over or size < over[0]), default=0)
-    return tuple(max(min(size, over[0] if over else size), fine) for size in found)
+    return tuple(max(min(size, over[0] if over else size), fine) for size in estimates)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampaudit.audit.advice.attempts import Attempts
-from ampaudit.audit.advice.interface import AdviceContext, Kept
+from ampaudit.audit.advice.interface import AdviceContext, Exemption
 from ampaudit.audit.advice.pytorch import half_method, with_code
 from ampaudit.audit.checks.interface import finding_source
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
@@ -308,13 +308,13 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     context = context_of(audit, form, settings)
     subject = AdviceContext(source.model, half, context)
     attempts = Attempts(subject, source, plan, settings, refused_sites(context), ())
-    members = [Kept(tuple(SiteId(op.site) for op in report.kept), "")] if report.kept else []
-    members += [Kept((), "", weight.name) for weight in report.weights]
+    members = [Exemption(tuple(SiteId(op.site) for op in report.kept), "")] if report.kept else []
+    members += [Exemption((), "", weight.name) for weight in report.weights]
     tensors = (leaf for batch in source.batches for leaf in tensor_leaves(batch.args, batch.kwargs))
     floats = any(tensor.is_floating_point() for tensor in tensors)
     then = f"\n# it takes floating-point inputs in {form.name}" if floats else ""
     if not members:
-        return f"model.{half_method(form)}(){then}" if attempts.judged(context).cures else ""
+        return f"model.{half_method(form)}(){then}" if attempts.judge(context).cures else ""
     suggestion = with_code(subject, members)
     if suggestion is None:
         return ""

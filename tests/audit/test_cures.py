@@ -195,7 +195,7 @@ def test_without_proof_a_change_is_not_even_tried(
         offered.append(proposal.kind)
         return Trial(proposal.kind, proposal.change, proposal.paste, "", "", "failed")
 
-    monkeypatch.setattr("ampaudit.audit.advise._Advisor._tried", noted)
+    monkeypatch.setattr("ampaudit.audit.advise._Advisor._try", noted)
     case = CASES[name]
     source = opened(case.source, tmp_path / "model.py", case.count)
     scan(source, policy=case.policy, dtype="float16", advise=True)

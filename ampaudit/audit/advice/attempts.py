@@ -39,22 +39,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A run under a change.
+    """The result of a run under a change.
 
     Attributes:
-        context: what the run showed.
-        left: errors that count.
-        keeps: whether the change keeps the function, as far as the run tells.
+        context: Results of the run.
+        errors: Remaining errors, without suppressed ones.
+        keeps: Whether the change preserves the model's function, as far as the run shows.
     """
 
     context: CheckContext
-    left: tuple[Finding, ...]
+    errors: tuple[Finding, ...]
     keeps: bool
 
     @property
     def cures(self) -> bool:
-        """Whether no error is left and every output is accurate."""
-        return self.keeps and not self.left
+        """Whether no error remains and every output is accurate."""
+        return self.keeps and not self.errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Attempts:
     """Runs one model under changes.
 
     Attributes:
-        refused: sites where torch refuses the dtypes without any change.
-        hiding: the suppressions of the scan; an error that they hide is none.
+        refused: Sites where torch rejects the dtypes even without a change.
+        hiding: Suppressions of the scan; suppressed errors do not count.
     """
 
     subject: AdviceContext
@@ -74,27 +74,27 @@ class Attempts:
     hiding: tuple[Suppression, ...]
 
     def run(self, proposal: Proposal) -> Attempt | None:
-        """Audit under a change; ``None`` if it cannot be run, or torch would refuse it."""
+        """Audit a change; ``None`` if it cannot run, or changes what the model computes in FP32."""
         model = proposal.model
         if model is not None and not same_function(self.source, model):
             return None
         after = self.audit(proposal)
         if after is None or (proposal.confirmed is not None and not proposal.confirmed(after.flow)):
             return None
-        return self.judged(after, by_dtype=proposal.by_dtype)
+        return self.judge(after, by_dtype=proposal.by_dtype)
 
-    def judged(self, after: CheckContext, *, by_dtype: bool = False) -> Attempt:
+    def judge(self, after: CheckContext, *, by_dtype: bool = False) -> Attempt:
         """Judge a run by its errors and outputs."""
-        left = errors_of(suppressed(run_checks(after, ALL_CHECKS), self.hiding))
-        least, record = self.settings.min_sqnr, after.record
-        # where errors are left, the outputs do not tell whether the function is kept: FP32 does
-        keeps = bool(left) or _accurate(record.outputs, least)
-        if left or not by_dtype:
-            keeps = keeps and _accurate(record.edited, least)
-        return Attempt(after, left, keeps)
+        errors = errors_of(suppressed(run_checks(after, ALL_CHECKS), self.hiding))
+        required, record = self.settings.min_sqnr, after.record
+        # if errors remain, the 16-bit outputs cannot show whether the function is preserved: FP32 can
+        keeps = bool(errors) or worst_db(record.outputs) >= required
+        if errors or not by_dtype:
+            keeps = keeps and worst_db(record.edited) >= required
+        return Attempt(after, errors, keeps)
 
     def audit(self, proposal: Proposal, outputs: list[dict[str, Pair]] | None = None) -> CheckContext | None:
-        """Run a model under a change, and add its outputs to a list; ``None`` if torch would refuse it."""
+        """Run a model under a change and append its outputs to a list; ``None`` if torch would reject it."""
         plan = self.plan
         form = low_precision_format(proposal.dtype) if proposal.dtype else plan.number_format
         changed = replace(
@@ -103,7 +103,7 @@ class Attempts:
             rules=proposal.rules or plan.rules,
             edits=proposal.edits,
             min_sqnr=None,
-            keep_outputs=None if outputs is None else lambda _, found: outputs.append(found),
+            keep_outputs=None if outputs is None else lambda _, batch_outputs: outputs.append(batch_outputs),
         )
         model = proposal.model or self.source.model
         try:
@@ -120,27 +120,21 @@ def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def same_function(source: ModelSource, model: nn.Module) -> bool:
-    """Return whether a model gives bitwise equal FP32 results to the user's on every batch."""
+    """Return whether a model's FP32 results are bitwise equal to those of the user's on every batch."""
     for number, batch in enumerate(source.batches):
         both = (source.model, model)
-        made = [call_unchanged(each, batch.args, batch.kwargs, seed=number) for each in both]
-        first, second = map(torch.utils._pytree.tree_leaves, made)
+        results = [call_unchanged(each, batch.args, batch.kwargs, seed=number) for each in both]
+        first, second = map(torch.utils._pytree.tree_leaves, results)
         pairs = zip(first, second, strict=True)
         if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor)):
             return False
     return True
 
 
-def _accurate(outputs: Mapping[str, OutputComparison], least: float) -> bool:
-    """Return whether every output has the required accuracy."""
-    found = (seen.accuracy_db for seen in outputs.values())
-    return all(accuracy is None or accuracy >= least for accuracy in found)
-
-
 def worst_db(outputs: Mapping[str, OutputComparison]) -> float:
     """Return the lowest output accuracy in dB; infinite if all are exact, -infinite if one is broken."""
-    found = (seen.accuracy_db for seen in outputs.values())
-    return min((math.inf if accuracy is None else accuracy for accuracy in found), default=math.inf)
+    accuracies = (comparison.accuracy_db for comparison in outputs.values())
+    return min((math.inf if accuracy is None else accuracy for accuracy in accuracies), default=math.inf)
 
 
 def decibels(context: CheckContext) -> float | None:
@@ -150,7 +144,7 @@ def decibels(context: CheckContext) -> float | None:
 
 
 def outputs_text(context: CheckContext, errors: int) -> str:
-    """Say in a few words what a run gives: the worst output, and the number of errors."""
+    """Summarize a run in a few words: the worst output and the number of errors."""
     worst = worst_db(context.record.outputs)
     outputs = f"outputs {worst:.0f} dB" if math.isfinite(worst) else "outputs exact"
     outputs = "outputs broken" if worst == -math.inf else outputs

@@ -1,15 +1,16 @@
-"""Combines what findings need in float32 into one policy that cures them all, as few ops as runs show."""
+"""Combines the float32 exemptions of several findings into one policy that fixes them all, with few ops."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text
-from ampaudit.audit.advice.interface import Kept, Proposal
+from ampaudit.audit.advice.interface import Exemption, Proposal
 from ampaudit.audit.advice.pytorch import with_code
-from ampaudit.audit.advice.rules import kept_sites, proposal_keeping, quoted, to_keep
+from ampaudit.audit.advice.rules import exempt_sites, exemptions_for, propose_exemptions, quoted
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.finding import CombinedPolicy, Finding
@@ -21,24 +22,23 @@ REDUCING = 16  # runs
 
 
 def combined_policy(
-    attempts: Attempts, findings: Sequence[Finding], known: Mapping[SiteId, Kept]
+    attempts: Attempts, findings: Sequence[Finding], sufficient: Mapping[SiteId, Exemption]
 ) -> CombinedPolicy | None:
     """Return one policy for all errors, or for some; ``None`` if no rule helps any of them.
 
     Args:
-        attempts: runs the model.
-        findings: of the scan.
-        known: by the site of a finding, what is enough for that one alone.
+        attempts: Runs the model under changes.
+        findings: Findings of the scan.
+        sufficient: The exemption that removes a finding by itself, by the finding's site.
     """
     errors = errors_of(findings)
-    search = _Search(attempts, len(errors), known)
-    found = search.found(errors)
-    if found is None:
+    search = _Search(attempts, len(errors), sufficient)
+    candidate = search.best(errors)
+    if candidate is None:
         return None
-    members, proposal, attempt = found
+    members, proposal, attempt = candidate
     before, rules = attempts.subject.context, attempts.subject.rules
-    sites = kept_sites(attempts.subject, members)
-    left = tuple(f"{f.code} at {f.site}" for f in attempt.left)
+    sites = exempt_sites(attempts.subject, members)
     change = f"keep {plural(len(sites), 'op')} in float32"
     name = f"{rules.name[:55]}-advised"
     head = {"name": name, "title": f"{rules.name}, with {plural(len(sites), 'op')} in float32"}
@@ -51,90 +51,99 @@ def combined_policy(
         text="\n".join((*lines, CombinedPolicy.frame(rules.location), listed, "")),
         code=search.code(members) if attempt.cures else "",
         before=outputs_text(before, len(errors)),
-        after=outputs_text(attempt.context, len(attempt.left)),
+        after=outputs_text(attempt.context, len(attempt.errors)),
         outcome="cure" if attempt.cures else "fix",
-        left=left,
+        left=tuple(f"{f.code} at {f.site}" for f in attempt.errors),
         before_db=decibels(before),
         after_db=decibels(attempt.context),
     )
 
 
-Found = tuple[list[Kept], Proposal, Attempt]
+class _Candidate(NamedTuple):
+    members: list[Exemption]
+    proposal: Proposal
+    attempt: Attempt
 
 
 @dataclass(slots=True)
 class _Search:
     attempts: Attempts
     errors: int
-    known: Mapping[SiteId, Kept]
-    runs: int = field(default=0)
+    sufficient: Mapping[SiteId, Exemption]
+    runs: int = 0
 
-    def found(self, errors: Sequence[Finding]) -> Found | None:
-        """Keep the least for each error; where that does not do, the next larger thing."""
-        waiting: dict[SiteId, Iterator[Kept]] = {}
-        chosen: dict[SiteId, Kept] = {}
-        best: Found | None = None
+    def best(self, errors: Sequence[Finding]) -> _Candidate | None:
+        """Start with the smallest exemption of each error, and enlarge those that do not suffice."""
+        alternatives: dict[SiteId, Iterator[Exemption]] = {}
+        members: dict[SiteId, Exemption] = {}
+        best: _Candidate | None = None
         failing: Sequence[Finding] = errors
         for _ in range(ROUNDS):
             # an error at a new site, such as a cast, is that of a site that was known before
-            grown = self._enlarged(failing, waiting, chosen)
-            if not grown and not self._enlarged(errors, waiting, chosen):
+            grown = self._enlarge(failing, alternatives, members)
+            if not grown and not self._enlarge(errors, alternatives, members):
                 break
-            found = self._tried(list(chosen.values()))
-            if found is None:
+            candidate = self._run(list(members.values()))
+            if candidate is None:
                 failing = errors
                 continue
-            if found[2].cures:
-                return self._reduced(found)
-            left = len(found[2].left)
-            if found[2].keeps and left < (self.errors if best is None else len(best[2].left)):
-                best = found
-            failing = found[2].left or errors
+            attempt = candidate.attempt
+            if attempt.cures:
+                return self._reduce(candidate)
+            fewest = self.errors if best is None else len(best.attempt.errors)
+            if attempt.keeps and len(attempt.errors) < fewest:
+                best = candidate
+            failing = attempt.errors or errors
         return best
 
-    def _enlarged(
-        self, failing: Sequence[Finding], waiting: dict[SiteId, Iterator[Kept]], chosen: dict[SiteId, Kept]
+    def _enlarge(
+        self,
+        failing: Sequence[Finding],
+        alternatives: dict[SiteId, Iterator[Exemption]],
+        members: dict[SiteId, Exemption],
     ) -> bool:
         """Take the next alternative of each failing finding; return whether there was one."""
         grown = False
         for finding in failing:
-            site, known = finding.site, self.known.get(finding.site)
-            if site not in waiting:
-                # with the others, the least may do; else what is enough for this one alone
-                alternatives = list(to_keep(self.attempts.subject, finding))
-                enough = alternatives.index(known) if known in alternatives else 1
-                waiting[site] = iter(alternatives[:1] + alternatives[max(enough, 1) :])
-            for kept in islice(waiting[site], 1):
-                chosen[site], grown = kept, True
+            site, sufficient = finding.site, self.sufficient.get(finding.site)
+            if site not in alternatives:
+                # together with others the smallest may do; otherwise continue with the sufficient one
+                every = list(exemptions_for(self.attempts.subject, finding))
+                start = every.index(sufficient) if sufficient in every else 1
+                alternatives[site] = iter(every[:1] + every[max(start, 1) :])
+            for exemption in islice(alternatives[site], 1):
+                members[site], grown = exemption, True
         return grown
 
-    def _tried(self, members: list[Kept]) -> Found | None:
+    def _run(self, members: list[Exemption]) -> _Candidate | None:
         self.runs += 1
         self.attempts.settings.on_progress("combining the cures", self.runs - 1, self.runs)
-        proposal = proposal_keeping(self.attempts.subject, members)
+        proposal = propose_exemptions(self.attempts.subject, members)
         attempt = self.attempts.run(proposal)
-        return (members, proposal, attempt) if attempt is not None else None
+        return _Candidate(members, proposal, attempt) if attempt is not None else None
 
-    def _reduced(self, found: Found) -> Found:
-        """Drop members that are needless: all ops of a kind, then halves; the budget bounds the search."""
-        kinds: dict[str, list[Kept]] = {}
-        for kept in found[0]:
-            kind = kept.weight or kept.sites[0].rpartition("/")[2].partition("#")[0]
-            kinds.setdefault(kind, []).append(kept)
+    def _reduce(self, candidate: _Candidate) -> _Candidate:
+        """Drop members that are not needed: all ops of a kind, then halves, within a budget of runs."""
+        kinds: dict[str, list[Exemption]] = {}
+        for exemption in candidate.members:
+            kind = exemption.weight or exemption.sites[0].rpartition("/")[2].partition("#")[0]
+            kinds.setdefault(kind, []).append(exemption)
         pending, limit = list(kinds.values()), self.runs + REDUCING
         while pending and self.runs < limit:
             dropped = pending.pop()
-            rest = [kept for kept in found[0] if kept not in dropped]
-            tried = self._tried(rest) if rest else None
-            if tried is not None and tried[2].cures:
-                found = tried
+            rest = [exemption for exemption in candidate.members if exemption not in dropped]
+            smaller = self._run(rest) if rest else None
+            if smaller is not None and smaller.attempt.cures:
+                candidate = smaller
             elif len(dropped) > 1:
                 half = len(dropped) // 2
                 pending += [dropped[:half], dropped[half:]]
-        return found
+        return candidate
 
-    def code(self, members: Sequence[Kept]) -> str:
-        """Return PyTorch code that cures as well; empty where there is none."""
-        written = with_code(self.attempts.subject, members)
-        attempt = self.attempts.run(written[1]) if written is not None else None
-        return written[0] if written is not None and attempt is not None and attempt.cures else ""
+    def code(self, members: Sequence[Exemption]) -> str:
+        """Return PyTorch code that fixes everything as well; empty if there is none."""
+        version = with_code(self.attempts.subject, members)
+        if version is None:
+            return ""
+        attempt = self.attempts.run(version[1])
+        return version[0] if attempt is not None and attempt.cures else ""

@@ -1,4 +1,4 @@
-"""Formats a rewrite as a unified diff of the user's file, if it matches exactly one place on the line."""
+"""Formats a rewrite as a unified diff of the user's file, if it matches exactly one place on its line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["diff_of"]
 
 
 def diff_of(proposal: Proposal) -> str:
-    """Return the diff; empty if the change is not to source code or its place is ambiguous."""
+    """Return the diff; empty if the change does not edit source code or its place is ambiguous."""
     change = proposal.source
     if change is None or is_library(change.line.file):
         return ""
@@ -31,15 +31,15 @@ def diff_of(proposal: Proposal) -> str:
 
 
 def _text_of(change: LineChange) -> str | None:
-    """Return the file's text, if its line still says what was run."""
+    """Return the file's text; ``None`` if its line is no longer the one that was run."""
     path = Path(change.line.file)
     try:
         text, _ = decode(read_bounded(path, MAX_SOURCE_BYTES, SourceError))
     except (SourceError, Unreadable):
         return None
     lines = text.split("\n")
-    known = change.line.line <= len(lines) and lines[change.line.line - 1].strip() == change.line.code.strip()
-    return text if known and "\r" not in text and change.line.code else None
+    same = change.line.line <= len(lines) and lines[change.line.line - 1].strip() == change.line.code.strip()
+    return text if same and "\r" not in text and change.line.code else None
 
 
 def _rewritten(text: str, change: LineChange) -> str | None:

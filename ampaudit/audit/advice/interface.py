@@ -1,4 +1,4 @@
-"""Defines proposals and the context that they are made from."""
+"""Defines proposals, and the context that they are derived from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampaudit.report.finding import TrialKind
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.flow import Flow
 
-__all__ = ["AdviceContext", "Kept", "LineChange", "Proposal", "RewriteKind"]
+__all__ = ["AdviceContext", "Exemption", "LineChange", "Proposal", "RewriteKind"]
 
 RewriteKind = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
@@ -34,13 +34,13 @@ class LineChange:
     """A rewrite of source code on one line.
 
     Attributes:
-        pattern: what stands there and is to be written differently.
-        line: where.
-        second: the line that scales a product, for ``scale``; that of the value which is beyond the format,
-            for a limit.
-        old: the number that is replaced, for ``number``.
-        new: the code that takes its place; empty for ``torch.finfo(x.dtype).min`` or ``.max``.
-        held: whether the tensor that the number is used with has the 16-bit dtype.
+        pattern: Kind of code to rewrite.
+        line: Line to change.
+        second: For ``scale``, the line that scales the product; for a limit, the line of the value beyond
+            the format.
+        old: For ``number``, the number to replace.
+        new: Replacement code; empty for ``torch.finfo(x.dtype).min`` or ``.max``.
+        held: Whether the tensor that the number is used with has the 16-bit dtype.
     """
 
     pattern: RewriteKind
@@ -52,13 +52,13 @@ class LineChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What is kept in float32 because of a finding.
+class Exemption:
+    """Ops to keep in float32 because of a finding.
 
     Attributes:
-        sites: ops.
-        why: the reason that the rule gives.
-        weight: a parameter that is kept with all ops that use it; empty if none is.
+        sites: Sites of the ops.
+        why: Reason to state in the rule.
+        weight: Name of a parameter to keep together with all ops that use it; empty for none.
     """
 
     sites: tuple[SiteId, ...]
@@ -72,16 +72,16 @@ class Proposal:
 
     Attributes:
         kind: ``rewrite`` of the code, ``rescale`` of weights, ``rule`` of the policy, or another ``dtype``.
-        change: what to do, in one line.
-        paste: what to copy: a rule, a line of code, an option.
-        rules: the policy with the change, if it changes.
-        edits: ops to trace in another form.
-        model: a model with other weights, if they change.
-        confirmed: whether the graph of that model is what the change meant to make.
-        dtype: another 16-bit format.
-        source: the same as ``edits`` in the source code, where its line is known.
-        by_dtype: whether the code gives FP32 a number of its own, and not the one that is tried.
-        kept: what the rules keep in float32.
+        change: Description in one line.
+        paste: Text to copy: a rule, a line of code, or an option.
+        rules: Changed policy, if any.
+        edits: Ops to trace in another form.
+        model: Model with changed weights, if any.
+        confirmed: Returns whether the graph of ``model`` is as intended.
+        dtype: Another 16-bit format.
+        source: Equivalent of ``edits`` in the source code, if its line is known.
+        by_dtype: Whether the suggested code depends on the dtype, so that FP32 gets another number.
+        exemptions: Ops and weights that the rules keep in float32.
     """
 
     kind: TrialKind
@@ -94,4 +94,4 @@ class Proposal:
     dtype: str | None = None
     source: LineChange | None = None
     by_dtype: bool = False
-    kept: tuple[Kept, ...] = ()
+    exemptions: tuple[Exemption, ...] = ()

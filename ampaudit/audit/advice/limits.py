@@ -1,7 +1,7 @@
-"""Judges a limit on a residual stream, such as a clamp to 65504, by its error, and rescales the stream.
+"""Measures the error of a limit on a residual stream, such as a clamp to 65504, and rescales the stream.
 
-FP32 without the limit is what the model would compute in a wider format. The limit acts there as well, so its
-error is no rounding: it is measured, and compared with that of the rescaled stream in 16 bits.
+The reference is FP32 without the limit, since a wider format would not need it. Because the limit also acts
+in FP32, its error is not rounding; it is compared with that of the rescaled stream in 16 bits.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ Outputs = list[dict[str, Pair]]
 
 @dataclass(frozen=True, slots=True)
 class LimitedStreams:
-    """Tries to rescale streams that limits act on; each stream once."""
+    """Tries to rescale the streams that limits act on, each once.
+
+    Attributes:
+        attempts: Runs the model under changes.
+        trials: For the weights of each stream, the trial and the sites of the errors that remain.
+    """
 
     attempts: Attempts
-    known: dict[frozenset[str], tuple[Trial, frozenset[SiteId]] | None] = field(default_factory=dict)
+    trials: dict[frozenset[str], tuple[Trial, frozenset[SiteId]] | None] = field(default_factory=dict)
 
     def trial(self, finding: Finding, before: frozenset[SiteId]) -> Trial | None:
-        """Return the rescaled stream as a change, if that removes the finding."""
+        """Return the trial of the rescaled stream, if that removes the finding and adds none."""
         context = self.attempts.subject.context
         site = context.site.get(finding.site)
         if site is None or site not in context.graph_sites:
@@ -48,15 +53,17 @@ class LimitedStreams:
         sites = (context.flow.site(node) for node in stream.clamps)
         acting = [each for each in sites if each is not None and limited_peak(context, each) is not None]
         key = frozenset(stream.weights)
-        if acting and key not in self.known:
-            self.known[key] = self._tried(site, acting)
-        found = self.known.get(key) if acting else None
-        return found[0] if found is not None and finding.site not in found[1] <= before else None
+        if not acting:
+            return None
+        if key not in self.trials:
+            self.trials[key] = self._try(site, acting)
+        result = self.trials[key]
+        return result[0] if result is not None and finding.site not in result[1] <= before else None
 
-    def _tried(self, site: Site, limits: list[Site]) -> tuple[Trial, frozenset[SiteId]] | None:
-        subject, kept, rescaled = self.attempts.subject, Outputs(), Outputs()
+    def _try(self, site: Site, limits: list[Site]) -> tuple[Trial, frozenset[SiteId]] | None:
+        subject, unlimited, rescaled = self.attempts.subject, Outputs(), Outputs()
         edits = {each.id: Bypass() for each in limits}
-        without = self.attempts.audit(Proposal("rewrite", "", "", edits=edits), kept)
+        without = self.attempts.audit(Proposal("rewrite", "", "", edits=edits), unlimited)
         if without is None:
             return None
         peaks = {each.id: without.observed(each.id).ref_peak for each in without.graph_sites}
@@ -66,13 +73,15 @@ class LimitedStreams:
             return None
         proposal = Proposal("rescale", change.change, change.paste, model=change.applied(subject.model))
         after = self.attempts.audit(proposal, rescaled)
-        if after is None or not change.is_in(subject.context.flow, after.flow) or not _same(kept, rescaled):
+        if after is None or not change.is_in(subject.context.flow, after.flow):
             return None
-        attempt = self.attempts.judged(after)
+        if not _same(unlimited, rescaled):
+            return None
+        attempt = self.attempts.judge(after)
         if not attempt.keeps:
             return None
-        left = frozenset(finding.site for finding in attempt.left)
-        return _trial(change, (subject.context, without), attempt, limits), left
+        failing = frozenset(finding.site for finding in attempt.errors)
+        return _trial(change, (subject.context, without), attempt, limits), failing
 
 
 def _same(first: Outputs, second: Outputs) -> bool:
@@ -84,9 +93,9 @@ def _same(first: Outputs, second: Outputs) -> bool:
 def _trial(
     change: ResidualRescale, before: tuple[CheckContext, CheckContext], attempt: Attempt, limits: list[Site]
 ) -> Trial:
-    """Compare the error that limits make with that of the rescaled stream."""
+    """Compare the error that the limits cause with that of the rescaled stream."""
     context, without = before
-    errors, cost = len(attempt.left), worst_db(without.record.edited)
+    errors, cost = len(attempt.errors), worst_db(without.record.edited)
     makers = (context.flow.makers(each)[0] for each in limits)
     peak = max(without.observed(maker.id).ref_peak for maker in makers)
     limit = context.observed(limits[0].id).ref_peak

@@ -47,20 +47,20 @@ def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness
     """Return the edits of all sites on a line of code; ``None`` if the proof fails for one of them.
 
     Args:
-        context: of the audit.
-        site: where the finding is.
-        proof: gives the edits at one site of one graph, or ``None``.
-        alike: whether another op of the line can be the same piece of its code.
+        context: Results of the audit.
+        site: Site of the finding.
+        proof: Returns the edits for one site of one graph, or ``None``.
+        alike: Returns whether another op of the line may come from the same expression.
     """
     edits: Edits = {}
     for sibling in siblings(context, site):
         for flow in flows_with(context, sibling):
             if sibling.id != site.id and not alike(flow, sibling):
                 continue
-            found = proof(flow, sibling)
-            if found is None:
+            site_edits = proof(flow, sibling)
+            if site_edits is None:
                 return None
-            edits |= found
+            edits |= site_edits
     return edits or None
 
 
@@ -90,13 +90,13 @@ def scaled_at(scaling: Site) -> Likeness:
 
 
 def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
-    """Yield each graph that contains a site; what holds in one need not hold in another."""
+    """Yield each graph that contains a site; a proof for one need not hold in another."""
     every = context.flow.every
     if len(every) == 1:
         yield context.flow
         return
     for traced in every:
-        if any(own.id == site.id for own in traced.sites):
+        if any(other.id == site.id for other in traced.sites):
             yield Flow(traced)
 
 
@@ -108,13 +108,13 @@ def log_softmax(flow: Flow, site: Site) -> Edits | None:
 
 def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
     """Return the edit of a ``log`` that reads a sigmoid, or one minus a sigmoid."""
-    found = _logarithm_of(flow, site, "sigmoid") or _logarithm_of(flow, site, "rsub")
-    if found is None:
+    operand = _logarithm_of(flow, site, "sigmoid") or _logarithm_of(flow, site, "rsub")
+    if operand is None:
         return None
-    if flow.base(found) == "rsub":
-        given = flow.arguments(found)
-        one_minus = given.get("other") == 1 and given.get("alpha", 1) == 1
-        inner = _maker(flow, given.get("self")) if one_minus else None
+    if flow.base(operand) == "rsub":
+        arguments = flow.arguments(operand)
+        one_minus = arguments.get("other") == 1 and arguments.get("alpha", 1) == 1
+        inner = _maker(flow, arguments.get("self")) if one_minus else None
         if inner is None or not _is_untouched(flow, inner, "sigmoid"):
             return None
     return {site.id: FuseLogSigmoid()}
@@ -137,10 +137,10 @@ def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
 
 def scaling_edits(flow: Flow, site: Site) -> Edits | None:
     """Return the edits that scale the first operand of a product instead of its result."""
-    found = score_scaling(flow, site)
-    if found is None:
+    scaling = score_scaling(flow, site)
+    if scaling is None:
         return None
-    factor, readers = found
+    factor, readers = scaling
     return {site.id: ScaleOperand(factor), **{reader.id: Bypass() for reader in readers}}
 
 
@@ -157,8 +157,7 @@ def _is_untouched(flow: Flow, site: Site, op: str) -> bool:
     if flow.base(site) != op or flow.writes(site):
         return False
     node, source = flow.node(site), flow.arguments(site).get("self")
-    written = _is_written(flow, node) or (isinstance(source, fx.Node) and _is_written(flow, source))
-    return not written
+    return not _is_written(flow, node) and not (isinstance(source, fx.Node) and _is_written(flow, source))
 
 
 def _maker(flow: Flow, node: Any) -> Site | None:
@@ -204,15 +203,15 @@ def is_returned(flow: Flow, node: fx.Node) -> bool:
 
 def _factor(flow: Flow, reader: Site, product: Site) -> float | None:
     """Return the factor that an op multiplies a product by, if that is all it does."""
-    given = flow.arguments(reader)
-    by, first = given.get("other"), given.get("self")
+    arguments = flow.arguments(reader)
+    by, first = arguments.get("other"), arguments.get("self")
     if not isinstance(by, int | float) or isinstance(by, bool) or by == 0:
         return None
-    if flow.writes(reader) or given.get("rounding_mode") is not None:
+    if flow.writes(reader) or arguments.get("rounding_mode") is not None:
         return None
     maker = flow.maker(first)
     if maker is None or maker.id != product.id or flow.base(reader) not in ("div", "mul"):
         return None
-    if any(isinstance(value, torch.dtype) for value in given.values()):
+    if any(isinstance(value, torch.dtype) for value in arguments.values()):
         return None
     return 1.0 / by if flow.base(reader) == "div" else float(by)

@@ -1,12 +1,12 @@
-"""Writes what rules keep in float32 as PyTorch code, for models that run without a policy of ours."""
+"""Writes float32 exemptions as PyTorch code, for models that run without an ampaudit policy."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
 
-from ampaudit.audit.advice.interface import AdviceContext, Kept, Proposal
-from ampaudit.audit.advice.rules import border, kept_sites, literal
+from ampaudit.audit.advice.interface import AdviceContext, Exemption, Proposal
+from ampaudit.audit.advice.rules import border, exempt_sites, literal
 from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet, load_policy
@@ -79,10 +79,10 @@ for tensor, value in zip(tensors(), stored):
 _WIDTH = 88
 
 
-def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Proposal] | None:
-    """Return the code, and the model changed by it under what PyTorch itself does, to be tried.
+def with_code(subject: AdviceContext, members: Sequence[Exemption]) -> tuple[str, Proposal] | None:
+    """Return the code, and a proposal to try it: the changed model under PyTorch's own rules.
 
-    ``None`` where PyTorch does nothing like the policy, or a layer to keep is the whole model.
+    Returns ``None`` if PyTorch has no equivalent of the policy, or the layer to exempt is the whole model.
     """
     rules = _eager(subject)
     if rules is None:
@@ -90,23 +90,23 @@ def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Pro
     usual = {rule.id for rule in rules.file.rules}
     sites = subject.context.graph_sites
     promoted = (s.id for s in sites if s.decision.cast is Cast.FLOAT32 and s.decision.rule not in usual)
-    every = {*kept_sites(subject, members), *(site for site in promoted if rules is not subject.rules)}
-    kept = _outermost(_layers(subject, every))
-    if not kept or "" in kept:
+    every = {*exempt_sites(subject, members), *(site for site in promoted if rules is not subject.rules)}
+    layers = _outermost(_layers(subject, every))
+    if not layers or "" in layers:
         return None
     if rules.file.weights.storage == "lower":
-        wide = frozenset(s.id for s in sites if any(_lies_in(s.layer, layer) for layer in kept))
+        wide = frozenset(s.id for s in sites if any(_lies_in(s.layer, layer) for layer in layers))
         back = _layers(subject, border(subject, wide))
-        cast = [*kept, *(n for n in back if not any(_lies_in(layer, n) for layer in kept))]
+        cast = [*layers, *(n for n in back if not any(_lies_in(layer, n) for layer in layers))]
         weights = rules.file.weights
-        more = (KeepFp32(parameter=(f"{literal(layer)}.*",)) for layer in kept)
+        more = (KeepFp32(parameter=(f"{literal(layer)}.*",)) for layer in layers)
         weights = weights.model_copy(update={"keep": (*weights.keep, *more)})
         rules = RuleSet(rules.file.model_copy(update={"weights": weights}), rules.ops, rules.environment)
         tried = _STORED.replace("CAST", _listed(cast))
         method = half_method(subject.context.number_format)
-        after = _STORE.replace("HALF", method).replace("KEPT", _listed(kept))
+        after = _STORE.replace("HALF", method).replace("KEPT", _listed(layers))
     else:
-        tried, after = _IN_AUTOCAST.replace("KEPT", _listed(kept)), ""
+        tried, after = _IN_AUTOCAST.replace("KEPT", _listed(layers)), ""
     model = structural_copy(subject.model)
     try:  # what is printed is what is tried; names of layers are quoted in it
         exec(tried, {"model": model})
@@ -121,9 +121,9 @@ def half_method(form: NumberFormat) -> str:
 
 
 def code_of_dtype(subject: AdviceContext, dtype: str) -> tuple[str, Proposal] | None:
-    """Return the code that runs a model in another 16-bit format, and what it does, to be tried.
+    """Return the code that runs a model in another 16-bit format, and a proposal to try it.
 
-    ``None`` where PyTorch does nothing like the policy.
+    Returns ``None`` if PyTorch has no equivalent of the policy.
     """
     eager = _eager(subject)
     if eager is None:
@@ -137,7 +137,7 @@ def code_of_dtype(subject: AdviceContext, dtype: str) -> tuple[str, Proposal] | 
 
 
 def _eager(subject: AdviceContext) -> RuleSet | None:
-    """Return the policy of what PyTorch does by itself where a policy builds on it."""
+    """Return the built-in policy for PyTorch's own behavior that a policy extends, if any."""
     rules = subject.rules
     if rules.file.level != "calls":
         return None
@@ -147,7 +147,7 @@ def _eager(subject: AdviceContext) -> RuleSet | None:
         origins = {rule.id.partition("/")[0] for rule in rules.file.rules}
         name = next((name for name in ("torch-cpu", "torch-cuda") if name in origins), "")
         if not any(True for _ in subject.model.parameters()):
-            return None  # nothing tells on which device its code is to run
+            return None  # without parameters, the device for the code is unknown
     if not name or not (rules.file.autocast or name == "half"):
         return None
     return rules if name == rules.location else load_policy(name).for_environment(rules.environment)
@@ -163,7 +163,7 @@ def _outermost(layers: Sequence[str]) -> list[str]:
 
 
 def _lies_in(layer: str, other: str) -> bool:
-    """Return whether a layer is another one or a part of it."""
+    """Return whether a layer is another one or inside it."""
     return not other or f"{layer}.".startswith(f"{other}.")
 
 

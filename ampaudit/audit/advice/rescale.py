@@ -1,4 +1,4 @@
-"""Proposes moving a power of two from one layer's weights to the next, which keeps the function.
+"""Proposes moving a power of two from one layer's weights to the next, which preserves the function.
 
 ``B(f(A x)) = (2^k B)(f(2^-k A x))`` for a linear B and an f with f(c x) = c f(x) for c > 0, such as ReLU.
 Powers of two change no bit of a significand, so FP32 computes exactly the same. The conditions: A's value
@@ -37,7 +37,7 @@ SPARE_BITS = 2
 
 
 def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
-    """Propose it if the overflowing layer and all its readers are products with their own weights."""
+    """Propose the change if the overflowing layer and all its readers are products with their own weights."""
     context = subject.context
     site = context.site.get(finding.site)
     if site is None or context.flow.base(site) not in _PRODUCTS:
@@ -65,8 +65,8 @@ def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
 
 
 def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
-    """Return the products that read a value through homogeneous ops; none if anything else does."""
-    flow, found, frontier = subject.context.flow, list[Site](), [site]
+    """Return the products that read a value through homogeneous ops; empty if any other op reads it."""
+    flow, products, frontier = subject.context.flow, list[Site](), [site]
     while frontier:
         step = frontier.pop()
         readers = flow.readers(step)
@@ -74,16 +74,16 @@ def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
             return []
         for reader in readers:
             if flow.base(reader) in _PRODUCTS and _takes(flow, reader, step):
-                found.append(reader)
+                products.append(reader)
             elif flow.base(reader) in _HOMOGENEOUS:
                 frontier.append(reader)
             else:
                 return []
-    return list({reader.id: reader for reader in found}.values())
+    return list({reader.id: reader for reader in products}.values())
 
 
 def _takes(flow: Flow, product: Site, step: Site) -> bool:
-    """Return whether a product takes a value as its input only."""
+    """Return whether a product reads a value as its input, and not as its weight or bias."""
     first, *rest = (flow.maker(node) for node in flow.node(product).all_input_nodes)
     return first is not None and first.id == step.id and all(m is None or m.id != step.id for m in rest)
 
@@ -91,11 +91,11 @@ def _takes(flow: Flow, product: Site, step: Site) -> bool:
 def _weights(subject: AdviceContext, site: Site) -> list[str] | None:
     """Return the names of weight and bias, if both are parameters."""
     flow, names = subject.context.flow, list[str]()
-    given = flow.arguments(site)
+    arguments = flow.arguments(site)
     for key in ("weight", "bias"):
-        if given.get(key) is None:
+        if arguments.get(key) is None:
             continue
-        place = flow.given(given[key])
+        place = flow.given(arguments[key])
         if place is None or place.name not in dict(subject.model.named_parameters(remove_duplicate=False)):
             return None
         names.append(place.name)
@@ -103,10 +103,10 @@ def _weights(subject: AdviceContext, site: Site) -> list[str] | None:
 
 
 def _only_used_here(subject: AdviceContext, names: list[str]) -> bool:
-    """Return whether each weight has one use and one name, and shares its memory with nothing."""
+    """Return whether each weight has one use and one name, and shares memory with no other tensor."""
     parameters = dict(subject.model.named_parameters(remove_duplicate=False))
-    held = [*parameters.values(), *subject.model.buffers()]
-    ids = [tensor.untyped_storage()._cdata for tensor in held]
+    tensors = [*parameters.values(), *subject.model.buffers()]
+    ids = [tensor.untyped_storage()._cdata for tensor in tensors]
     nodes = {node.name: node for node in subject.context.flow.traced.graph.nodes}
     places = {place.name: nodes[place.node] for place in subject.context.flow.traced.placeholders}
     return all(

@@ -46,11 +46,11 @@ class ResidualRescale:
     """A change of weights and eps that makes a stream of values 2^-bits times as large.
 
     Attributes:
-        bits: how much smaller.
-        weights: by name of each weight, the exponent of the power of two that it is multiplied by.
-        attributes: numbers that modules hold, which change as well.
-        stream: what the graph proves.
-        loss_db: accuracy that the 16-bit copies of the weights lose.
+        bits: Bits by which the stream shrinks.
+        weights: Exponent of the power of two to multiply each weight by, by name.
+        attributes: Number attributes of modules that change as well.
+        stream: The proved stream.
+        loss_db: Accuracy in dB that the 16-bit copies of the weights lose.
     """
 
     bits: int
@@ -81,7 +81,7 @@ class ResidualRescale:
         ]
         lines.append("    weights |= dict(model.named_buffers(remove_duplicate=False))")
         for power in sorted(set(self.weights.values())):
-            lines += _loop([name for name, own in self.weights.items() if own == power], "    ")
+            lines += _loop([name for name, exponent in self.weights.items() if exponent == power], "    ")
             lines.append(f"        weights[name].mul_(2.0**{power})")
         for name, new in dict.fromkeys((each.name, each.new) for each in self.attributes):
             lines += _loop([each.module for each in self.attributes if (each.name, each.new) == (name, new)])
@@ -100,36 +100,36 @@ class ResidualRescale:
         return changed
 
     def is_in(self, before: Flow, after: Flow) -> bool:
-        """Return whether the changed model's graph differs in the numbers that change, and in nothing else.
+        """Return whether the changed model's graph differs in exactly the numbers that should change.
 
-        An attribute might be read elsewhere as well, or not at all; casts may differ.
+        This detects attributes that are read elsewhere as well, or not at all. Casts may differ.
         """
         powers = {key: -self.bits * degree for key, degree in self.stream.numbers.items()}
         return [_shape(each, powers) for each in before.every] == [_shape(each, {}) for each in after.every]
 
 
 def _loop(names: list[str], indent: str = "") -> list[str]:
-    """Return the head of a loop over names, as many on a line as fit."""
+    """Return the head of a loop over names, wrapped to the line length."""
     quoted = ", ".join(map(json.dumps, names)) + ","
     wrapped = textwrap.wrap(quoted, 92 - len(indent), break_long_words=False, break_on_hyphens=False)
     return [f"{indent}for name in [", *(f"{indent}    {line}" for line in wrapped), f"{indent}]:"]
 
 
 def stream_rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
-    """Propose the rescaled stream on which a finding's value is."""
+    """Propose to rescale the stream that a finding's value is on."""
     context = subject.context
     site = context.site.get(finding.site)
     if site is None or site not in context.graph_sites:
         return
     peaks = {each.id: context.observed(each.id).ref_peak for each in context.graph_sites}
-    found = residual_rescale(subject.model, context.flow, site, peaks, context.number_format)
-    if isinstance(found, ResidualRescale):
+    change = residual_rescale(subject.model, context.flow, site, peaks, context.number_format)
+    if isinstance(change, ResidualRescale):
         yield Proposal(
             "rescale",
-            found.change,
-            found.paste,
-            model=found.applied(subject.model),
-            confirmed=lambda after: found.is_in(context.flow, after),
+            change.change,
+            change.paste,
+            model=change.applied(subject.model),
+            confirmed=lambda after: change.is_in(context.flow, after),
         )
 
 
@@ -144,22 +144,22 @@ def residual_rescale(
     """Find the smallest power of two that keeps the stream of a site's value within the format.
 
     Args:
-        model: whose weights are to be scaled; not changed.
-        flow: of its graphs.
-        site: whose value is on the stream.
-        peaks: largest FP32 magnitude at each site.
-        form: the 16-bit format.
-        promoted: sites in float32 that are to be in 16 bits afterwards.
+        model: Model with the weights to scale; not changed.
+        flow: Flow of the model's graphs.
+        site: Site whose value is on the stream.
+        peaks: Largest FP32 magnitude at each site.
+        form: The 16-bit format.
+        promoted: Sites in float32 that will be in 16 bits afterwards.
     """
     stream = find_stream(flow, site, form.max)
     if isinstance(stream, Refusal):
         return stream
-    held = [
+    site_peaks = [
         (each, peaks.get(each.id, 0.0), degree)
         for node, degree in stream.degrees.items()
         if (each := flow.site(node)) is not None and (each.dtype == torch_dtype(form) or each.id in promoted)
     ]
-    bits = _bits(named_tensors(model), stream, held, form)
+    bits = _bits(named_tensors(model), stream, site_peaks, form)
     if isinstance(bits, Refusal):
         return bits
     attributes = _attributes(model, flow, stream, bits)
@@ -173,11 +173,11 @@ def residual_rescale(
 def _bits(
     tensors: Mapping[str, torch.Tensor],
     stream: Stream,
-    held: Sequence[tuple[Site, float, int]],
+    site_peaks: Sequence[tuple[Site, float, int]],
     form: NumberFormat,
 ) -> int | Refusal:
-    """Return the power for sites with these peaks and degrees."""
-    over = [(math.log2(peak / form.max), d) for _, peak, d in held if d > 0 and 0.0 < peak < math.inf]
+    """Return the power of two for sites with these peaks and degrees."""
+    over = [(math.log2(peak / form.max), d) for _, peak, d in site_peaks if d > 0 and 0.0 < peak < math.inf]
     if not over or max(excess for excess, _ in over) < -1.0:
         return Refusal("the stream stays within half of the format")
     bits = max(math.ceil((excess + SPARE_BITS) / degree) for excess, degree in over)
@@ -185,7 +185,7 @@ def _bits(
         largest = float(tensors[name].detach().abs().amax()) if name in tensors else 0.0
         if degree > 0 and largest > 0.0:
             bits = max(bits, math.ceil(math.log2(largest / form.max) / degree))
-    for site, peak, degree in held:
+    for site, peak, degree in site_peaks:
         grown = math.ldexp(peak, -bits * degree)
         if degree < 0 and grown > form.max / 2:
             return Refusal(f"{site.id}, which makes up for it, would reach {format_number(grown)}")
@@ -195,8 +195,8 @@ def _bits(
 def _attributes(
     model: nn.Module, flow: Flow, stream: Stream, bits: int
 ) -> tuple[AttributeChange, ...] | Refusal:
-    """Return the numbers that modules hold for what is to change in the graph."""
-    found: dict[tuple[str, str], AttributeChange] = {}
+    """Return the module attributes behind the numbers that change in the graph."""
+    changes: dict[tuple[str, str], AttributeChange] = {}
     for (node, argument), degree in stream.numbers.items():
         site, old = flow.site(node), _number(node, argument)
         if not old or site is None:
@@ -208,33 +208,35 @@ def _attributes(
         name = _attribute(module, old)
         if name is None:
             return Refusal(f"{argument}={old:.3g} of {site.id} is no attribute of its layer")
-        made = AttributeChange(site.layer, name, old, -bits * degree)
-        if found.setdefault((site.layer, name), made) != made:
+        change = AttributeChange(site.layer, name, old, -bits * degree)
+        if changes.setdefault((site.layer, name), change) != change:
             return Refusal(f"{site.layer}.{name} would have to scale in two ways")
-    return tuple(found.values())
+    return tuple(changes.values())
 
 
 def _number(node: fx.Node, argument: str) -> float:
     op = overload_of(node.target)
     assert op is not None
     default = next((a.default_value for a in op._schema.arguments if a.name == argument), None)
-    given = named_arguments(op, node.args, dict(node.kwargs)).get(argument, default)
-    return torch.finfo(torch.float32).eps if given is None else float(given)
+    value = named_arguments(op, node.args, dict(node.kwargs)).get(argument, default)
+    return torch.finfo(torch.float32).eps if value is None else float(value)
 
 
 def _attribute(module: nn.Module, value: float) -> str | None:
-    """Return the name of the one attribute with a value; an eps that is not given is float32's."""
+    """Return the name of the only attribute with a value; an eps of ``None`` is float32's."""
     unset = torch.finfo(torch.float32).eps
-    held = {name: unset if own is None else own for name, own in vars(module).items()}
-    found = [
-        name for name, own in held.items() if isinstance(own, float) and own == value and name.isidentifier()
+    values = {name: unset if number is None else number for name, number in vars(module).items()}
+    names = [
+        name
+        for name, number in values.items()
+        if isinstance(number, float) and number == value and name.isidentifier()
     ]
-    named = [name for name in found if "eps" in name.lower()] or found
-    return named[0] if len(named) == 1 else None
+    eps_names = [name for name in names if "eps" in name.lower()] or names
+    return eps_names[0] if len(eps_names) == 1 else None
 
 
 def _loss(model: nn.Module, weights: Mapping[str, int], form: NumberFormat) -> float | Refusal:
-    """Return the accuracy in dB that 16-bit copies of the weights lose, where scaling loses no bit itself."""
+    """Return the accuracy in dB that 16-bit copies of the weights lose; refuse if scaling is not exact."""
     tensors, worst = named_tensors(model), 0.0
     for name, power in weights.items():
         tensor = tensors.get(name)
@@ -262,7 +264,7 @@ def _decibels(tensor: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def _overlaps(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Return whether another tensor has some of the memory, and is not the same one."""
+    """Return whether a tensor shares memory with a different tensor, or is not contiguous."""
 
     def ends(each: torch.Tensor) -> tuple[int, int]:
         return each.data_ptr(), each.data_ptr() + each.numel() * each.element_size()
@@ -273,16 +275,16 @@ def _overlaps(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
 
 
 def _shape(traced: TracedModel, powers: Mapping[tuple[fx.Node, str], int]) -> list[Any]:
-    """Return the ops of a graph with their numbers, and its constants; casts are left out."""
+    """Return the ops of a graph, without casts, with their numbers scaled, and its constants."""
     ops: list[Any] = []
     for node in traced.graph.nodes:
         op = overload_of(node.target)
         if op is None or base_name(op) in CAST_OPS:
             continue
-        given = named_arguments(op, node.args, dict(node.kwargs))
+        arguments = named_arguments(op, node.args, dict(node.kwargs))
         for name in {each for key, each in powers if key is node}:
-            given[name] = math.ldexp(_number(node, name), powers[node, name])
-        ops.append((str(op), sorted((key, _plain(value)) for key, value in given.items())))
+            arguments[name] = math.ldexp(_number(node, name), powers[node, name])
+        ops.append((str(op), sorted((key, _plain(value)) for key, value in arguments.items())))
     constants = [traced.tensors[p.node] for p in traced.placeholders if p.slot is Slot.CONSTANT]
     return [*ops, *(tensor.tolist() for tensor in constants)]
 

@@ -1,4 +1,4 @@
-"""Defines a stream of values that scales, what changes with it, and one op as the search sees it."""
+"""Defines a scalable stream of values, what changes with it, and the search's view of one op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Degree: TypeAlias = "int | tuple[int | None, ...] | None"
 
 
 class Needed(Exception):
-    """An operand needs another degree; the reason counts where it cannot have it."""
+    """Raised if an operand needs another degree; the reason is reported if it cannot have that degree."""
 
     def __init__(self, node: fx.Node, degree: int, reason: str) -> None:
         super().__init__(reason)
@@ -31,13 +31,13 @@ class ScaledCall:
     """One op of the graph, with the degrees of its operands.
 
     Attributes:
-        node: of the op.
-        name: how to call it in a reason.
-        degrees: of the nodes before it.
-        limit: largest number of the 16-bit format.
-        numbers: Python numbers, by argument, that scale with the values they meet, such as an eps.
-        clamps: whether the op limits values that scale at the format's range.
-        given: arguments by name.
+        node: Node of the op.
+        name: Name of the op in refusals.
+        degrees: Degrees of the nodes before it.
+        limit: Largest number of the 16-bit format.
+        numbers: For each Python number that scales, such as an eps, its degree, by argument.
+        clamps: Whether the op limits scaled values at the format's range.
+        arguments: Arguments by name.
     """
 
     node: fx.Node
@@ -46,29 +46,29 @@ class ScaledCall:
     limit: float
     numbers: dict[str, int] = field(default_factory=dict)
     clamps: bool = False
-    given: dict[str, Any] = field(init=False)
+    arguments: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         op = overload_of(self.node.target)
-        self.given = {} if op is None else named_arguments(op, self.node.args, dict(self.node.kwargs))
+        self.arguments = {} if op is None else named_arguments(op, self.node.args, dict(self.node.kwargs))
 
     @property
     def base(self) -> str:
-        """The op without overload and in-place mark; empty for what is no ATen op."""
+        """The op without overload and in-place mark; empty if it is not an ATen op."""
         op = overload_of(self.node.target)
         return "" if op is None else base_name(op).rstrip("_")
 
     def operands(self, *names: str) -> Iterator[tuple[str, Any]]:
-        """Yield tensors and numbers among the arguments of these names; members of lists one by one."""
+        """Yield the tensors and numbers among the named arguments, with lists flattened."""
         for name in names:
-            value = self.given.get(name)
+            value = self.arguments.get(name)
             for item in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(item, fx.Node | float | int):
                     yield name, item
 
     def of(self, name: str) -> int | None:
-        """Return the degree of an argument; that of a missing one, or a number, is 0."""
-        return self.plain(self.given.get(name))
+        """Return the degree of an argument; 0 if it is missing or a number."""
+        return self.plain(self.arguments.get(name))
 
     def plain(self, value: Any) -> int | None:
         """Return the degree of a tensor or a number."""
@@ -80,25 +80,25 @@ class ScaledCall:
         return degree
 
     def equal(self, *names: str) -> int | None:
-        """Return the one degree of all these operands; numbers are to be scaled with the tensors."""
-        found = [(name, item, self.plain(item)) for name, item in self.operands(*names)]
-        tensors = [d for _, item, d in found if isinstance(item, fx.Node) and d is not None]
+        """Return the common degree of operands, and record that numbers among them scale as well."""
+        operands = [(name, item, self.plain(item)) for name, item in self.operands(*names)]
+        tensors = [d for _, item, d in operands if isinstance(item, fx.Node) and d is not None]
         degree = next((d for d in tensors if d), 0 if tensors else None)
-        for name, item, own in found:
-            if own in (None, degree) or degree is None:
+        for name, item, own_degree in operands:
+            if own_degree in (None, degree) or degree is None:
                 continue
             if isinstance(item, fx.Node):
                 raise Needed(
                     item, degree, f"{self.name} joins the stream with a value that does not scale alike"
                 )
             self.numbers[name] = degree
-        return degree if degree is not None or all(d is None for *_, d in found) else 0
+        return degree if degree is not None or all(d is None for *_, d in operands) else 0
 
     def only_zero(self, *but: str) -> None:
-        """Require degree 0 of all operands, but for the arguments of these names."""
-        others = [value for name, value in self.given.items() if name not in but]
-        given = pytree.tree_leaves(others) if self.given else self.node.all_input_nodes
-        for node in given:  # one value may be several arguments
+        """Require degree 0 of all operands except the named arguments."""
+        others = [value for name, value in self.arguments.items() if name not in but]
+        values = pytree.tree_leaves(others) if self.arguments else self.node.all_input_nodes
+        for node in values:  # one value may be several arguments
             if isinstance(node, fx.Node) and self.degrees[node]:
                 raise Needed(node, 0, f"{self.name} reads the stream before a norm")
 
@@ -115,10 +115,10 @@ class Stream:
     """A stream of values and what scales with it.
 
     Attributes:
-        degrees: of every value that scales; 1 for the stream itself.
-        weights: names of the weights that scale, with their degrees; one name for tied weights.
-        numbers: Python numbers that scale, by node and argument.
-        clamps: ops that limit the stream at the format's range.
+        degrees: Degree of every value that scales; 1 for the stream itself.
+        weights: Degrees of the weights that scale, by name; one name for tied weights.
+        numbers: Degrees of the Python numbers that scale, by node and argument.
+        clamps: Ops that limit the stream at the format's range.
     """
 
     degrees: Mapping[fx.Node, int]
@@ -129,13 +129,13 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
-    """A number that a module holds, which is multiplied by a power of two.
+    """A number attribute of a module that is multiplied by a power of two.
 
     Attributes:
-        module: its path.
-        name: of the attribute.
-        old: its value; that of the dtype where the module has none.
-        power: the exponent of two.
+        module: Path of the module.
+        name: Name of the attribute.
+        old: Value before the change; the default of the dtype if the module has ``None``.
+        power: Exponent of two.
     """
 
     module: str

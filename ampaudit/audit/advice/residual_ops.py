@@ -81,8 +81,8 @@ def degree_of(call: ScaledCall) -> Degree:
         return 0
     if call.node.target is operator.getitem:
         source, place = call.node.args
-        found = call.degrees[source]  # type: ignore[index]
-        return found[place] if isinstance(found, tuple) else found  # type: ignore[index]
+        source_degree = call.degrees[source]  # type: ignore[index]
+        return source_degree[place] if isinstance(source_degree, tuple) else source_degree  # type: ignore[index]
     rule = _RULES.get(base)
     op = overload_of(call.node.target)
     if rule is None and op is not None and is_view(op):
@@ -92,70 +92,70 @@ def degree_of(call: ScaledCall) -> Degree:
         return 0
     degree = rule(call)
     for position in mutated_arguments(op):
-        written = call.given.get(argument_names(op)[position])
-        if isinstance(written, fx.Node) and call.degrees[written] != degree:
-            raise Needed(written, 0, f"{call.name} writes other values into the stream")
+        target = call.arguments.get(argument_names(op)[position])
+        if isinstance(target, fx.Node) and call.degrees[target] != degree:
+            raise Needed(target, 0, f"{call.name} writes other values into the stream")
     return degree
 
 
 def _linear(call: ScaledCall) -> Degree:
-    name = _LINEAR_IN.get(call.base) or next(iter(call.given))
+    name = _LINEAR_IN.get(call.base) or next(iter(call.arguments))
     if call.base not in _LIKE:
         call.only_zero(name)
-    if call.given.get("value") and call.base == "constant_pad_nd":
+    if call.arguments.get("value") and call.base == "constant_pad_nd":
         raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} pads the stream with a number")
     degree = call.of(name)
-    made = call.node.meta.get("val")
-    floats = not isinstance(made, torch.Tensor) or made.is_floating_point() or made.is_complex()
+    result = call.node.meta.get("val")
+    floats = not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex()
     if degree and (call.node.target is torch.ops.aten.view.dtype or not floats):
-        if isinstance(made, torch.Tensor) and made.dtype is torch.bool:
+        if isinstance(result, torch.Tensor) and result.dtype is torch.bool:
             return 0  # what is zero stays zero
         raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} makes integers, or bits, of the stream")
     return degree
 
 
 def _additive(call: ScaledCall) -> Degree:
-    names = [name for name in _BOTH if name in call.given]
+    names = [name for name in _BOTH if name in call.arguments]
     call.only_zero(*names)
     return call.equal(*names)
 
 
 def _product(call: ScaledCall) -> Degree:
     names = PRODUCTS[call.base]
-    extra = [name for name in ("bias", "self") if name not in names and call.given.get(name) is not None]
+    extra = [name for name in ("bias", "self") if name not in names and call.arguments.get(name) is not None]
     divisor = ["other"] if call.base == "div" else []
     call.only_zero(*names, *extra, *divisor)
     factors = [call.plain(item) for _, item in call.operands(*names)]
     degree = None if None in factors else sum(d for d in factors if d is not None)
     if divisor and degree is not None:
         degree -= call.of("other") or 0
-        if call.given.get("rounding_mode") is not None and degree:
+        if call.arguments.get("rounding_mode") is not None and degree:
             raise Needed(call.node.all_input_nodes[0], 0, f"{call.name} rounds the stream")
     for _, added in call.operands(*extra):
-        own = call.plain(added)
-        if own not in (None, degree):
+        bias_degree = call.plain(added)
+        if bias_degree not in (None, degree):
             if degree is None or not isinstance(added, fx.Node):
-                return own
+                return bias_degree
             raise Needed(added, degree, f"{call.name} adds a bias that does not scale")
     return degree
 
 
 def _norm(call: ScaledCall) -> Degree:
-    """Divide by own statistics, or by running ones that scale as well; weight and bias scale the result."""
+    """Cancel the scale: statistics scale with the input, and only weight and bias scale the result."""
     statistics = ("running_mean", "running_var")
     call.only_zero("input", "weight", "bias", *statistics)
     degree = call.of("input") or 0
-    running = [call.given.get(name) for name in statistics]
+    running = [call.arguments.get(name) for name in statistics]
     if degree and running[0] is not None:
-        if call.given.get("training") or call.given.get("use_input_stats"):
-            raise Needed(call.given["input"], 0, f"{call.name} keeps statistics of the stream")
-        for value, wanted in zip(running, (degree, 2 * degree), strict=True):
-            if isinstance(value, fx.Node) and call.degrees[value] != wanted:
-                raise Needed(value, wanted, f"{call.name} divides the stream by statistics that do not scale")
+        if call.arguments.get("training") or call.arguments.get("use_input_stats"):
+            raise Needed(call.arguments["input"], 0, f"{call.name} keeps statistics of the stream")
+        for value, needed in zip(running, (degree, 2 * degree), strict=True):
+            if isinstance(value, fx.Node) and call.degrees[value] != needed:
+                raise Needed(value, needed, f"{call.name} divides the stream by statistics that do not scale")
     if degree:
         call.numbers["eps"] = 2 * degree
     result = call.of("weight") or 0
-    bias = call.given.get("bias")
+    bias = call.arguments.get("bias")
     if isinstance(bias, fx.Node) and call.degrees[bias] not in (None, result):
         raise Needed(bias, result, f"{call.name} adds a bias that does not scale")
     if call.base == "native_layer_norm":
@@ -164,20 +164,20 @@ def _norm(call: ScaledCall) -> Degree:
 
 
 def _power(call: ScaledCall) -> Degree:
-    exponent = call.given.get("exponent", _POWERS.get(call.base))
+    exponent = call.arguments.get("exponent", _POWERS.get(call.base))
     call.only_zero("self")
     degree = call.of("self")
     if degree is None:
         call.only_zero()
         return None if isinstance(exponent, int | float) and exponent > 0 else 0
-    found = degree * exponent if isinstance(exponent, int | float) and exponent in _EXACT_POWERS else 0.5
-    if found != int(found):
-        raise Needed(call.given["self"], 0, f"{call.name} takes a power of the stream")
-    return int(found)
+    power = degree * exponent if isinstance(exponent, int | float) and exponent in _EXACT_POWERS else 0.5
+    if power != int(power):
+        raise Needed(call.arguments["self"], 0, f"{call.name} takes a power of the stream")
+    return int(power)
 
 
 def _invariant(call: ScaledCall) -> Degree:
-    call.only_zero(next(iter(call.given)))
+    call.only_zero(next(iter(call.arguments)))
     return 0
 
 
@@ -188,7 +188,7 @@ def _comparison(call: ScaledCall) -> Degree:
 
 
 def _ordered(call: ScaledCall) -> Degree:
-    if "other" in call.given:
+    if "other" in call.arguments:
         return _additive(call)
     call.only_zero("self")
     degree = call.of("self")
@@ -197,42 +197,42 @@ def _ordered(call: ScaledCall) -> Degree:
 
 
 def _clamp(call: ScaledCall) -> Degree:
-    """A limit of the format's is none while the values stay below it; another one scales with them."""
+    """Ignore a limit at the format's range, which the values stay below, and scale any other limit."""
     degree, bounds = call.of("self"), ("min", "max")
     if not degree:
         call.only_zero()
         return 0
     for name, bound in call.operands(*bounds):
-        least = _least(bound)
+        least = _lower_bound(bound)
         if least is not None and least >= _NEAR_LIMIT * call.limit:
             call.clamps = True
         elif not isinstance(bound, fx.Node):
             if bound:
                 call.numbers[name] = degree
         elif call.degrees[bound] not in (None, degree):
-            raise Needed(call.given["self"], 0, f"{call.name} limits the stream")
+            raise Needed(call.arguments["self"], 0, f"{call.name} limits the stream")
     return degree
 
 
-def _replaced(call: ScaledCall) -> Degree:
-    """``nan_to_num`` is the identity of finite numbers."""
-    if any(call.given.get(name) not in (None, 0.0) for name in ("nan", "posinf", "neginf")):
-        raise Needed(call.given["self"], 0, f"{call.name} replaces some of the stream by numbers")
+def _nan_to_num(call: ScaledCall) -> Degree:
+    """Treat ``nan_to_num`` as the identity, which it is for finite numbers."""
+    if any(call.arguments.get(name) not in (None, 0.0) for name in ("nan", "posinf", "neginf")):
+        raise Needed(call.arguments["self"], 0, f"{call.name} replaces some of the stream by numbers")
     call.clamps = True
     return call.of("self")
 
 
-def _least(bound: Any) -> float | None:
-    """Return the smallest magnitude of the numbers that a limit is chosen from, if it is."""
+def _lower_bound(bound: Any) -> float | None:
+    """Return the smallest magnitude that a limit can have; ``None`` if unknown."""
     if isinstance(bound, int | float):
         return abs(float(bound))
     op = overload_of(bound.target)
     base, arguments = "" if op is None else base_name(op), bound.args
     if base == "where":
-        found = [_least(item) for item in arguments[1:]]
-        return None if None in found else min(least for least in found if least is not None)
+        bounds = [_lower_bound(item) for item in arguments[1:]]
+        return None if None in bounds else min(least for least in bounds if least is not None)
     if base in ("scalar_tensor", "neg", "to", "_to_copy", "full"):
-        return _least(arguments[1 if base == "full" else 0])
+        return _lower_bound(arguments[1 if base == "full" else 0])
     return None
 
 
@@ -246,5 +246,5 @@ _RULES: dict[str, Callable[[ScaledCall], Degree]] = {
     **dict.fromkeys(_COMPARING, _comparison),
     **dict.fromkeys(_ORDERED, _ordered),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "clip"), _clamp),
-    "nan_to_num": _replaced,
+    "nan_to_num": _nan_to_num,
 }

@@ -1,8 +1,8 @@
 """Finds the weights to scale so that a stream of values shrinks by 2^-k and no output of the model changes.
 
 The degrees of weights are unknowns; those of all other values follow from them (``residual_ops``). The search
-starts with the weights that make one value, and gives others the degrees that ops on the way need. What
-it finds is a proof: with these weights scaled, every op takes its operands, and every output has degree 0.
+starts with the weights that produce one value, and assigns the degrees that other ops then require. The
+result is a proof: with these weights scaled, every op accepts its operands and every output has degree 0.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _Plan: TypeAlias = tuple[dict[_Key, int], bool]
 
 
 class _Refused(Exception):
-    """Nothing gives a value the degree that it needs."""
+    """Raised if no assignment gives a value the degree that it needs."""
 
 
 def find_stream(flow: Flow, site: Site, limit: float) -> Stream | Refusal:
     """Find the stream that a site's value is on.
 
     Args:
-        flow: of all graphs of the model.
-        site: whose value is to shrink.
-        limit: largest number of the 16-bit format.
+        flow: Flow of all graphs of the model.
+        site: Site whose value is to shrink.
+        limit: Largest number of the 16-bit format.
     """
     if any(traced.path for traced in flow.every):
         return Refusal("the model's code decides by values, and its graph shows only the path that it took")
@@ -67,9 +67,9 @@ class _Search:
     degrees: dict[fx.Node, Degree] = field(init=False)
     weights: dict[fx.Node, Placeholder] = field(default_factory=dict)
     keys: dict[fx.Node, _Key] = field(default_factory=dict)  # of weights; tied ones have one
-    chosen: dict[_Key, int] = field(default_factory=dict)
+    assigned: dict[_Key, int] = field(default_factory=dict)
     changes: dict[_Key, int] = field(default_factory=dict)
-    written: set[fx.Node] = field(init=False)
+    overwritten: set[fx.Node] = field(init=False)
     plans: dict[tuple[fx.Node, int], _Plan | _Refused] = field(default_factory=dict)  # under these degrees
 
     def __post_init__(self) -> None:
@@ -87,10 +87,10 @@ class _Search:
                         self.degrees[node] = None
         calls = ((node, op) for node in nodes if (op := overload_of(node.target)) is not None)
         written = (value for node, op in calls for value in written_values(op, node.args, dict(node.kwargs)))
-        self.written = {_root(value) for value in written if isinstance(value, fx.Node)}
+        self.overwritten = {_root(value) for value in written if isinstance(value, fx.Node)}
 
     def solve(self, seed: fx.Node) -> None:
-        """Choose degrees of weights until every op takes its operands."""
+        """Assign degrees to weights until every op accepts its operands."""
         waiting = list(self.order.values())
         heapq.heapify(waiting)
         nodes = list(self.order)
@@ -118,23 +118,23 @@ class _Search:
         raise _Refused(_ENDLESS)
 
     def proof(self) -> Stream:
-        """Compute every degree again from those of the weights, and refuse any op that needs another."""
+        """Recompute every degree from those of the weights, and refuse if an op needs another."""
         numbers: dict[tuple[fx.Node, str], int] = {}
         clamps: list[fx.Node] = []
         for node in self.order:
             call = self._call(node)
             try:
-                found = self._degree(node, call)
+                computed = self._degree(node, call)
             except Needed as needed:
                 raise _Refused(needed.reason) from None
-            if found != self.degrees[node]:
+            if computed != self.degrees[node]:
                 raise _Refused(_ENDLESS)
             numbers.update(((node, name), degree) for name, degree in call.numbers.items() if degree)
             if call.clamps:
                 clamps.append(node)
         names = {self.keys[node]: place.name for node, place in reversed(self.weights.items())}
         keys = dict.fromkeys(self.keys.values())  # in the model's order
-        scaled = {names[key]: degree for key in keys if (degree := self.chosen.get(key))}
+        scaled = {names[key]: degree for key in keys if (degree := self.assigned.get(key))}
         plain = {node: d for node, d in self.degrees.items() if isinstance(d, int) and d}
         return Stream(plain, scaled, numbers, tuple(clamps))
 
@@ -144,17 +144,17 @@ class _Search:
 
     def _degree(self, node: fx.Node, call: ScaledCall | None = None) -> Degree:
         if node.op == "placeholder":
-            return self.chosen.get(self.keys.get(node, ()), self.degrees[node])
+            return self.assigned.get(self.keys.get(node, ()), self.degrees[node])
         if node.op == "output":
             for value in node.all_input_nodes:
                 if self.degrees[value]:
                     raise Needed(value, 0, "the stream leaves the model as an output")
             return 0
-        found = degree_of(call or self._call(node))
-        return 0 if found is None and node in self.written else found
+        result = degree_of(call or self._call(node))
+        return 0 if result is None and node in self.overwritten else result
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """Return the value that is squared, averaged or compared."""
+        """Return the nearest value with a plan, looking back through squares, means and comparisons."""
         while True:
             try:
                 self._plan(node, 1)
@@ -168,34 +168,34 @@ class _Search:
                 return node
 
     def _repair(self, needed: Needed) -> list[fx.Node]:
-        """Meet a need; return the placeholders that changed."""
+        """Assign the degrees that an operand needs; return the placeholders that changed."""
         self.plans.clear()
         try:
-            found, _ = self._plan(needed.node, needed.degree)
+            plan, _ = self._plan(needed.node, needed.degree)
         except _Refused as refused:
             text = str(refused)
             if needed.degree == 0:
                 text = needed.reason + (f"; {text}" if text != _READS else "")
             raise _Refused(text if text != _READS else needed.reason) from None
-        if not any(found.values()):  # that would take back what scales the stream
+        if not any(plan.values()):  # it would undo the scaling of the stream
             raise _Refused(needed.reason)
-        return self._assign(found)
+        return self._assign(plan)
 
-    def _assign(self, found: Mapping[_Key, int]) -> list[fx.Node]:
-        for key, degree in found.items():
-            self.chosen[key] = degree
+    def _assign(self, plan: Mapping[_Key, int]) -> list[fx.Node]:
+        for key, degree in plan.items():
+            self.assigned[key] = degree
             self.changes[key] = self.changes.get(key, 0) + 1
             if self.changes[key] > _CHANGES:
                 name = next(place.name for node, place in self.weights.items() if self.keys[node] == key)
                 raise _Refused(f"{name} would have to scale in two ways")
-        return [node for node, key in self.keys.items() if key in found]
+        return [node for node, key in self.keys.items() if key in plan]
 
     def _plan(self, start: fx.Node, degree: int) -> _Plan:
-        """Return weights that give a value its degree, and whether nothing else reads on the way."""
+        """Return weights that give a value its degree, and whether every value on the way has one reader."""
         key = (start, degree)
         if key not in self.plans:
             try:
-                self.plans[key] = self._planned(start, degree)
+                self.plans[key] = self._make_plan(start, degree)
             except _Refused as refused:
                 self.plans[key] = refused
         plan = self.plans[key]
@@ -203,78 +203,78 @@ class _Search:
             raise plan
         return plan
 
-    def _planned(self, start: fx.Node, degree: int) -> _Plan:
-        found: dict[_Key, int] = {}
-        waiting, seen, alone = [(start, degree)], set[tuple[fx.Node, int]](), True
+    def _make_plan(self, start: fx.Node, degree: int) -> _Plan:
+        plan: dict[_Key, int] = {}
+        waiting, visited, alone = [(start, degree)], set[tuple[fx.Node, int]](), True
         while waiting:
-            node, wanted = waiting.pop()
-            if (node, wanted) in seen or self.degrees[node] in (wanted, None):
+            node, target = waiting.pop()
+            if (node, target) in visited or self.degrees[node] in (target, None):
                 continue
-            seen.add((node, wanted))
+            visited.add((node, target))
             alone = alone and len(node.users) == 1
             if node.op != "placeholder":
-                waiting += self._operands(node, wanted)
+                waiting += self._operands(node, target)
                 continue
             place = self.weights.get(node)
             if place is None:
                 raise _Refused("an input of the model is on the stream")
             if place.slot is Slot.CONSTANT or place.dtype is None or not place.dtype.is_floating_point:
                 raise _Refused(f"the constant {place.name} is added to the stream")
-            if found.setdefault(self.keys[node], wanted) != wanted:
+            if plan.setdefault(self.keys[node], target) != target:
                 raise _Refused(f"{place.name} would have to scale in two ways")
-        return found, alone
+        return plan, alone
 
-    def _operands(self, node: fx.Node, wanted: int) -> list[tuple[fx.Node, int]]:
-        """Return operands of an op, and the degrees that they need."""
+    def _operands(self, node: fx.Node, degree: int) -> list[tuple[fx.Node, int]]:
+        """Return the operands that must scale with an op's result, and the degrees that they need."""
         call = self._call(node)
         base, op = call.base, overload_of(node.target)
         if base in PRODUCTS:
-            return self._factors(call, wanted)
+            return self._factors(call, degree)
         if base in NORMALIZING:
             affine = [item for _, item in call.operands("weight", "bias") if isinstance(item, fx.Node)]
             if not affine:
                 raise _Refused(f"{call.name} writes to the stream and has no weight")
-            return [(item, wanted) for item in affine]
+            return [(item, degree) for item in affine]
         if base in ADDITIVE:
-            names = [name for name in call.given if name not in ("condition", "mask", "index", "indices")]
+            names = [name for name in call.arguments if name not in ("condition", "mask", "index", "indices")]
             items = [item for _, item in call.operands(*names) if isinstance(item, fx.Node)]
-            return [(item, wanted) for item in items]
+            return [(item, degree) for item in items]
         if base in ("embedding", "scaled_dot_product_attention"):
-            return [(call.given["weight" if base == "embedding" else "value"], wanted)]
+            return [(call.arguments["weight" if base == "embedding" else "value"], degree)]
         through = node.target is operator.getitem or (op is not None and is_view(op))
         if base in LINEAR or base in ("clamp", "clamp_min", "clamp_max", "nan_to_num") or through:
-            return [(node.all_input_nodes[0], wanted)]
+            return [(node.all_input_nodes[0], degree)]
         raise _Refused(f"{call.name} writes to the stream, and no weight scales its result")
 
-    def _factors(self, call: ScaledCall, wanted: int) -> list[tuple[fx.Node, int]]:
-        """Scale the weight of a product, or, where that is used elsewhere, what the product takes."""
+    def _factors(self, call: ScaledCall, degree: int) -> list[tuple[fx.Node, int]]:
+        """Scale the weight of a product, or its input if the weight is used elsewhere."""
         factors = [item for _, item in call.operands(*PRODUCTS[call.base]) if isinstance(item, fx.Node)]
-        held = [d if isinstance(d := self.degrees[item], int) else 0 for item in factors]
+        current = [d if isinstance(d := self.degrees[item], int) else 0 for item in factors]
         names = ("bias", *(() if "self" in PRODUCTS[call.base] else ("self",)))
-        added = [(item, wanted) for _, item in call.operands(*names) if isinstance(item, fx.Node)]
-        divisor = self.degrees[item] if isinstance(item := call.given.get("other"), fx.Node) else 0
-        missing = wanted - sum(held) + (divisor if call.base == "div" and isinstance(divisor, int) else 0)
+        added = [(item, degree) for _, item in call.operands(*names) if isinstance(item, fx.Node)]
+        divisor = self.degrees[item] if isinstance(item := call.arguments.get("other"), fx.Node) else 0
+        missing = degree - sum(current) + (divisor if call.base == "div" and isinstance(divisor, int) else 0)
         weights = [self._is_weight(item) for item in factors]
-        if any(d and not weight for d, weight in zip(held, weights, strict=True)):
+        if any(d and not weight for d, weight in zip(current, weights, strict=True)):
             raise _Refused(_READS)
         ours = (item for item, weight in zip(factors, weights, strict=True) if weight)
-        own = [item for item in ours if self._is_used_once(item)]
-        ranked = [*own, *(f for f in reversed(factors) if f not in own)]
+        exclusive = [item for item in ours if self._is_used_once(item)]
+        ranked = [*exclusive, *(f for f in reversed(factors) if f not in exclusive)]
         possible: list[fx.Node] = []
         reason = f"{call.name} writes to the stream, and no weight scales its result"
         for item in ranked:
             try:
-                _, alone = self._plan(item, held[factors.index(item)] + missing)
+                _, alone = self._plan(item, current[factors.index(item)] + missing)
             except _Refused as refused:
                 reason = str(refused) if len(factors) == 1 else reason
             else:
                 possible.append(item)
-                if alone or item in own:
+                if alone or item in exclusive:
                     possible = [item]
                     break
         if not possible:
             raise _Refused(reason)
-        return [(possible[0], held[factors.index(possible[0])] + missing), *added]
+        return [(possible[0], current[factors.index(possible[0])] + missing), *added]
 
     def _is_weight(self, node: fx.Node) -> bool:
         return (place := self.flow.given(node)) is not None and place.slot in (Slot.PARAMETER, Slot.BUFFER)

@@ -1,15 +1,14 @@
-"""Proposes rewrites of the code, to be tried by tracing the rewritten op.
+"""Proposes rewrites of the code, which are tried by tracing the rewritten op.
 
-The largest finite number of the format serves as a limit as well. A number is a limit where ``clamp`` takes
-it as its bound, and where it fills elements that every reader only orders: a softmax, a maximum, a sort. Any
-other op computes with the number itself, which is then left alone.
+A number that only serves as a limit can be replaced by the largest finite number of the format. It is a limit
+if ``clamp`` takes it as its bound, or if it fills elements that every reader only compares: a softmax, a
+maximum, a sort. Any other op computes with the number itself, which is then left alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -79,11 +78,11 @@ def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Scale before the product, where every reader of the scores scales them by one Python number."""
-    found = score_scaling(context.flow, site)
-    if found is None:
+    """Scale before the product, if every reader of the scores scales them by the same Python number."""
+    result = score_scaling(context.flow, site)
+    if result is None:
         return
-    factor, (scaling, *others) = found
+    factor, (scaling, *others) = result
     edits = of_the_line(context, site, scaling_edits, scaled_at(scaling))
     if edits is None:
         return
@@ -95,18 +94,18 @@ def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Try larger values of eps that the format can represent; the runs decide which keeps the function."""
-    found = lost_eps(context, site)
-    if found is None:
+    """Try larger values of eps that the format can represent; runs decide which preserve the function."""
+    match = lost_eps(context, site)
+    if match is None:
         return
-    maker, eps = found
+    maker, eps = match
     tries: list[Proposal] = []
     for larger in (e for e in EPS if eps < e and e > context.number_format.flush_below):
         code = f"{larger:g}"
         edits: Edits = {
             other.id: ReplaceConstant(eps, larger)
             for other in siblings(context, maker)
-            if eps in _numbers(context, other)
+            if eps in context.numbers(other)
         }
         source = LineChange("number", maker.source, old=eps, new=code) if maker.source else None
         change = f"eps = {code} for {format_number(eps)} at {maker.id}"
@@ -115,18 +114,13 @@ def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
         yield tuple(tries)
 
 
-def _numbers(context: CheckContext, site: Site) -> list[float]:
-    given = (*context.flow.arguments(site).values(), *site.original_args.values())
-    return [v for v in given if isinstance(v, float | int) and not isinstance(v, bool)]
-
-
 def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
     """Replace the out-of-range number behind this value, if it is a mask or another limit."""
     for step, value in large_constants(context, site):
         limit = context.number_format.max if value > 0 else -context.number_format.max
 
         def as_limit(flow: Flow, other: Site, value: float = value, limit: float = limit) -> Edits | None:
-            if value not in _numbers(context, other):
+            if value not in context.numbers(other):
                 return {}
             return (
                 {other.id: ReplaceConstant(value, limit)} if is_limit(context, flow, other, value) else None
@@ -136,19 +130,19 @@ def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
         if edits is None:
             continue
         code = "torch.finfo(x.dtype).min" if value < 0 else "torch.finfo(x.dtype).max"
-        held = all(_is_held(flow, step) for flow in flows_with(context, step))
+        low_precision = all(_is_held(flow, step) for flow in flows_with(context, step))
         lines = step.source, site.source
-        source = LineChange("number", lines[0], lines[1], value, held=held) if lines[0] else None
+        source = LineChange("number", lines[0], lines[1], value, held=low_precision) if lines[0] else None
         change = f"{code} for {format_number(value)} at {step.id}"
         yield (Proposal("rewrite", change, code, edits=edits, source=source, by_dtype=True),)
 
 
 def _is_held(flow: Flow, step: Site) -> bool:
     """Return whether the tensors that an op is called on are stored in 16 bits, without a cast."""
-    given = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
-    floats = [(s, v) for s, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    held = all(value.dtype in LOW_PRECISION_DTYPES for _, value in floats)
-    return bool(floats) and held and not any(s is not None and s.role.inserted for s, _ in floats)
+    operands = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
+    floats = [(s, v) for s, v in operands if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    low_precision = all(value.dtype in LOW_PRECISION_DTYPES for _, value in floats)
+    return bool(floats) and low_precision and not any(s is not None and s.role.inserted for s, _ in floats)
 
 
 _BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Alternatives]]] = {
@@ -164,42 +158,40 @@ _BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Alternatives]]] = {
 def large_constants(context: CheckContext, site: Site) -> Iterator[tuple[Site, float]]:
     """Find Python numbers outside the format's range, in an op or in the constants nearest to it."""
     limit = context.number_format.max
-    frontier, seen = [site], {site.id}
+    frontier, visited = [site], {site.id}
     for _ in range(_BACK):
         for step in frontier:
-            given = (*context.flow.arguments(step).values(), *step.original_args.values())
-            numbers = (v for v in given if isinstance(v, float | int) and not isinstance(v, bool))
-            large = next((v for v in numbers if limit < abs(v) < math.inf), None)
+            large = next((v for v in context.numbers(step) if limit < abs(v) < math.inf), None)
             if large is not None:
                 yield step, large
                 return
-        frontier = [m for step in frontier for m in context.flow.makers(step) if m.id not in seen]
-        seen |= {m.id for m in frontier}
+        frontier = [m for step in frontier for m in context.flow.makers(step) if m.id not in visited]
+        visited |= {m.id for m in frontier}
 
 
 def is_limit(context: CheckContext, flow: Flow, step: Site, value: float) -> bool:
-    """Return whether an op uses a number as a limit; see above."""
-    base, given = flow.base(step), flow.arguments(step)
+    """Return whether an op uses a number as a limit, as the module's docstring defines it."""
+    base, arguments = flow.base(step), flow.arguments(step)
     if base in _CLAMPS:
         return True
     if base == "mul" and value < 0:
         # (1 - mask) * -1e9: no weight and no activation in the other factor
         return step.id in context.parameter_free and _only_orders(flow, flow.node(step))
-    return base in _FILLS and value in given.values() and _only_orders(flow, flow.node(step))
+    return base in _FILLS and value in arguments.values() and _only_orders(flow, flow.node(step))
 
 
 def _only_orders(flow: Flow, node: fx.Node) -> bool:
     """Return whether all final readers of a value only compare its elements with each other."""
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     frontier = [node]
     while frontier:
         current = frontier.pop()
         if not current.users:
             continue
         for user in current.users:
-            if user in seen:
+            if user in visited:
                 continue
-            seen.add(user)
+            visited.add(user)
             verdict = _reads(flow, user, current)
             if verdict == "computes":
                 return False
@@ -215,26 +207,18 @@ def _reads(flow: Flow, user: fx.Node, value: fx.Node) -> str:
         return "computes"
     if site is None or site.role is Role.VIEW or site.role.converts:
         return "hands on"
-    base, given = flow.base(site), flow.arguments(site)
+    base, args = flow.base(site), flow.arguments(site)
     if base == "scaled_dot_product_attention":
-        return "orders" if _is(given.get("attn_mask"), value) else "computes"
+        return "orders" if args.get("attn_mask") is value else "computes"
     if base in _ORDERING:
         return "orders"
-    if base in _HANDING_ON or (base == "baddbmm" and _is(given.get("self"), value)):
+    first, other = args.get("self") is value, args.get("other")
+    if base in _HANDING_ON or (base == "baddbmm" and first):
         return "hands on"
-    keeps_order = base in ("mul", "div", "sub") and _is(given.get("self"), value) and _is_positive(given)
+    positive = isinstance(other, int | float) and other > 0
+    keeps_order = base in ("mul", "div", "sub") and first and positive
     masks = base == "mul" and _other_is_constant(flow, site, value)
     return "hands on" if keeps_order or masks else "computes"
-
-
-def _is_positive(given: Mapping[str, Any]) -> bool:
-    """Return whether the other operand is a positive Python number, which preserves the order."""
-    other = given.get("other")
-    return isinstance(other, int | float) and other > 0
-
-
-def _is(argument: Any, value: fx.Node) -> bool:
-    return argument is value
 
 
 def _other_is_constant(flow: Flow, site: Site, value: fx.Node) -> bool:

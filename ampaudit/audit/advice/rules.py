@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 from torch import fx
 
-from ampaudit.audit.advice.interface import AdviceContext, Kept, Proposal
+from ampaudit.audit.advice.interface import AdviceContext, Exemption, Proposal
 from ampaudit.audit.checks.interface import some_sites
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet
@@ -24,12 +24,12 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = [
     "border",
+    "exempt_sites",
+    "exemptions_for",
     "keep_in_float32",
-    "kept_sites",
     "literal",
-    "proposal_keeping",
+    "propose_exemptions",
     "quoted",
-    "to_keep",
 ]
 
 BACK = (1, 2, 4, 8)  # steps
@@ -39,17 +39,17 @@ _SOURCE = "ampaudit scan --advise"
 
 def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
     """Propose to keep one site, then the site and all readers of its out-of-range value."""
-    return (proposal_keeping(subject, (kept,)) for kept in to_keep(subject, finding))
+    return (propose_exemptions(subject, (exemption,)) for exemption in exemptions_for(subject, finding))
 
 
-def to_keep(subject: AdviceContext, finding: Finding) -> Iterator[Kept]:
-    """Return what to keep in float32 because of a finding, the least first."""
+def exemptions_for(subject: AdviceContext, finding: Finding) -> Iterator[Exemption]:
+    """Yield what to keep in float32 because of a finding, the smallest first."""
     context = subject.context
     weight = next((w for w in context.broken_weights if w.rpartition(".")[0] == finding.layer), None)
     if finding.phase == "weights" and weight is not None:
         users = _users(subject, weight)
         others = _island(subject, users).keys() - {s.id for s in users}
-        yield Kept(_in_order(subject, others), f"{weight} is infinite in 16 bits", weight)
+        yield Exemption(_in_order(subject, others), f"{weight} is infinite in 16 bits", weight)
         return
     site = context.site.get(finding.site)
     if site is None or site.id not in {s.id for s in context.graph_sites}:
@@ -60,83 +60,85 @@ def to_keep(subject: AdviceContext, finding: Finding) -> Iterator[Kept]:
         return
     why = f"{page_of(finding.code).title} ({finding.code})"
     if site.twin is not None and site.decision.reason == TWIN:
-        yield Kept((site.twin.site,), why)  # rules reach what its op is given, not the inside
+        yield Exemption((site.twin.site,), why)  # rules apply to the op's inputs, not to its inside
         return
-    yield Kept(_in_order(subject, {s.id for s in first}), why)
+    yield Exemption(_in_order(subject, {s.id for s in first}), why)
     island = _island(subject, first)
     if len(island) > len(first):
-        yield Kept(_in_order(subject, island.keys()), why)
+        yield Exemption(_in_order(subject, island.keys()), why)
     if finding.kind != "overflow" or _reads_inaccurate(subject, first):
-        yield from _back(subject, first, island, why)
+        yield from _upstream(subject, first, island, why)
 
 
 def _reads_inaccurate(subject: AdviceContext, first: Sequence[Site]) -> bool:
-    """Return whether a site reads a value that was flushed or is inaccurate, and so was wrong before it."""
+    """Return whether a site reads a value that was flushed or is already inaccurate."""
     context = subject.context
-    made = (m for site in first for m in context.flow.makers(site))
+    makers = (m for site in first for m in context.flow.makers(site))
     return any(
-        seen.samples.flushed or (seen.sqnr_db is not None and seen.sqnr_db < context.min_sqnr)
-        for seen in (context.observed(m.id) for m in made)
+        stats.samples.flushed or (stats.sqnr_db is not None and stats.sqnr_db < context.min_sqnr)
+        for stats in (context.observed(m.id) for m in makers)
     )
 
 
-def _back(
+def _upstream(
     subject: AdviceContext, first: Sequence[Site], island: Mapping[SiteId, Site], why: str
-) -> Iterator[Kept]:
-    """Go back from the site in growing steps, since the rounding began at one of its inputs."""
-    kept = dict(island)
+) -> Iterator[Exemption]:
+    """Extend the island upstream in growing steps, since the error comes from an input."""
+    region = dict(island)
     frontier = list(first)
     for back in range(1, BACK[-1] + 1):
-        made = [m for step in frontier for m in subject.context.flow.makers(step)]
-        frontier = [m for m in made if m.id not in kept and m.facts is not None]
-        kept |= {m.id: m for m in frontier}
+        makers = [m for step in frontier for m in subject.context.flow.makers(step)]
+        frontier = [m for m in makers if m.id not in region and m.facts is not None]
+        region |= {m.id: m for m in frontier}
         if back in BACK or not frontier:
-            yield Kept(_in_order(subject, kept.keys()), why)
+            yield Exemption(_in_order(subject, region.keys()), why)
         if not frontier:
             return
 
 
 def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]:
-    """Add the readers of values above half of the format's limit, which must take them in float32.
+    """Add the readers of values above half of the format's limit, which must read them in float32.
 
-    What only hands values on is not measured: its peak is that of what it reads.
+    Ops that only pass values on are not measured: they have the peak of their input.
     """
     context = subject.context
     island = {site.id: site for site in first}
     frontier = [(site, 0.0) for site in first]
     while frontier:
         site, handed = frontier.pop()
-        seen = context.observed(site.id)
-        peak = seen.ref_peak if seen.elements else handed
+        stats = context.observed(site.id)
+        peak = stats.ref_peak if stats.elements else handed
         if peak <= context.number_format.max / 2:
             continue
-        found = [r for r in context.flow.readers(site) if r.id not in island and r.facts is not None]
-        island |= {reader.id: reader for reader in found}
-        frontier += [(reader, peak) for reader in found]
+        readers = [r for r in context.flow.readers(site) if r.id not in island and r.facts is not None]
+        island |= {reader.id: reader for reader in readers}
+        frontier += [(reader, peak) for reader in readers]
     return island
 
 
-def border(subject: AdviceContext, kept: Set[SiteId]) -> tuple[SiteId, ...]:
-    """Return the first ops that reject float32 next to weights stored in 16 bits.
+def border(subject: AdviceContext, exempt: Set[SiteId]) -> tuple[SiteId, ...]:
+    """Return the first ops after exempt sites that reject float32 next to weights stored in 16 bits.
 
-    Elementwise ops promote, so float32 flows on through them; a product or a norm with 16-bit weights takes
-    what it reads in 16 bits again.
+    Elementwise ops promote, so float32 passes through them; a product or a norm with 16-bit weights needs
+    its input in 16 bits again.
     """
     if subject.rules.file.weights.storage != "lower":
         return ()
-    flow, found = subject.context.flow, set[SiteId]()
+    flow, edge = subject.context.flow, set[SiteId]()
     for graph in (traced.graph for traced in flow.every):
         wide: set[fx.Node] = set()
         for node in graph.nodes:
             site = flow.site(node)
-            if site is not None and (site.id in kept or (site.twin is not None and site.twin.site in kept)):
+            if site is not None and (
+                site.id in exempt or (site.twin is not None and site.twin.site in exempt)
+            ):
                 wide.add(node)
             elif not wide.isdisjoint(node.all_input_nodes) and not _stays(flow, node, site, wide):
                 if site is None or site.role is Role.VIEW or _promotes(node, wide):
                     wide.add(node)
                 elif site.facts is not None:
-                    found.add(site.id)
-    return _in_order(subject, found)
+                    edge.add(site.id)
+    return _in_order(subject, edge)
 
 
 def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> bool:
@@ -157,11 +159,11 @@ def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
 
 
 def _in_order(subject: AdviceContext, sites: Set[SiteId]) -> tuple[SiteId, ...]:
-    found: dict[SiteId, None] = {}
+    ordered: dict[SiteId, None] = {}
     for site in subject.context.graph_sites:
         calls = (site.twin.site, site.id) if site.twin is not None else (site.id,)
-        found |= dict.fromkeys(name for name in calls if name in sites)
-    return tuple(found)
+        ordered |= dict.fromkeys(name for name in calls if name in sites)
+    return tuple(ordered)
 
 
 def _users(subject: AdviceContext, weight: str) -> list[Site]:
@@ -169,28 +171,28 @@ def _users(subject: AdviceContext, weight: str) -> list[Site]:
     return [s for s in context.graph_sites if weight in context.users.get(s.id, ())]
 
 
-def kept_sites(subject: AdviceContext, members: Sequence[Kept]) -> tuple[SiteId, ...]:
-    """Return all sites that are kept, in graph order."""
-    users = (s.id for kept in members if kept.weight for s in _users(subject, kept.weight))
-    return _in_order(subject, {*users, *(site for kept in members for site in kept.sites)})
+def exempt_sites(subject: AdviceContext, members: Sequence[Exemption]) -> tuple[SiteId, ...]:
+    """Return all sites to keep in float32, in graph order."""
+    users = (s.id for exemption in members if exemption.weight for s in _users(subject, exemption.weight))
+    return _in_order(subject, {*users, *(site for exemption in members for site in exemption.sites)})
 
 
-def proposal_keeping(subject: AdviceContext, members: Sequence[Kept]) -> Proposal:
-    """Propose one policy that keeps everything given, with a rule for each reason."""
-    weights = [kept.weight for kept in members if kept.weight]
+def propose_exemptions(subject: AdviceContext, members: Sequence[Exemption]) -> Proposal:
+    """Propose one policy with all exemptions, and a rule for each reason."""
+    weights = [exemption.weight for exemption in members if exemption.weight]
     rules = [
         _rule(f"keep-{w}", Match(parameter=(literal(w),)), Cast.FLOAT32, f"{w} is infinite in 16 bits")
         for w in weights
     ]
-    known: set[SiteId] = set()
-    for why in dict.fromkeys(kept.why for kept in members):
-        given = {site for kept in members if kept.why == why for site in kept.sites}
-        rules += _about_sites("keep", _in_order(subject, given - known), Cast.FLOAT32, why)
-        known |= given
-    every = kept_sites(subject, members)
+    covered: set[SiteId] = set()
+    for why in dict.fromkeys(exemption.why for exemption in members):
+        sites = {site for exemption in members if exemption.why == why for site in exemption.sites}
+        rules += _about_sites("keep", _in_order(subject, sites - covered), Cast.FLOAT32, why)
+        covered |= sites
+    every = exempt_sites(subject, members)
     back = border(subject, frozenset(every))
     rules += _about_sites("return", back, Cast.LOWER, "later ops run in 16 bits again")
-    rules = _renamed(rules, {rule.id for rule in subject.rules.file.rules})
+    rules = _with_unique_ids(rules, {rule.id for rule in subject.rules.file.rules})
     what = some_sites(every) if not weights else ", ".join(weights)
     paste, changed = "\n".join(map(_paste, rules)), _with(subject.rules, rules)
     stored = subject.rules.file.weights
@@ -199,21 +201,21 @@ def proposal_keeping(subject: AdviceContext, members: Sequence[Kept]) -> Proposa
         stored = stored.model_copy(update={"keep": (*stored.keep, *more)})
         file = changed.file.model_copy(update={"weights": stored})
         changed = RuleSet(file, changed.ops, changed.environment)
-        # a file that says something of weights says all of it
-        said = quoted(stored.model_dump(mode="json", exclude_defaults=True))
-        paste = f"weights: {said}\nrules:\n{paste}"
-    return Proposal("rule", f"keep {what} in float32", paste, rules=changed, kept=tuple(members))
+        # a weights section replaces the inherited one as a whole
+        weights_text = quoted(stored.model_dump(mode="json", exclude_defaults=True))
+        paste = f"weights: {weights_text}\nrules:\n{paste}"
+    return Proposal("rule", f"keep {what} in float32", paste, rules=changed, exemptions=tuple(members))
 
 
-def _renamed(rules: Sequence[Rule], taken: Set[str]) -> list[Rule]:
-    """Give each rule an id of its own: a rule takes the place of an inherited one with its id."""
-    made: list[Rule] = []
+def _with_unique_ids(rules: Sequence[Rule], reserved: Set[str]) -> list[Rule]:
+    """Make the ids unique, since a rule replaces an inherited one with the same id."""
+    renamed: list[Rule] = []
     for rule in rules:
         name = rule.id
-        while name in taken or any(name == other.id for other in made):
+        while name in reserved or any(name == other.id for other in renamed):
             name += " too"
-        made.append(rule.model_copy(update={"id": name}))
-    return made
+        renamed.append(rule.model_copy(update={"id": name}))
+    return renamed
 
 
 def _about_sites(name: str, sites: Sequence[SiteId], cast: Cast, why: str) -> list[Rule]:
@@ -237,7 +239,7 @@ def literal(name: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """Format a value as one line of YAML: JSON, but for escapes of half a character."""
+    """Format a value as one line of YAML: JSON, with unprintable characters escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 

@@ -1,7 +1,7 @@
 """Finds the code that a rewrite applies to in a file, and replaces it.
 
-Nothing is guessed: the statement on the line must hold exactly one place that looks like the op that was
-run, names of torch must be the file's own imports, and what moves to another line must mean the same there.
+Nothing is guessed: the statement must contain exactly one expression that can be the op that was run, torch
+must be imported in the file, and code that moves to another line must have the same meaning there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["replacements"]
 
 _FUNCTIONS = ("torch.matmul", "torch.bmm", "torch.mm")
 _METHODS = ("matmul", "bmm", "mm")
-_PURE = ("size", "sqrt", "rsqrt")  # calls that give a number and do nothing else
+_PURE = ("size", "sqrt", "rsqrt")  # calls that return a number and have no side effects
 _MODULES = ("torch", "torch.nn.functional", "torch.special")
 
 
@@ -51,8 +51,7 @@ def _may_be(file: SourceFile, node: ast.expr, change: LineChange) -> bool:
 def _log_softmax(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
     """Match ``torch.log(torch.softmax(x, -1))`` in any module or method form."""
     del change
-    written = _log_of(file, node)
-    inner, removal = _meant(file, written)
+    inner, removal = _resolve(file, _argument(file, node, "log"))
     if not isinstance(inner, ast.Call):
         return []
     arguments = file.text[file.after(inner.func) : file.end(inner)]
@@ -71,39 +70,39 @@ def _log_softmax(file: SourceFile, node: ast.expr, change: LineChange) -> list[F
 def _log_sigmoid(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
     """Match ``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))`` in any form."""
     del change
-    inner, minus = _log_of(file, node), False
+    inner, minus = _argument(file, node, "log"), False
     if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
         if not (isinstance(inner.left, ast.Constant) and inner.left.value == 1):
             return []
         inner, minus = inner.right, True
-    inner, removal = _meant(file, inner)
-    given = _argument(file, inner, "sigmoid")
+    inner, removal = _resolve(file, inner)
+    argument = _argument(file, inner, "sigmoid")
     functional = file.name_of("torch.nn.functional") or _joined(file.name_of("torch"), "nn.functional")
     functional = functional or _joined(file.name_of("torch.nn"), "functional")
-    if given is None or functional is None:
+    if argument is None or functional is None:
         return []
-    x = f"-{parenthesized(file, given)}" if minus else file.code(given)
+    x = f"-{parenthesized(file, argument)}" if minus else file.code(argument)
     return [replacement(file, node, f"{functional}.logsigmoid({x})"), *removal]
 
 
-def _meant(file: SourceFile, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
+def _resolve(file: SourceFile, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
     """Resolve a name to its assigned value; remove the assignment if nothing else uses it.
 
-    Where the line stays, what it computes is written twice: that must be cheap, and do nothing else.
+    If the assignment stays, its value is computed twice, so that must be cheap and free of side effects.
     """
     if not isinstance(node, ast.Name):
         return node, []
-    defined = file.definition(node)
-    if defined is None or not isinstance(defined.value, ast.Call):
+    assignment = file.definition(node)
+    if assignment is None or not isinstance(assignment.value, ast.Call):
         return None, []
-    function = file.function(defined) or file.tree
+    function = file.function(assignment) or file.tree
     uses = [part for part in ast.walk(function) if isinstance(part, ast.Name) and part.id == node.id]
-    removal = file.removal(defined) if len(uses) == 2 else None
-    parts = [p for p in ast.walk(defined.value) if p is not defined.value]
+    removal = file.removal(assignment) if len(uses) == 2 else None
+    parts = [p for p in ast.walk(assignment.value) if p is not assignment.value]
     plain = not any(isinstance(part, ast.Call | ast.NamedExpr | ast.Await) for part in parts)
-    if not plain and (removal is None or not file.follows(node, defined)):
+    if not plain and (removal is None or not file.follows(node, assignment)):
         return None, []
-    return defined.value, [removal] if removal is not None else []
+    return assignment.value, [removal] if removal is not None else []
 
 
 def _joined(name: str | None, rest: str) -> str | None:
@@ -120,24 +119,23 @@ def _number(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
 
 
 def _dtype_of(file: SourceFile, node: ast.expr, change: LineChange) -> str | None:
-    """Return code for the 16-bit dtype: that of the tensor beside the number, or the target of the cast."""
+    """Return code for the 16-bit dtype: that of the adjacent tensor, or the target of the cast."""
     beside = _operand_beside(file, node)
     if change.held and beside is not None:
-        if (name := _name(file, beside)) is not None:
-            return f"{name}.dtype"
-        if (name := _only_name(beside)) is not None:
+        name = _name(file, beside) or _only_name(beside)
+        if name is not None:
             return f"{name}.dtype"
     later = file.statement(change.second.line) if change.second is not None else None
     here = file.statement(change.line.line)
     if later is None or here is None or file.function(later) is not file.function(here):
         return None
-    found = {
+    dtypes = {
         file.code(e)
         for e in file.expressions(later)
         if isinstance(e, ast.Attribute) and e.attr == "dtype" and _name(file, e.value)
     }
-    dtype = found.pop() if len(found) == 1 else None
-    return dtype if dtype is not None and file.is_given(here, dtype.partition(".")[0]) else None
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return dtype if dtype is not None and file.is_parameter(here, dtype.partition(".")[0]) else None
 
 
 def _operand_beside(file: SourceFile, node: ast.expr) -> ast.expr | None:
@@ -173,11 +171,6 @@ def _name(file: SourceFile, node: ast.expr) -> str | None:
     return file.code(node) if isinstance(simple, ast.Name) and not is_module else None
 
 
-def _log_of(file: SourceFile, node: ast.expr) -> ast.expr | None:
-    """Return the argument of a natural logarithm."""
-    return _argument(file, node, "log")
-
-
 def _argument(file: SourceFile, node: ast.expr | None, function: str) -> ast.expr | None:
     """Return the only argument of a torch function, or the tensor that the method is called on."""
     if not isinstance(node, ast.Call) or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
@@ -192,8 +185,8 @@ def _argument(file: SourceFile, node: ast.expr | None, function: str) -> ast.exp
 def _is_dim(call: ast.Call) -> bool:
     """Return whether a call only passes a dimension, so that it is a tensor method and not a module."""
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
-    named = all(keyword.arg == "dim" for keyword in call.keywords)
-    return named and len(values) == 1 and isinstance(_literal(values[0]), int)
+    only_dim = all(keyword.arg == "dim" for keyword in call.keywords)
+    return only_dim and len(values) == 1 and isinstance(_literal(values[0]), int)
 
 
 def _literal(node: ast.expr) -> object:
@@ -210,8 +203,10 @@ def scale_operand(file: SourceFile, change: LineChange) -> list[Fix]:
     if statement is None or later is None:
         return []
     if later is statement:
-        found = [s for s in _scalings(file, statement) if _operands(file, s[1]) is not None]
-        return [replacement(file, found[0][0], _code(file, *found[0][1:]))] if len(found) == 1 else []
+        scalings = [s for s in _scalings(file, statement) if _operands(file, s[1]) is not None]
+        return (
+            [replacement(file, scalings[0][0], _code(file, *scalings[0][1:]))] if len(scalings) == 1 else []
+        )
     return _on_two_lines(file, statement, later)
 
 
@@ -219,7 +214,7 @@ Scaling = tuple[ast.expr, ast.expr, ast.expr, str]  # the whole, the product, th
 
 
 def _scalings(file: SourceFile, statement: ast.stmt) -> Iterator[Scaling]:
-    """Find divisions and multiplications."""
+    """Find divisions and multiplications; a multiplication in both orders."""
     for node in file.expressions(statement):
         if not isinstance(node, ast.BinOp):
             continue
@@ -298,10 +293,10 @@ def _the_scaling(
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         how = {ast.Div: "/", ast.Mult: "*"}.get(type(statement.op))
         return (None, statement.value, how) if how and statement.target.id == name else None
-    found = [s for s in _scalings(file, statement) if isinstance(s[1], ast.Name) and s[1].id == name]
-    if len(found) != 1:
+    scalings = [s for s in _scalings(file, statement) if isinstance(s[1], ast.Name) and s[1].id == name]
+    if len(scalings) != 1:
         return None
-    whole, _, number, operator = found[0]
+    whole, _, number, operator = scalings[0]
     is_all = (
         isinstance(statement, ast.Assign)
         and statement.value is whole
@@ -311,7 +306,7 @@ def _the_scaling(
 
 
 def _is_pure(number: ast.expr) -> bool:
-    """Return whether an expression gives the same number on another line of its block."""
+    """Return whether an expression is free of side effects, so that it can move within its block."""
     for node in ast.walk(number):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else None

@@ -56,20 +56,18 @@ class SourceFile:
 
     def function(self, node: ast.AST) -> ast.AST | None:
         """Return the function that contains a node."""
-        found = self.parent.get(node)
-        while found is not None and not isinstance(
-            found, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        ):
-            found = self.parent.get(found)
-        return found
+        holder = self.parent.get(node)
+        while holder is not None and not isinstance(holder, _FUNCTIONS):
+            holder = self.parent.get(holder)
+        return holder
 
-    def is_given(self, node: ast.AST, name: str) -> bool:
-        """Return whether a name is an argument of the enclosing function and is never rebound in it."""
+    def is_parameter(self, node: ast.AST, name: str) -> bool:
+        """Return whether a name is a parameter of the enclosing function and is never rebound in it."""
         function = self.function(node)
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             return False
-        given = function.args
-        names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        signature = function.args
+        names = [each.arg for each in (*signature.posonlyargs, *signature.args, *signature.kwonlyargs)]
         inside = (part for part in ast.walk(function) if isinstance(part, ast.Name))
         return name in names and all(p.id != name or isinstance(p.ctx, ast.Load) for p in inside)
 
@@ -85,11 +83,12 @@ class SourceFile:
         block = self.block(statement)
         before = block[: block.index(statement)] if block else []
         last = max((i for i, s in enumerate(before) if node.id in bound_by([s])), default=None)
-        found = before[last] if last is not None else None
-        if last is None or not isinstance(found, ast.Assign) or not isinstance(found.targets[0], ast.Name):
+        binding = before[last] if last is not None else None
+        if last is None or not isinstance(binding, ast.Assign) or len(binding.targets) != 1:
             return None
-        names = {part.id for part in ast.walk(found.value) if isinstance(part, ast.Name)}
-        return found if len(found.targets) == 1 and not names & bound_by(before[last + 1 :]) else None
+        names = {part.id for part in ast.walk(binding.value) if isinstance(part, ast.Name)}
+        is_name = isinstance(binding.targets[0], ast.Name)
+        return binding if is_name and not names & bound_by(before[last + 1 :]) else None
 
     def follows(self, node: ast.AST, statement: ast.stmt) -> bool:
         """Return whether a node is in the statement right after another one."""
@@ -99,9 +98,9 @@ class SourceFile:
     def removal(self, statement: ast.stmt) -> Fix | None:
         """Return the edit that removes a statement, unless a comment is attached to it."""
         last = statement.end_lineno or statement.lineno
-        own = self.lines[statement.lineno - 1 : last]
+        lines = self.lines[statement.lineno - 1 : last]
         above = self.lines[statement.lineno - 2].lstrip() if statement.lineno > 1 else ""
-        if any("#" in line for line in own) or above.startswith("#"):
+        if any("#" in line for line in lines) or above.startswith("#"):
             return None
         return Fix("remove statement", statement.lineno, statement.col_offset)
 
@@ -156,40 +155,40 @@ class SourceFile:
     @cached_property
     def imports(self) -> dict[str, str]:
         """Map names in the file to full names, for top-level imports that are never rebound."""
-        found: dict[str, str] = {}
+        full_names: dict[str, str] = {}
         for node in self.tree.body:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     first = alias.name.partition(".")[0]
-                    found[alias.asname or first] = alias.name if alias.asname else first
+                    full_names[alias.asname or first] = alias.name if alias.asname else first
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+                full_names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         names = (node for node in ast.walk(self.tree) if isinstance(node, ast.Name | ast.arg))
         bound = {
             node.arg if isinstance(node, ast.arg) else node.id
             for node in names
             if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
         }
-        return {name: full for name, full in found.items() if name not in bound}
+        return {name: full for name, full in full_names.items() if name not in bound}
 
 
 def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
     """Return the names that statements bind, including those whose attributes or items they assign."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in (part for statement in statements for part in ast.walk(statement)):
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             base: ast.expr = node
             while isinstance(base, ast.Attribute | ast.Subscript):
                 base = base.value
-            found |= {base.id} if isinstance(base, ast.Name) else set()
-    return found
+            names |= {base.id} if isinstance(base, ast.Name) else set()
+    return names
 
 
 def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
     """Return the edit that replaces an expression.
 
     Raises:
-        ValueError: the code goes over several lines, and they do not follow the block's indentation.
+        ValueError: The code spans several lines that do not follow the block's indentation.
     """
     last = node.end_lineno or node.lineno
     column = character_column(file.lines[last - 1], node.end_col_offset or 0)

@@ -21,9 +21,9 @@ _OTHER_FUNCTION_ADVICE = "compare the node with its counterpart, and convert or 
 def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
     """Yield the differences that make outputs wrong (AMP611), or those that do not on this input (AMP612)."""
     comparison = context.record.comparison
-    found = comparison.differences if comparison is not None else ()
-    others = {output for other in found if other.kind != "clamped" for output in other.outputs}
-    for difference in found:
+    differences = comparison.differences if comparison is not None else ()
+    others = {output for other in differences if other.kind != "clamped" for output in other.outputs}
+    for difference in differences:
         if code != ("AMP611" if difference.outputs else "AMP612"):
             continue
         explained = _harmless(context, difference) or set(difference.outputs) <= others
@@ -52,42 +52,40 @@ def _effect(context: CheckContext, difference: ModelDifference) -> str:
     accuracy = _accuracy(context, first)
     if accuracy is None:
         return f"{first} differs{more}"
-    known = f"{accuracy:.0f} dB" if math.isfinite(accuracy) else "nothing right"
-    return f"{first} has {known} against the reference{more}"
+    text = f"{accuracy:.0f} dB" if math.isfinite(accuracy) else "nothing right"
+    return f"{first} has {text} against the reference{more}"
 
 
 def _accuracy(context: CheckContext, output: str) -> float | None:
-    seen = context.record.outputs.get(output)
-    return None if seen is None else seen.accuracy_db
+    comparison = context.record.outputs.get(output)
+    return None if comparison is None else comparison.accuracy_db
 
 
 def _harmless(context: CheckContext, difference: ModelDifference) -> bool:
-    found = (_accuracy(context, output) for output in difference.outputs)
+    accuracies = (_accuracy(context, output) for output in difference.outputs)
     least = max(context.min_sqnr, ROUNDING_DB.get(context.number_format.name, 0.0))
-    return all(accuracy is None or accuracy >= least for accuracy in found)
+    return all(accuracy is None or accuracy >= least for accuracy in accuracies)
 
 
 def against_report(context: CheckContext, reference: str) -> AgainstReport | None:
     """Return the comparison for the report, if there was one."""
-    found = context.record.comparison
-    if found is None:
+    comparison = context.record.comparison
+    if comparison is None:
         return None
     return AgainstReport(
         reference,
-        tuple(Correspondence(here.id, there.id) for here, there in found.matched),
-        tuple(site.id for site in found.only_audited),
-        tuple(site.id for site in found.only_reference),
-        tuple(_reported(difference) for difference in found.differences),
+        tuple(Correspondence(here.id, there.id) for here, there in comparison.matched),
+        tuple(site.id for site in comparison.only_audited),
+        tuple(site.id for site in comparison.only_reference),
+        tuple(_reported(difference) for difference in comparison.differences),
     )
 
 
-def _reported(found: ModelDifference) -> ReferenceDifference:
-    other = found.counterpart
+def _reported(gap: ModelDifference) -> ReferenceDifference:
+    other = gap.counterpart
     source = finding_source(other) if other is not None else None
     site = None if other is None else other.id
-    return ReferenceDifference(
-        found.kind, found.site.id, found.site.layer, site, source, found.what, found.outputs
-    )
+    return ReferenceDifference(gap.kind, gap.site.id, gap.site.layer, site, source, gap.what, gap.outputs)
 
 
 CHECKS = (

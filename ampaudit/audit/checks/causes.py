@@ -1,7 +1,7 @@
 """Origins of inf and NaN, each with the most specific cause that applies.
 
-The first cause in order that applies is named. AMP101 and AMP103 are what is left: a value that left the
-range, or a result outside its op's domain.
+The first cause that applies is reported. If none does, the finding is AMP101 (a value left the range) or
+AMP103 (an input left the op's domain).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _PAIRS = {"sub": "inf - inf", "add": "inf - inf", "mul": "0 * inf", "matmul": "0
 
 
 def attention_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the site is a product of two activations followed by a softmax."""
+    """Explain a product of two activations that is followed by a softmax."""
     del origin
     flow = context.flow
     if flow.base(site) not in _ATTENTION_PRODUCTS or any(
@@ -95,7 +95,7 @@ ATTENTION_CAUSE = Cause(
 
 
 def buffers_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether a buffer keeps the value, which later calls and the checkpoint will see."""
+    """Explain a value that a buffer keeps for later calls and the checkpoint."""
     del context, site
     return None if origin.buffer is None else f"buffer {origin.buffer!r} keeps the value after the call"
 
@@ -104,11 +104,9 @@ BUFFERS_CAUSE = Cause("AMP117", buffers_reason, "keep the buffer, and the op tha
 
 
 def constant_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the call holds an out-of-range Python number, or its value is made of constants only."""
+    """Explain a call with an out-of-range Python number, or a value that depends on constants only."""
     del origin
-    numbers = [v for v in context.flow.arguments(site).values() if isinstance(v, float | int)]
-    numbers += [v for v in site.original_args.values() if isinstance(v, float | int)]
-    large = [v for v in numbers if not isinstance(v, bool) and context.number_format.max < abs(v) < math.inf]
+    large = [v for v in context.numbers(site) if context.number_format.max < abs(v) < math.inf]
     if large and context.flow.base(site) in _FILLS:
         return f"the constant {format_number(large[0])} is in the call"
     return "the value is made of constants" if site.id in context.flow.constants else None
@@ -123,12 +121,12 @@ CONSTANT_CAUSE = Cause(
 
 
 def domain_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether an op gives NaN outside its domain, or infinity at the edge of it."""
+    """Explain an op that returns NaN outside its domain, or infinity at its boundary."""
     del origin
-    base, seen = context.flow.base(site), context.observed(site.id)
+    base, stats = context.flow.base(site), context.observed(site.id)
     if base not in _DOMAINS:
         return None
-    if seen.nan:
+    if stats.nan:
         return f"{base} is not defined where its input is {_DOMAINS[base]}, and rounding takes it there"
     if base in ("atanh", "erfinv", "logit"):
         return f"{base} is infinite at the end of its domain, and rounding takes its input there"
@@ -143,7 +141,7 @@ DOMAIN_CAUSE = Cause(
 
 
 def exponential_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op is an exponential, or adds exponentials up."""
+    """Explain an exponential, or a sum of exponentials."""
     del origin
     limit = math.log(context.number_format.max)
     base = context.flow.base(site)
@@ -166,7 +164,7 @@ EXPONENTIAL_CAUSE = Cause(
 
 
 def flushed_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op is infinite at zero."""
+    """Explain an op that is infinite at zero."""
     del origin
     if context.flow.base(site) not in _AT_ZERO:
         return None
@@ -183,12 +181,12 @@ FLUSHED_CAUSE = Cause(
 
 
 def masked_row_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether -inf in the mask makes the softmax NaN, which takes a fully masked row."""
+    """Explain a softmax that is NaN because -inf masks a whole row."""
     if context.flow.base(site) in _MASKED_ROW_SOFTMAX and context.observed(site.id).nan:
         return "a row of this softmax holds nothing but -inf"
-    seen = context.observed(site.id)
+    stats = context.observed(site.id)
     masks = site.id in context.parameter_free or site.id in context.record.by_design
-    if not masks or not seen.neg_inf or seen.pos_inf:
+    if not masks or not stats.neg_inf or stats.pos_inf:
         return None
     after = next(
         (p for p in origin.poisons if context.flow.base(context.site[p]) in _MASKED_ROW_SOFTMAX), None
@@ -204,7 +202,7 @@ MASKED_ROW_CAUSE = Cause(
 
 
 def reduction_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op reduces an axis; products of two activations count if the axis is long."""
+    """Explain a reduction; products of two activations count if the reduced axis is long."""
     del origin
     flow, depth = context.flow, site.facts.depth if site.facts is not None else None
     terms = f" of {depth} terms" if depth else ""
@@ -226,7 +224,7 @@ REDUCTION_CAUSE = Cause(
 
 
 def residual_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op adds to a value that is itself the result of such an add."""
+    """Explain an add to a value that is itself the result of such an add."""
     del origin
     flow = context.flow
     nodes = flow.node(site).all_input_nodes
@@ -247,7 +245,7 @@ RESIDUAL_CAUSE = Cause(
 
 
 def squares_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op raises its input to a power, or adds up powers."""
+    """Explain an op that raises its input to a power, or adds up powers."""
     del origin
     power = _power(context, site)
     if power is not None:
@@ -283,24 +281,24 @@ def _raised(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | Non
     root, site = flow.root(node), flow.maker(node)
     if site is None or depth == 0:
         return root, 1.0
-    given = flow.arguments(site)
+    arguments = flow.arguments(site)
     if flow.base(site) == "square":
-        base, power = _raised(context, given["self"], depth - 1)
+        base, power = _raised(context, arguments["self"], depth - 1)
         return base, 2 * power
-    exponent = given.get("exponent")
+    exponent = arguments.get("exponent")
     if flow.base(site) == "pow" and isinstance(exponent, int | float) and exponent >= 1:
-        base, power = _raised(context, given["self"], depth - 1)
+        base, power = _raised(context, arguments["self"], depth - 1)
         return base, exponent * power
     if flow.base(site) == "mul":
-        (base, power), (other, times) = (_raised(context, o, depth - 1) for o in _operands(given))
+        (base, power), (other, times) = (_raised(context, o, depth - 1) for o in _operands(arguments))
         if base is other is not None:
             return base, power + times
     return root, 1.0
 
 
-def _operands(given: dict[str, Any]) -> list[Any]:
-    tensors = given.get("tensors")
-    return list(tensors) if isinstance(tensors, list | tuple) else list(given.values())[:2]
+def _operands(arguments: dict[str, Any]) -> list[Any]:
+    tensors = arguments.get("tensors")
+    return list(tensors) if isinstance(tensors, list | tuple) else list(arguments.values())[:2]
 
 
 SQUARES_CAUSE = Cause(
@@ -311,7 +309,7 @@ SQUARES_CAUSE = Cause(
 
 
 def undefined_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op gives NaN although it is defined for every pair of finite numbers."""
+    """Explain an op that returns NaN although it is defined for every pair of finite numbers."""
     del origin
     base = context.flow.base(site)
     return f"{_PAIRS[base]} in 16 bits" if base in _PAIRS and context.observed(site.id).nan else None
@@ -363,7 +361,7 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
 
 
 def _fate_text(context: CheckContext, origin: Origin) -> str:
-    """Describe what hides the value again: finite does not mean correct."""
+    """Describe the op that makes the value finite again, which need not be correct."""
     if origin.fate != "recovered":
         return ""
     where = origin.hidden_at[0]
@@ -378,9 +376,9 @@ def _fate_text(context: CheckContext, origin: Origin) -> str:
 
 
 def _overflow_text(context: CheckContext, site: Site) -> str:
-    form, seen = context.number_format, context.observed(site.id)
+    form, stats = context.number_format, context.observed(site.id)
     what = (
-        f"in FP32 the values reach {format_number(seen.ref_peak)}; "
+        f"in FP32 the values reach {format_number(stats.ref_peak)}; "
         f"{form.name} ends at {format_number(form.max)}"
     )
     if site.role is Role.INSERTED_CAST:
@@ -391,10 +389,10 @@ def _overflow_text(context: CheckContext, site: Site) -> str:
 
 
 def _domain_text(context: CheckContext, site: Site) -> str:
-    seen = context.observed(site.id)
-    became = "NaN" if seen.nan else "infinite"
+    stats = context.observed(site.id)
+    became = "NaN" if stats.nan else "infinite"
     return (
-        f"values up to {format_number(seen.bad_ref_peak)} in FP32 "
+        f"values up to {format_number(stats.bad_ref_peak)} in FP32 "
         f"became {became} in {context.number_format.name}"
     )
 

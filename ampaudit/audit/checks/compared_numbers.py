@@ -1,4 +1,4 @@
-"""Names the Python numbers that are others in 16 bits, where an op decides or computes by them."""
+"""Finds Python numbers that change when they are rounded to 16 bits, in comparisons and arithmetic."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _WITHIN = 2  # ops before the one that is reported: a comparison, and what combi
 
 
 class RoundedNumber(NamedTuple):
-    """A number that is another in 16 bits, in words, and the op that it is given to."""
+    """A number that 16 bits round to another one, in words, and the op that takes it."""
 
     site: Site
     text: str
 
     @property
     def decides(self) -> bool:
-        """Whether the op compares: its result is no float."""
+        """Whether the op compares, that is, its result is not a float."""
         return self.site.dtype is None
 
 
 def rounded_number(context: CheckContext, site: Site) -> RoundedNumber | None:
-    """Return which number shortly before a site is another in 16 bits: ``0.9999 is 1 in float16``."""
+    """Return a number that rounding changes at or shortly before a site: ``0.9999 is 1 in float16``."""
     frontier = [site]
     for _ in range(_WITHIN + 1):
         for step in frontier:

@@ -1,4 +1,4 @@
-"""What the audit did not see, or the deployment does not run."""
+"""Gaps of the audit, and ops without a 16-bit kernel."""
 
 from __future__ import annotations
 
@@ -63,27 +63,27 @@ def foreign_sites(context: CheckContext) -> Iterator[Site]:
 
 
 def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
-    """Collect what the audit did not look at: one gap per op and kind, at its first site in graph order."""
-    found = [*context.record.gaps]
-    found += [Gap(site.id, GapKind.OPAQUE, site.op, _INSIDE) for site in foreign_sites(context)]
+    """Return what the audit did not cover: one gap per op and kind, at its first site in graph order."""
+    candidates = [*context.record.gaps]
+    candidates += [Gap(site.id, GapKind.OPAQUE, site.op, _INSIDE) for site in foreign_sites(context)]
     for site in context.graph_sites:
         if site.twin and (reason := context.record.twins.get(site.twin.op, "nothing was run")):
-            found.append(Gap(site.id, GapKind.UNCHECKED_TWIN, site.twin.op, reason))
+            candidates.append(Gap(site.id, GapKind.UNCHECKED_TWIN, site.twin.op, reason))
     gradients = context.record.gradients
     for custom in gradients.untraced if gradients is not None else ():
         if not custom.instead:
-            found.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
+            candidates.append(Gap(custom.site, GapKind.BACKWARD, custom.name, custom.reason))
     for read in context.record.path.reads.values():
         if read.kind is ReadKind.ARRAY:
-            found.append(Gap(read.place, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
+            candidates.append(Gap(read.place, GapKind.OUTSIDE, f"{read.name}()", _OUTSIDE))
         elif read.differing:
             line = read.source and f" at {PurePath(read.source.file).name}:{read.source.line}"
-            found.append(Gap(read.place, GapKind.OTHER_CODE, f"{read.name}{line or ''}", _OTHER_CODE))
+            candidates.append(Gap(read.place, GapKind.OTHER_CODE, f"{read.name}{line or ''}", _OTHER_CODE))
     if (not_run := modules_not_run(context)) is not None:
-        found.append(not_run)
+        candidates.append(not_run)
     order = {site.id: number for number, site in enumerate(context.sites)}
     gaps: dict[tuple[GapKind, str], Gap] = {}
-    for gap in sorted(found, key=lambda gap: order.get(gap.site, len(order))):
+    for gap in sorted(candidates, key=lambda gap: order.get(gap.site, len(order))):
         first = gaps.setdefault((gap.kind, gap.op), gap)
         if first is not gap:
             gaps[gap.kind, gap.op] = replace(first, sites=first.sites + 1)
@@ -116,7 +116,7 @@ def find_unmentioned(context: CheckContext) -> Iterator[Finding]:
 
 
 def modules_not_run(context: CheckContext) -> Gap | None:
-    """Return the modules and experts whose parameters no batch used, with their share of all parameters."""
+    """Return the gap of the modules and experts whose parameters no batch used, with their share."""
     used, sizes, parts = context.parameters
     idle = {name: size for name, size in sizes.items() if name not in used}
     modules = _whole_modules(idle, used)
@@ -137,12 +137,12 @@ def modules_not_run(context: CheckContext) -> Gap | None:
 def _whole_modules(idle: Iterable[str], used: Collection[str]) -> list[str]:
     """Return the largest modules of which no layer is used, in the order of their layers."""
     running = {"", *used, *(layer[:end] for layer in used for end in range(len(layer)) if layer[end] == ".")}
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for layer in idle:
         parts = layer.split(".")
         wholes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        found[next((whole for whole in wholes if whole not in running), layer) or "(top module)"] = None
-    return list(found)
+        modules[next((whole for whole in wholes if whole not in running), layer) or "(top module)"] = None
+    return list(modules)
 
 
 def find_not_taken(context: CheckContext) -> Iterator[Finding]:
@@ -170,17 +170,17 @@ def find_unchecked(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_no_kernel(context: CheckContext) -> Iterator[Finding]:
-    """Find such ops with 16-bit input."""
+    """Find ops with 16-bit input that have no 16-bit kernel."""
     for site in context.graph_sites:
-        said = _lacking(context, site)
-        if said is not None:
-            cause, severity = said
+        problem = _lacking(context, site)
+        if problem is not None:
+            cause, severity = problem
             advice = _NO_KERNEL_OF_ONNX if severity is Severity.NOTE else _NO_KERNEL_ADVICE
             yield finding_at(context, site, "AMP306", cause, advice, severity=severity, confidence="rule")
 
 
 def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
-    """Return the device that has no kernel for a site, and the severity."""
+    """Return which device has no kernel for a site, and the severity; ``None`` if each has one."""
     base, form = context.flow.base(site), context.number_format.name
     node = context.flow.node(site)
     if isinstance(node.target, OpOverload) and is_fourier(node.target):
@@ -203,7 +203,7 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
 
 
 def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
-    """CUDA transforms float16 if the size is a power of two; a CPU has only float32 and float64."""
+    """Do the same for FFTs: CUDA supports float16 for powers of two, CPUs only float32 and float64."""
     base = base_name(op)
     args, kwargs = fake_arguments(node)
     odd = [size for size in signal_sizes(op, args, kwargs) if size & (size - 1)]

@@ -1,4 +1,4 @@
-"""Gradients: overflow, underflow, errors, and backwards that nobody compared."""
+"""Gradients: overflow, underflow, errors, and custom backwards that could not be compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TEXTS = {
     ),
 }
 VANISHED = 0.5  # share of a gradient's elements that is flushed
-CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gradient
+CARRIED_DB = 20.0  # above this, the flushed elements carry less than a tenth of the gradient
 
 
 def vanishes(stats: GradientStats) -> bool:
@@ -44,7 +44,7 @@ def vanishes(stats: GradientStats) -> bool:
 
 
 def name_of(context: CheckContext, value: str, is_parameter: bool) -> str:
-    """Return the display name of a gradient: its parameter, even behind a cast, or its site."""
+    """Return the display name of a gradient: its parameter, also behind a cast, or its site."""
     site = None if is_parameter else next((s for s in context.sites if s.id == value), None)
     if site is not None and site.role is Role.WEIGHT_CAST and site.weight is not None:
         return site.weight
@@ -62,18 +62,18 @@ def gradient_finding(
     name: str = "",
     severity: Severity | None = None,
 ) -> Finding:
-    """Return a finding about the backward of the op at a site; ``name`` is whose gradient was measured."""
-    made = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
+    """Return a finding about the backward of the op at a site; ``stats`` are of the gradient of ``name``."""
+    finding = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
     evidence = Evidence()
     if stats is not None:
         measured = evidence_of(stats.values, context.number_format)
         # of gradients no elements are sampled
         evidence = replace(measured, flushed=stats.flushed_share, subnormal=None, about=f"gradient of {name}")
-    return replace(made, phase="backward", op=site.op, source=finding_source(site), evidence=evidence)
+    return replace(finding, phase="backward", op=site.op, source=finding_source(site), evidence=evidence)
 
 
 def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
-    """Find the op where each overflow begins; those that a lower scale (1 or more) cures are one finding."""
+    """Find the op where each overflow begins; merge those that a lower scale of at least 1 fixes."""
     record = context.record.gradients
     if record is None:
         return
@@ -87,15 +87,15 @@ def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
             yield _finding(context, record, origin, highest)
     if curable:
         highest, worst = min(curable, key=lambda item: item[0])
-        found = _finding(context, record, worst, highest)
+        finding = _finding(context, record, worst, highest)
         others = len(curable) - 1
         ops = "op overflows" if others == 1 else "ops overflow"
         more = f"; under this scale {others} other {ops} too" if others else ""
-        yield replace(found, cause=f"{found.cause}{more}")
+        yield replace(finding, cause=f"{finding.cause}{more}")
 
 
 def _overflows(context: CheckContext, stats: GradientStats | None) -> bool:
-    """Return whether FP32's gradient exceeds the format; if not, the op itself makes NaN or infinity."""
+    """Return whether FP32's gradient exceeds the format; if not, the op itself causes NaN or infinity."""
     return stats is None or stats.values.ref_peak >= context.number_format.overflow_at
 
 
@@ -103,11 +103,11 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     form, site = context.number_format, context.site[origin.site]
     stats = record.broken_at(origin)
     name = name_of(context, origin.value, origin.is_parameter)
-    own = origin.value == origin.site
+    own_output = origin.value == origin.site
     by = f"{short_op(origin.op)} in {origin.custom}" if origin.op else origin.custom or "its backward"
     what = (
         "the gradient of its own output"
-        if own and not origin.custom
+        if own_output and not origin.custom
         else f"{by} makes a gradient of {name} that"
     )
     reaches = format_number(stats.values.ref_peak) if stats is not None else "an unknown size"
@@ -122,24 +122,24 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
             advice += f" here, and {format_power(use)} suits the whole model"
         whole = min(highest, suits.high) if suits is not None else highest
         if highest < 0:
-            kept = f"layer {site.layer!r}" if site.layer else "this op"
-            advice += f": less than no scaling at all; keep {kept} in float32, or use bfloat16"
+            exempt = f"layer {site.layer!r}" if site.layer else "this op"
+            advice += f": less than no scaling at all; keep {exempt} in float32, or use bfloat16"
         elif whole < 0 and suits is not None:
-            kept = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
+            exempt = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
             advice += (
                 f" this op, but the whole model needs {format_power(whole)} or less, which is less than no"
             )
-            advice += f" scaling at all: keep {kept} in float32, or use bfloat16"
+            advice += f" scaling at all: keep {exempt} in float32, or use bfloat16"
         elif record.dynamic and 2.0**highest >= record.least:
             advice += "; until then the scaler skips steps and lowers the scale"
             severity = Severity.WARNING
     else:
         cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
         advice = "keep this op in float32: no loss scale cures it"
-    made = gradient_finding(context, site, "AMP701", stats, cause, advice, name=name, severity=severity)
+    finding = gradient_finding(context, site, "AMP701", stats, cause, advice, name=name, severity=severity)
     if origin.source is not None:
-        made = replace(made, source=finding_source(replace(site, source=origin.source, caller=None)))
-    return replace(made, origin=True, batch=context.record.names.get(origin.batch))
+        finding = replace(finding, source=finding_source(replace(site, source=origin.source, caller=None)))
+    return replace(finding, origin=True, batch=context.record.names.get(origin.batch))
 
 
 def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
@@ -165,11 +165,11 @@ def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
     yield from _parameters(context, record, set(starts))
 
 
-def _parameters(context: CheckContext, record: GradientRecord, known: set[SiteId]) -> Iterator[Finding]:
-    """Return parameters stored in 16 bits whose gradient vanishes first."""
+def _parameters(context: CheckContext, record: GradientRecord, starts: set[SiteId]) -> Iterator[Finding]:
+    """Yield findings on parameters stored in 16 bits at which the gradient begins to vanish."""
     for name, stats in record.parameters.items():
         site = next((s for s in context.graph_sites if _uses(context, s, name)), None)
-        if vanishes(stats) and site is not None and site.id not in known:
+        if vanishes(stats) and site is not None and site.id not in starts:
             yield _made(context, record, site, stats, name, ())
 
 
@@ -201,41 +201,41 @@ def _made(
     )
     sqnr = stats.values.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
-    made = gradient_finding(
+    finding = gradient_finding(
         context, site, "AMP702", stats, cause, _advice(context, record), name=name, severity=severity
     )
-    return replace(made, poisons=others)
+    return replace(finding, poisons=others)
 
 
 def _advice(context: CheckContext, record: GradientRecord) -> str:
-    found = context.scale_advice
-    if found is not None and found.exists and 2.0**found.low > record.scale:
+    advice = context.scale_advice
+    if advice is not None and advice.exists and 2.0**advice.low > record.scale:
         return (
-            f"use a loss scale of at least {format_power(found.low)}; "
-            f"nothing overflows up to {format_power(found.high)}"
+            f"use a loss scale of at least {format_power(advice.low)}; "
+            f"nothing overflows up to {format_power(advice.high)}"
         )
     return "keep the layers behind it in float32, or use bfloat16: no loss scale suits all layers"
 
 
 def find_no_loss_scale(context: CheckContext) -> Iterator[Finding]:
-    """Report whether, at every scale without overflow, some layer loses most of its gradient."""
+    """Report if some layer loses most of its gradient at every scale without overflow."""
     record, form = context.record.gradients, context.number_format
     if record is None:
         return
     counted = [gradient for gradient in context.gradients if not gradient.stats.cancelled]
-    found = advice_on_scale(counted, form, record.scale, share=VANISHED)
-    if found is None or found.exists:
+    scale_advice = advice_on_scale(counted, form, record.scale, share=VANISHED)
+    if scale_advice is None or scale_advice.exists:
         return
-    low, high = found.low_at or "(top module)", found.high_at or "(top module)"
+    low, high = scale_advice.low_at or "(top module)", scale_advice.high_at or "(top module)"
     cause = (
-        f"the gradients of {high} overflow from 2^{found.high + 1} on; those of {low} need "
-        f"{format_power(found.low)} for half of them not to be zero in {form.name}"
+        f"the gradients of {high} overflow from 2^{scale_advice.high + 1} on; those of {low} need "
+        f"{format_power(scale_advice.low)} for half of them not to be zero in {form.name}"
     )
     advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients closer together"
-    made = finding_about(
-        "AMP703", SiteId(f"{low}/gradient"), found.low_at, cause, advice, confidence="observed"
+    finding = finding_about(
+        "AMP703", SiteId(f"{low}/gradient"), scale_advice.low_at, cause, advice, confidence="observed"
     )
-    yield replace(made, phase="backward")
+    yield replace(finding, phase="backward")
 
 
 def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
@@ -245,15 +245,15 @@ def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
         return
     if any(vanishes(gradient.stats) for gradient in context.gradients):
         return
-    found: list[tuple[float, Site, GradientStats]] = []
+    inaccurate: list[tuple[float, Site, GradientStats]] = []
     for site in context.graph_sites:
         stats = record.sites.get(site.id) if site.role is Role.WEIGHT_CAST else None
         if stats is None or stats.cancelled or not stats.values.ref_peak:
             continue
         sqnr = stats.values.sqnr_db
         if sqnr is not None and sqnr < context.min_sqnr:
-            found.append((sqnr, site, stats))
-    for sqnr, site, stats in sorted(found, key=lambda item: item[0])[:_LISTED]:
+            inaccurate.append((sqnr, site, stats))
+    for sqnr, site, stats in sorted(inaccurate, key=lambda item: item[0])[:_LISTED]:
         name = name_of(context, site.id, False)
         cause = (
             f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB are required"
@@ -263,7 +263,7 @@ def find_gradient_error(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_no_gradient(context: CheckContext) -> Iterator[Finding]:
-    """Yield one finding per layer."""
+    """Yield one finding per layer with parameters that no loss depends on."""
     record = context.record.gradients
     layers: dict[str, list[str]] = {}
     for name in record.unused if record is not None else ():
@@ -271,14 +271,14 @@ def find_no_gradient(context: CheckContext) -> Iterator[Finding]:
     for layer, names in layers.items():
         cause = f"no batch's loss depends on {', '.join(names)}"
         advice = "freeze it, or find out why it is not used; DDP needs find_unused_parameters=True for it"
-        made = finding_about(
+        finding = finding_about(
             "AMP705", SiteId(f"{names[0]}/gradient"), layer, cause, advice, confidence="observed"
         )
-        yield replace(made, phase="backward")
+        yield replace(finding, phase="backward")
 
 
 def find_own_backward(context: CheckContext) -> Iterator[Finding]:
-    """Yield one finding for each; a note if it could be run as a whole."""
+    """Yield one finding per custom backward that cannot be traced; a note if it ran as a whole."""
     record = context.record.gradients
     for custom in record.untraced if record is not None else ():
         site = context.site[custom.site]
@@ -287,10 +287,12 @@ def find_own_backward(context: CheckContext) -> Iterator[Finding]:
         if "same dtype" in custom.reason:
             advice = "it fails in training as well: decorate it with torch.amp.custom_fwd and custom_bwd"
         severity = Severity.NOTE if custom.instead == "as a whole" else Severity.WARNING
-        made = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
+        finding = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
         if custom.source is not None:
-            made = replace(made, source=finding_source(replace(site, source=custom.source, caller=None)))
-        yield made
+            finding = replace(
+                finding, source=finding_source(replace(site, source=custom.source, caller=None))
+            )
+        yield finding
 
 
 CHECKS = (

@@ -47,20 +47,20 @@ class CheckContext:
     """Everything that a check may read.
 
     Attributes:
-        sites: all sites in graph order.
-        record: what the run saw.
-        flow: who makes and who reads each value.
-        number_format: the 16-bit format of the run.
-        parameter_free: sites that no parameter reaches (masks, positions, constants).
-        weights: the weights that are held in 16 bits.
-        users: for each site, the names of the weights that it uses directly.
-        min_headroom: bits below which a site is reported.
-        min_sqnr: decibels below which a result is called inaccurate.
-        ranges_only: whether only FP32 ran (``--ranges``).
-        bounds: what is proved, if that was asked for.
-        fused: whether norms are taken to be one kernel with FP32 inside.
-        saturating: whether overflow gives the largest finite number.
-        step_count: how often each batch is run; ``None`` for once.
+        sites: All sites in graph order.
+        record: Record of the run.
+        flow: Producers and readers of each value.
+        number_format: The 16-bit format of the run.
+        parameter_free: Sites that do not depend on a parameter (masks, positions, constants).
+        weights: Ranges of the weights that are stored in 16 bits.
+        users: Names of the weights that each site uses directly.
+        min_headroom: Headroom in bits below which a site is reported.
+        min_sqnr: Accuracy in dB below which a result is inaccurate.
+        ranges_only: Whether only FP32 ran (``--ranges``).
+        bounds: Proved bounds, if requested.
+        fused: Whether norms are assumed to be one kernel with FP32 inside.
+        saturating: Whether overflow gives the largest finite number.
+        step_count: Number of steps of each batch; ``None`` for single calls.
     """
 
     sites: tuple[Site, ...]
@@ -79,12 +79,12 @@ class CheckContext:
     step_count: int | None = None
 
     def step_of(self, call: int) -> int | None:
-        """Return the step that a call is; ``None`` for an audit of single calls."""
+        """Return the step number of a call; ``None`` for an audit of single calls."""
         return None if self.step_count is None else call % self.step_count + 1
 
     @cached_property
     def steps(self) -> StepsReport | None:
-        """What the steps showed, if there were several."""
+        """The report of the steps; ``None`` for an audit of single calls."""
         low = {
             site.id for site in self.sites if self.low_precision(site) and site.role is not Role.WEIGHT_CAST
         }
@@ -93,7 +93,7 @@ class CheckContext:
 
     @cached_property
     def parameters(self) -> ParameterUse:
-        """What the batches used of the parameters."""
+        """The parameters that the batches used."""
         return parameter_use(self.flow.every, self.record.chosen)
 
     @cached_property
@@ -104,18 +104,20 @@ class CheckContext:
     @cached_property
     def gradients(self) -> tuple[NamedGradient, ...]:
         """The measured gradients, sites in graph order before parameters; none without ``--backward``."""
-        seen = self.record.gradients
-        if seen is None:
+        record = self.record.gradients
+        if record is None:
             return ()
-        made = [NamedGradient(s.id, s.layer, seen.sites[s.id]) for s in self.sites if s.id in seen.sites]
-        held = [NamedGradient(n, n.rpartition(".")[0], g) for n, g in seen.parameters.items()]
-        return (*made, *held)
+        of_sites = [
+            NamedGradient(s.id, s.layer, record.sites[s.id]) for s in self.sites if s.id in record.sites
+        ]
+        others = [NamedGradient(n, n.rpartition(".")[0], g) for n, g in record.parameters.items()]
+        return (*of_sites, *others)
 
     @cached_property
     def scale_advice(self) -> ScaleAdvice | None:
-        """The loss scales that suit; ``None`` if no gradient is stored in 16 bits."""
-        seen = self.record.gradients
-        return None if seen is None else advice_on_scale(self.gradients, self.number_format, seen.scale)
+        """The suitable loss scales; ``None`` if no gradient is stored in 16 bits."""
+        record = self.record.gradients
+        return None if record is None else advice_on_scale(self.gradients, self.number_format, record.scale)
 
     @cached_property
     def broken_weights(self) -> frozenset[str]:
@@ -125,8 +127,8 @@ class CheckContext:
     @cached_property
     def graph_sites(self) -> tuple[Site, ...]:
         """The sites of the graph that ``flow`` describes."""
-        own = {site.id for traced in self.flow.every for site in traced.sites}
-        return tuple(site for site in self.sites if site.id in own)
+        ids = {site.id for traced in self.flow.every for site in traced.sites}
+        return tuple(site for site in self.sites if site.id in ids)
 
     @cached_property
     def low_precision_sites(self) -> tuple[Site, ...]:
@@ -135,30 +137,30 @@ class CheckContext:
 
     @cached_property
     def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
-        """Per output of the model: its name, the site that made its values, and their accuracy in dB.
+        """Per output of the model: its name, the site that produced it, and its accuracy in dB.
 
-        ``None`` is exact, -inf where nothing can be right: another shape, or a value where FP32 gives 0. An
-        output that is not finite in 16 bits has the accuracy that it has when its faults are repaired.
+        The accuracy is ``None`` if exact, and -inf if the shapes differ or FP32 is 0 everywhere. An output
+        that is not finite in 16 bits has its accuracy with the faults repaired.
         """
-        found: dict[tuple[str, SiteId | None], float | None] = {}
+        accuracies: dict[tuple[str, SiteId | None], float | None] = {}
         for traced in self.flow.every:
             for name, node in zip(traced.outputs, traced.graph.output_node().args[0], strict=False):  # type: ignore[arg-type]
-                site = self._made(node)
-                seen = self.record.outputs.get(name)
-                if seen is None or seen.bad:
-                    found[name, site] = self.observed(site).sqnr_db if site is not None else None
+                site = self._producer(node)
+                comparison = self.record.outputs.get(name)
+                if comparison is None or comparison.bad:
+                    accuracies[name, site] = self.observed(site).sqnr_db if site is not None else None
                 else:
-                    found[name, site] = seen.accuracy_db
-        return tuple((name, site, accuracy) for (name, site), accuracy in found.items())
+                    accuracies[name, site] = comparison.accuracy_db
+        return tuple((name, site, accuracy) for (name, site), accuracy in accuracies.items())
 
     @cached_property
     def proved(self) -> frozenset[SiteId]:
-        """Sites that provably do not overflow by their own fault."""
+        """Sites that provably do not cause an overflow."""
         return self.bounds.proved if self.bounds is not None else frozenset()
 
     @cached_property
     def origin_sites(self) -> frozenset[SiteId]:
-        """Sites that went wrong by their own fault."""
+        """Sites that cause inf or NaN."""
         return frozenset(origin.site for origin in self.record.origins)
 
     @cached_property
@@ -170,7 +172,7 @@ class CheckContext:
     def harms(self, origin: Origin) -> bool:
         """Return whether values stay wrong because of an origin.
 
-        Where code hides it that the FP32 model does not run, its values are right only beside that code.
+        An origin that is hidden by code which only the 16-bit model runs counts as harmful.
         """
         return origin.harms or not self.only_in_low_precision.isdisjoint(origin.hidden_at)
 
@@ -185,7 +187,7 @@ class CheckContext:
         """Origins and the sites that they poison."""
         return self.origin_sites | {site for origin in self.record.origins for site in origin.poisons}
 
-    def _made(self, node: object) -> SiteId | None:
+    def _producer(self, node: object) -> SiteId | None:
         while (site := self.flow.site(node)) is None or site.role in _HANDS_ON:  # type: ignore[arg-type]
             sources = node.all_input_nodes  # type: ignore[attr-defined]
             if not sources:
@@ -194,8 +196,13 @@ class CheckContext:
         return site.id if site is not None else None
 
     def observed(self, site: SiteId) -> Observation:
-        """Return the observation of a site; empty if it has none."""
+        """Return the observation of a site; an empty one if it was not measured."""
         return self.record.observations.get(site, Observation())
+
+    def numbers(self, site: Site) -> list[float]:
+        """Return the Python numbers that an op takes, in the graph and in the model's code."""
+        values = (*self.flow.arguments(site).values(), *site.original_args.values())
+        return [v for v in values if isinstance(v, float | int) and not isinstance(v, bool)]
 
     def low_precision(self, site: Site) -> bool:
         """Return whether a site's output is in the 16-bit format of the run."""
@@ -208,7 +215,7 @@ class CheckContext:
         return next((name for name in self.users.get(site.id, ()) if name in self.broken_weights), None)
 
     def is_overflow(self, origin: Origin) -> bool:
-        """Return whether the broken elements exceed the format in FP32; otherwise it is a domain error."""
+        """Return whether the broken elements exceed the format in FP32; if not, it is a domain error."""
         observation = self.observed(origin.site)
         infinite = observation.pos_inf + observation.neg_inf > 0
         return infinite and observation.bad_ref_peak >= self.number_format.max / 2
@@ -227,9 +234,9 @@ class Cause:
     """A named reason for an origin.
 
     Attributes:
-        code: of its page.
-        applies: explains why this is the cause, as a clause before "in FP32 ..."; ``None`` if it is not.
-        advice: what to write instead.
+        code: Code of its page.
+        applies: Returns why this is the cause, as a clause before "in FP32 ..."; ``None`` if it is not.
+        advice: What to write instead.
     """
 
     code: str
@@ -248,11 +255,11 @@ def finding_at(
     confidence: Literal["observed", "proved", "rule"] = "observed",
 ) -> Finding:
     """Return a finding at a site, with its measurements; kind and severity come from the page."""
-    made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
-    seen = context.observed(site.id)
-    evidence = replace(evidence_of(seen, context.number_format), step=context.step_of(seen.peak_batch))
-    source, batch = finding_source(site), context.record.names.get(seen.peak_batch)
-    return replace(made, phase="forward", op=site.op, source=source, evidence=evidence, batch=batch)
+    base = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
+    stats = context.observed(site.id)
+    evidence = replace(evidence_of(stats, context.number_format), step=context.step_of(stats.peak_batch))
+    source, batch = finding_source(site), context.record.names.get(stats.peak_batch)
+    return replace(base, phase="forward", op=site.op, source=source, evidence=evidence, batch=batch)
 
 
 def finding_about(
@@ -285,20 +292,20 @@ def finding_about(
     )
 
 
-def evidence_of(seen: Observation, form: NumberFormat) -> Evidence:
+def evidence_of(stats: Observation, form: NumberFormat) -> Evidence:
     """Return the measurements of a site as evidence."""
-    peak = seen.finite_peak if seen.elements else None
-    samples = seen.samples
+    peak = stats.finite_peak if stats.elements else None
+    samples = stats.samples
     share = max(samples.sampled, 1)
     return Evidence(
         peak=peak,
         limit=form.max,
-        inf=int(seen.pos_inf + seen.neg_inf),
-        nan=int(seen.nan),
-        elements=seen.elements,
+        inf=int(stats.pos_inf + stats.neg_inf),
+        nan=int(stats.nan),
+        elements=stats.elements,
         headroom_bits=form.headroom_bits(peak) if peak else None,
-        sqnr_db=seen.sqnr_db,
-        local_sqnr_db=seen.local_sqnr_db,
+        sqnr_db=stats.sqnr_db,
+        local_sqnr_db=stats.local_sqnr_db,
         max_error=samples.max_error if samples.sampled else None,
         flushed=samples.flushed / share,
         subnormal=samples.subnormal / share,
@@ -315,39 +322,38 @@ def source_of(line: SourceLine | None, caller: SourceLine | None = None) -> Sour
     return None if line is None else Source(line.file, line.line, line.code, caller)
 
 
-def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:
+def some_sites(sites: Sequence[Site | SiteId | str], limit: int = 3) -> str:
     """List the first few ids and count the rest."""
-    return listed([site.id if isinstance(site, Site) else str(site) for site in sites], shown)
+    return listed([site.id if isinstance(site, Site) else str(site) for site in sites], limit)
 
 
 def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding, ...]:
     """Return all findings, the gravest first, in graph order.
 
-    Errors about finite values come after others, which may be their cause; of warnings about precision the
-    worst comes first.
+    Errors about finite values come after other errors, which may be their cause. Warnings about precision are
+    sorted by accuracy, the lowest first.
     """
     order = {site.id: position for position, site in enumerate(context.sites)}
-    found = [finding for check in checks for finding in _found(check, context)]
+    findings = [finding for check in checks for finding in _run(check, context)]
 
     def rank(finding: Finding) -> tuple[float, bool, float, int, str, str]:
-        own = finding.evidence.local_sqnr_db if finding.kind == "precision" else None
-        accuracy = own if own is not None else 1e3
+        accuracy = finding.evidence.local_sqnr_db if finding.kind == "precision" else None
         wrong = finding.severity is Severity.ERROR and finding.finite
         return (
             -finding.severity.rank,
             wrong,
-            accuracy,
+            1e3 if accuracy is None else accuracy,
             order.get(finding.site, -1),
             finding.code,
             finding.layer,
         )
 
-    ordered = sorted(found, key=rank)
+    ordered = sorted(findings, key=rank)
     return tuple(_one_per_line(ordered) if context.record.path.paths else ordered)
 
 
 def _one_per_line(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Merge findings about one line of one layer: along a path, each turn of a loop has sites of its own."""
+    """Merge findings about one line of one layer, since each iteration of a loop has its own sites."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for number, finding in enumerate(findings):
         line = None if finding.source is None else (finding.source.file, finding.source.line)
@@ -357,12 +363,13 @@ def _one_per_line(findings: Iterable[Finding]) -> Iterator[Finding]:
         worst = max(group, key=lambda finding: finding.evidence.peak or 0.0)
         sites = dict.fromkeys(site for finding in group for site in finding.poisons)
         more = f"; the same at {plural(len(group) - 1, 'more op')} of this line" if len(group) > 1 else ""
-        own = {finding.site for finding in group}
-        poisons = tuple(site for site in sites if site not in own)
+        group_sites = {finding.site for finding in group}
+        poisons = tuple(site for site in sites if site not in group_sites)
         yield replace(worst, cause=f"{worst.cause}{more}", poisons=poisons) if more else worst
 
 
-def _found(check: Check, context: CheckContext) -> list[Finding]:
+def _run(check: Check, context: CheckContext) -> list[Finding]:
+    """Run a check; if it crashes, return a finding about the crash."""
     try:
         return list(check.find(context))
     except Exception as error:

@@ -70,8 +70,8 @@ def _mixed_by_policy(context: CheckContext) -> bool:
     """
     places = context.flow.traced.placeholders
     stored = {place.dtype for place in places if place.slot is Slot.PARAMETER}
-    kept = any(site.decision.cast is Cast.FLOAT32 and site.decision.explicit for site in context.graph_sites)
-    return not stored.isdisjoint(LOW_PRECISION_DTYPES) and (kept or torch.float32 in stored)
+    wide = any(site.decision.cast is Cast.FLOAT32 and site.decision.explicit for site in context.graph_sites)
+    return not stored.isdisjoint(LOW_PRECISION_DTYPES) and (wide or torch.float32 in stored)
 
 
 CHECKS = Check("AMP307", find), Check("AMP308", find_numbers)

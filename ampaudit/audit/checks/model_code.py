@@ -62,36 +62,36 @@ def find_code_differs(context: CheckContext) -> Iterator[Finding]:
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
-    found = code_finding(
+    finding = code_finding(
         context, code.place, "AMP212", f"{what}: {effect}", _CODE_DIFFERS_ADVICE, severity, worst.name
     )
     if code.place is None and code.reads:
-        found = replace(found, source=source_of(code.reads[0]))
-    yield found
+        finding = replace(finding, source=source_of(code.reads[0]))
+    yield finding
 
 
-def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
+def _severity(context: CheckContext, output: OutputDifference) -> Severity | None:
     """Return an error if the code spoils an output, a warning if it adds more error than rounding."""
     code, limit = context.record.code, context.min_sqnr
-    mostly = 2 * seen.code_err_sq >= seen.err_sq
-    if seen.problem is not None or (seen.sqnr_db < limit and (mostly or seen.code_sqnr_db < limit)):
+    mostly = 2 * output.code_err_sq >= output.err_sq
+    if output.problem is not None or (output.sqnr_db < limit and (mostly or output.code_sqnr_db < limit)):
         return Severity.ERROR
-    if seen.agrees or code.place is None:
+    if output.agrees or code.place is None:
         return None  # FP32's own noise
     return Severity.WARNING if mostly else Severity.NOTE
 
 
-def _effect(seen: OutputDifference) -> str:
-    if seen.problem is not None:
-        return f"{seen.name} {seen.problem}"
-    if seen.integers:
-        return f"{seen.name} differs from FP32 in {seen.err_sq:,.0f} of {seen.ref_sq:,.0f} integers"
-    if not math.isfinite(seen.code_sqnr_db):
-        return f"{seen.name} has nothing in common with FP32"
-    total = f"has {seen.sqnr_db:.0f} dB against FP32"
-    if not math.isfinite(seen.sqnr_db):
-        total = "is exact" if seen.sqnr_db > 0 else "is inf or NaN"
-    return f"{seen.name} {total}, {seen.code_sqnr_db:.0f} dB from this difference alone"
+def _effect(output: OutputDifference) -> str:
+    if output.problem is not None:
+        return f"{output.name} {output.problem}"
+    if output.integers:
+        return f"{output.name} differs from FP32 in {output.err_sq:,.0f} of {output.ref_sq:,.0f} integers"
+    if not math.isfinite(output.code_sqnr_db):
+        return f"{output.name} has nothing in common with FP32"
+    total = f"has {output.sqnr_db:.0f} dB against FP32"
+    if not math.isfinite(output.sqnr_db):
+        total = "is exact" if output.sqnr_db > 0 else "is inf or NaN"
+    return f"{output.name} {total}, {output.code_sqnr_db:.0f} dB from this difference alone"
 
 
 def describe_difference(place: CodeDifference, dtype: str) -> str:
@@ -117,9 +117,9 @@ def code_finding(
     output: str,
 ) -> Finding:
     """Return a finding at the op where the code differs, or else at the output."""
-    made = next((site for name, site, _ in context.outputs if name == output), None)
-    if place is None and made is not None:
-        return finding_at(context, context.site[made], code, cause, advice, severity=severity)
+    output_site = next((site for name, site, _ in context.outputs if name == output), None)
+    if place is None and output_site is not None:
+        return finding_at(context, context.site[output_site], code, cause, advice, severity=severity)
     if place is None:
         return finding_about(code, SiteId("(top)/output"), "", cause, advice, severity=severity)
     if place.low is not None and place.site in context.site:
@@ -172,13 +172,13 @@ def finding_at_read(
     severity: Severity | None = None,
 ) -> Finding:
     """Return a finding at a line that reads values, with the measurements of the op that made them."""
-    made = context.site.get(stats.place)
-    if made is None:
-        found = finding_about(code, stats.place, stats.layer, cause, advice, severity=severity)
+    site = context.site.get(stats.place)
+    if site is None:
+        finding = finding_about(code, stats.place, stats.layer, cause, advice, severity=severity)
     else:
-        found = finding_at(context, made, code, cause, advice, severity=severity)
+        finding = finding_at(context, site, code, cause, advice, severity=severity)
     source = source_of(stats.source, stats.caller)
-    return replace(found, phase="forward", layer=stats.layer, source=source or found.source)
+    return replace(finding, phase="forward", layer=stats.layer, source=source or finding.source)
 
 
 def find_left_torch(context: CheckContext) -> Iterator[Finding]:
@@ -246,8 +246,8 @@ def find_probabilities(context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         if context.flow.base(site) != "binary_cross_entropy" or site.decision.cast is Cast.FORBID:
             continue
-        made = context.flow.maker(context.flow.node(site).all_input_nodes[0])
-        if context.low_precision(site) or (made is not None and context.low_precision(made)):
+        maker = context.flow.maker(context.flow.node(site).all_input_nodes[0])
+        if context.low_precision(site) or (maker is not None and context.low_precision(maker)):
             cause = f"a probability in {context.number_format.name} is 1 long before its logit is large"
             advice = "pass the logits to binary_cross_entropy_with_logits"
             yield finding_at(context, site, "AMP304", cause, advice, confidence="rule")

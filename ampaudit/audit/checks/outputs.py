@@ -30,23 +30,23 @@ STALLS = 0.1  # share of the additions that change nothing, from which a sum is 
 
 def inaccurate(context: CheckContext) -> dict[str, OutputComparison]:
     """Return the outputs below the required accuracy, the worst first."""
-    found = {
-        name: seen
-        for name, seen in context.record.outputs.items()
-        if seen.accuracy_db is not None and seen.accuracy_db < context.min_sqnr
+    comparisons = {
+        name: comparison
+        for name, comparison in context.record.outputs.items()
+        if comparison.accuracy_db is not None and comparison.accuracy_db < context.min_sqnr
     }
-    return dict(sorted(found.items(), key=lambda item: item[1].accuracy_db or 0.0))
+    return dict(sorted(comparisons.items(), key=lambda item: item[1].accuracy_db or 0.0))
 
 
-def accuracy_text(seen: OutputComparison, dtype: str) -> str:
-    """Describe what is wrong with an output, to follow its name."""
-    if seen.mismatch:
-        return f"has {seen.mismatch}"
-    if seen.bad:
-        return f"has {seen.bad} of {seen.elements} elements that are inf or NaN in {dtype} only"
-    if seen.kind == "integer":
-        return f"differs from FP32 in {seen.differing} of {seen.elements} elements"
-    accuracy = seen.accuracy_db
+def accuracy_text(output: OutputComparison, dtype: str) -> str:
+    """Describe what is wrong with an output, as the rest of a sentence that begins with its name."""
+    if output.mismatch:
+        return f"has {output.mismatch}"
+    if output.bad:
+        return f"has {output.bad} of {output.elements} elements that are inf or NaN in {dtype} only"
+    if output.kind == "integer":
+        return f"differs from FP32 in {output.differing} of {output.elements} elements"
+    accuracy = output.accuracy_db
     if accuracy is None:
         return "is exact"
     if accuracy == -math.inf:
@@ -59,9 +59,9 @@ def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
     if context.harmed or context.broken_weights or context.ranges_only:
         return
     wrong = inaccurate(context)
-    known = [culprit for culprit in context.record.culprits if wrong.keys() & set(culprit.outputs)]
-    explained = {name for culprit in known for name in culprit.outputs}
-    for culprit in (*known, *(Culprit((name,)) for name in wrong if name not in explained)):
+    culprits = [culprit for culprit in context.record.culprits if wrong.keys() & set(culprit.outputs)]
+    explained = {name for culprit in culprits for name in culprit.outputs}
+    for culprit in (*culprits, *(Culprit((name,)) for name in wrong if name not in explained)):
         names = [name for name in culprit.outputs if name in wrong]
         if not culprit.sites and _by_code(context, names[0]):
             continue  # reported as AMP212
@@ -85,22 +85,22 @@ def _saturated(context: CheckContext, culprit: Culprit) -> bool:
     return context.saturating and any(peak > context.number_format.max for peak in peaks)
 
 
-def _finding(context: CheckContext, culprit: Culprit, seen: OutputComparison, names: list[str]) -> Finding:
+def _finding(context: CheckContext, culprit: Culprit, output: OutputComparison, names: list[str]) -> Finding:
     dtype = context.number_format.name
-    what = f"{names[0]} {accuracy_text(seen, dtype)}; {_required(context, seen)}"
+    what = f"{names[0]} {accuracy_text(output, dtype)}; {_required(context, output)}"
     if len(names) > 1:
         what += f" ({some_sites(names[1:])} too)"
-    code, why, advice = _explained(context, culprit, seen, names[0])
+    code, why, advice = _explained(context, culprit, output, names[0])
     site = _site(context, culprit, names[0])
     finding = finding_at(context, site, code, f"{what}; {why}", advice)
-    batch = context.record.names.get(seen.batch)
+    batch = context.record.names.get(output.batch)
     return replace(finding, poisons=tuple(culprit.sites[1:]), batch=batch)
 
 
-def _required(context: CheckContext, seen: OutputComparison) -> str:
-    if seen.mismatch or seen.bad:
+def _required(context: CheckContext, output: OutputComparison) -> str:
+    if output.mismatch or output.bad:
         return "it cannot be compared with FP32"
-    if seen.kind == "integer":
+    if output.kind == "integer":
         return (
             f"at most {differing_share(context.min_sqnr):.0%} may differ (--min-sqnr {context.min_sqnr:.0f})"
         )
@@ -110,23 +110,24 @@ def _required(context: CheckContext, seen: OutputComparison) -> str:
 def _site(context: CheckContext, culprit: Culprit, output: str) -> Site:
     if culprit.sites:
         return context.site[culprit.sites[0]]
-    made = next((site for name, site, _ in context.outputs if name == output and site is not None), None)
-    return context.site[made] if made is not None else context.graph_sites[-1]
+    site = next((site for name, site, _ in context.outputs if name == output and site is not None), None)
+    return context.site[site] if site is not None else context.graph_sites[-1]
 
 
 def _explained(
-    context: CheckContext, culprit: Culprit, seen: OutputComparison, output: str
+    context: CheckContext, culprit: Culprit, comparison: OutputComparison, output: str
 ) -> tuple[str, str, str]:
     """Return code, cause and advice."""
-    if not culprit.sites and (context.step_of(seen.batch) or 1) > 1:
-        why = f"no op of step {context.step_of(seen.batch)} stands out: the error has built up over the steps"
-        if (found := error_growth(context)) is not None:
-            why += f", and doubles every {format_number(found.doubles_every)} of them"
+    step = context.step_of(comparison.batch)
+    if not culprit.sites and step is not None and step > 1:
+        why = f"no op of step {step} stands out: the error has built up over the steps"
+        if (trend := error_growth(context)) is not None:
+            why += f", and doubles every {format_number(trend.doubles_every)} of them"
         return "AMP207", why, "keep in float32 what is carried from step to step"
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"
         return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"
-    where, proof = _where(culprit), _proof(context, culprit, seen)
+    where, proof = _where(culprit), _proof(context, culprit, comparison)
     if culprit.decision is not None:
         itself = (
             "its own choices" if culprit.decision in culprit.sites else f"the choices of {culprit.decision}"
@@ -155,19 +156,19 @@ def _where(culprit: Culprit) -> str:
     return f"{rounded}{culprit.sites[0]}{more}"
 
 
-def _proof(context: CheckContext, culprit: Culprit, seen: OutputComparison) -> str:
+def _proof(context: CheckContext, culprit: Culprit, output: OutputComparison) -> str:
     dtype = context.number_format.name
-    alone, rest = (_decibels(db, seen) for db in (culprit.alone_db, culprit.without_db))
+    alone, rest = (_decibels(db, output) for db in (culprit.alone_db, culprit.without_db))
     return f"with only this in {dtype} the output has {alone}, with all but this {rest}"
 
 
-def _decibels(accuracy: float | None, seen: OutputComparison) -> str:
+def _decibels(accuracy: float | None, output: OutputComparison) -> str:
     if accuracy is None:
         return "no error"
     if accuracy == -math.inf:
         return "nothing right"
-    if seen.kind == "integer":
-        return f"{round(differing_share(accuracy) * seen.elements)} elements wrong"
+    if output.kind == "integer":
+        return f"{round(differing_share(accuracy) * output.elements)} elements wrong"
     return f"{accuracy:.0f} dB"
 
 
@@ -195,10 +196,10 @@ class Amplification:
     """The op after a culprit at which the accuracy drops most.
 
     Attributes:
-        site: where.
-        before: accuracy of its least accurate input in dB.
-        after: accuracy of its result in dB.
-        cancels: whether it is a difference of nearly equal values.
+        site: Site of the op.
+        before: Accuracy of its least accurate input in dB.
+        after: Accuracy of its result in dB.
+        cancels: Whether it is a difference of nearly equal values.
     """
 
     site: SiteId
@@ -208,8 +209,8 @@ class Amplification:
 
 
 def amplified(context: CheckContext, culprit: SiteId, output: str) -> Amplification | None:
-    """Return the largest drop in accuracy between a culprit and an output; ``None`` if there is none."""
-    found: list[Amplification] = []
+    """Return the op with the largest drop in accuracy after a culprit; ``None`` if no drop is noticeable."""
+    candidates: list[Amplification] = []
     behind, leading = {culprit}, _leading_to(context, output)
     for site in context.graph_sites:
         makers = [maker.id for maker in context.flow.makers(site)]
@@ -217,10 +218,10 @@ def amplified(context: CheckContext, culprit: SiteId, output: str) -> Amplificat
             continue
         behind.add(site.id)
         after = context.observed(site.id).sqnr_db
-        known = [db for maker in makers if (db := context.observed(maker).sqnr_db) is not None]
-        if site.id in leading and site.role is Role.COMPUTE and after is not None and known:
-            found.append(Amplification(site.id, min(known), after, subtracts(context, site)))
-    worst = max(found, key=lambda a: a.before - a.after, default=None)
+        accuracies = [db for maker in makers if (db := context.observed(maker).sqnr_db) is not None]
+        if site.id in leading and site.role is Role.COMPUTE and after is not None and accuracies:
+            candidates.append(Amplification(site.id, min(accuracies), after, subtracts(context, site)))
+    worst = max(candidates, key=lambda a: a.before - a.after, default=None)
     return worst if worst is not None and worst.before - worst.after >= NOTICEABLE_DB else None
 
 
@@ -238,16 +239,16 @@ def find_output_variation(context: CheckContext) -> Iterator[Finding]:
     if context.ranges_only or context.harmed:
         return
     wrong = inaccurate(context)
-    for name, made, _ in context.outputs:
-        seen = context.record.outputs.get(name)
-        rows = seen.rows if seen is not None else None
-        if seen is None or made is None or name in wrong or rows is None or rows.db >= LOST_DB:
+    for name, site, _ in context.outputs:
+        comparison = context.record.outputs.get(name)
+        rows = comparison.rows if comparison is not None else None
+        if comparison is None or site is None or name in wrong or rows is None or rows.db >= LOST_DB:
             continue
         spread, error = ((part / rows.elements) ** 0.5 for part in (rows.spread_sq, rows.err_sq))
         what = "it varies" if not rows.worst else "rows vary"
         around = f" around {format_number(rows.mean)}" if not rows.worst else ""
         cause = (
-            f"{name} has {seen.accuracy_db:.0f} dB only because of its mean: {what} by "
+            f"{name} has {comparison.accuracy_db:.0f} dB only because of its mean: {what} by "
             f"{format_number(spread)}{around}, and the error is {format_number(error)} ({rows.db:.0f} dB)"
         )
         if rows.worst:
@@ -255,7 +256,7 @@ def find_output_variation(context: CheckContext) -> Iterator[Finding]:
             cause += f"; the worst is [{where}], around {format_number(rows.mean)}: {rows.worst_db:.0f} dB"
         advice = "subtract the level from the inputs and add it to the output in float32; a float32 output"
         advice += " alone helps if the inputs keep their variation in 16 bits"
-        yield finding_at(context, context.site[made], "AMP211", cause, advice)
+        yield finding_at(context, context.site[site], "AMP211", cause, advice)
 
 
 def find_stalled_sum(context: CheckContext) -> Iterator[Finding]:

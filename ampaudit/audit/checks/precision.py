@@ -74,10 +74,10 @@ def find_epsilon(context: CheckContext) -> Iterator[Finding]:
         guarded = context.flow.leads_to(site, *_PROTECTED) if eps is not None else None
         if eps is None or guarded is None or guarded.id in context.origin_sites:
             continue
-        lost = eps <= form.flush_below
-        became = "0" if lost else f"subnormal, good to {math.log2(eps / form.min_subnormal):.0f} bits"
+        flushed = eps <= form.flush_below
+        became = "0" if flushed else f"subnormal, good to {math.log2(eps / form.min_subnormal):.0f} bits"
         cause = f"eps = {format_number(eps)} is {became} in {form.name}, and {guarded.id} relies on it"
-        severity = Severity.WARNING if lost else Severity.NOTE
+        severity = Severity.WARNING if flushed else Severity.NOTE
         yield finding_at(
             context, site, "AMP202", cause, _EPSILON_ADVICE, severity=severity, confidence="rule"
         )
@@ -87,8 +87,8 @@ def _eps(context: CheckContext, site: Site) -> float | None:
     """Return the Python number below the smallest normal number that an op adds or clamps to."""
     if context.flow.base(site) not in _PROTECTING:
         return None
-    given = context.flow.arguments(site)
-    numbers = [given.get(name) for name in ("other", "min", "alpha")]
+    arguments = context.flow.arguments(site)
+    numbers = [arguments.get(name) for name in ("other", "min", "alpha")]
     numbers += [site.original_args.get(1), site.original_args.get("min")]
     form = context.number_format
     small = [v for v in numbers if isinstance(v, float) and 0.0 < abs(v) < form.min_normal]
@@ -112,14 +112,14 @@ def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
 
 def epsilon_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
     """Return whether the op is a division, root or logarithm shortly after a lost eps."""
-    found = lost_eps(context, site)
-    if found is None:
+    match = lost_eps(context, site)
+    if match is None:
         return None
-    maker, eps = found
-    lost = eps <= context.number_format.flush_below
-    if not lost and context.is_overflow(origin):  # the value would overflow with the exact eps as well
+    maker, eps = match
+    flushed = eps <= context.number_format.flush_below
+    if not flushed and context.is_overflow(origin):  # the value would overflow with the exact eps as well
         return None
-    became = "0" if lost else "subnormal"
+    became = "0" if flushed else "subnormal"
     return f"eps = {format_number(eps)} at {maker.id} is {became} in {context.number_format.name}"
 
 
@@ -185,11 +185,11 @@ def subtracts(context: CheckContext, site: Site) -> bool:
     """Return whether a site is a sum or difference much smaller than its operands."""
     if context.flow.base(site) not in _DIFFERENCES:
         return False
-    seen = context.observed(site.id)
+    stats = context.observed(site.id)
     peaks = [context.observed(maker.id).ref_peak for maker in context.flow.makers(site)]
     numbers = [v for v in context.flow.arguments(site).values() if isinstance(v, int | float)]
     largest = max((*peaks, *(abs(float(v)) for v in numbers)), default=0.0)
-    return largest > 8 * _typical(seen.ref_sq, seen.elements, seen.ref_peak)
+    return largest > 8 * _typical(stats.ref_sq, stats.elements, stats.ref_peak)
 
 
 def _typical(squares: float, elements: int, peak: float) -> float:
@@ -232,8 +232,8 @@ def find_positions(context: CheckContext) -> Iterator[Finding]:
     """Find the first 16-bit site of each chain of positions or angles with a visible error."""
     reported: set[str] = set()
     for site in context.low_precision_sites:
-        seen = context.observed(site.id)
-        error = seen.samples.max_error
+        stats = context.observed(site.id)
+        error = stats.samples.max_error
         limit = _limit(context, site)
         if limit is None or error < limit or site.id in context.origin_sites:
             continue
@@ -242,8 +242,8 @@ def find_positions(context: CheckContext) -> Iterator[Finding]:
         reported.add(site.id)
         if not inherited:
             what = "angle" if limit == ANGLE_ERROR else "position"
-            form, peak = context.number_format, format_number(seen.ref_peak)
-            step = spacing(seen.ref_peak, form.fraction_bits)
+            form, peak = context.number_format, format_number(stats.ref_peak)
+            step = spacing(stats.ref_peak, form.fraction_bits)
             cause = (
                 f"{what}s up to {peak} are off by {format_number(error)} or more; "
                 f"{form.name} values next to {peak} are {format_number(step)} apart"
@@ -319,9 +319,9 @@ def local_error_matters(context: CheckContext, site: Site) -> Severity | None:
     An error that no output of the model shows is a note.
     """
     db = context.observed(site.id).local_sqnr_db
-    meant = site.id in context.record.by_design or site.id in context.record.masks
-    own = meant or context.from_weight(site) is not None
-    if db is None or db >= context.min_sqnr or own or site.role is not Role.COMPUTE:
+    by_design = site.id in context.record.by_design or site.id in context.record.masks
+    excluded = by_design or context.from_weight(site) is not None
+    if db is None or db >= context.min_sqnr or excluded or site.role is not Role.COMPUTE:
         return None
     accuracies = [accuracy for _, _, accuracy in context.outputs if accuracy is not None]
     shows = min(accuracies, default=0.0) < context.min_sqnr + NOTICEABLE_DB

@@ -31,19 +31,19 @@ def find_headroom(context: CheckContext) -> Iterator[Finding]:
         return
     form = context.number_format
     for site in context.sites:
-        seen = context.observed(site.id)
+        stats = context.observed(site.id)
         exempt = site.id in context.broken_sites or site.id in context.record.by_design
         if (
             exempt
             or site.id in context.parameter_free
-            or not seen.elements
+            or not stats.elements
             or not context.low_precision(site)
         ):
             continue
-        bits = form.headroom_bits(seen.finite_peak)
-        if bits < context.min_headroom and seen.bad == 0:
+        bits = form.headroom_bits(stats.finite_peak)
+        if bits < context.min_headroom and stats.bad == 0:
             cause = (
-                f"a peak of {format_number(seen.finite_peak)} leaves "
+                f"a peak of {format_number(stats.finite_peak)} leaves "
                 f"{bits:.2f} bits of headroom below {format_number(form.max)}"
             )
             advice = (
@@ -58,13 +58,12 @@ def find_what_if(context: CheckContext) -> Iterator[Finding]:
         return
     form = context.number_format
     for site in context.sites:
-        seen = context.observed(site.id)
-        meant = site.id in context.parameter_free or site.id in context.record.by_design
-        if not seen.elements or seen.ref_peak < form.overflow_at or meant:
+        stats = context.observed(site.id)
+        by_design = site.id in context.parameter_free or site.id in context.record.by_design
+        if not stats.elements or stats.ref_peak < form.overflow_at or by_design:
             continue
-        cause = (
-            f"FP32 values reach {format_number(seen.ref_peak)}; {form.name} ends at {format_number(form.max)}"
-        )
+        peak = format_number(stats.ref_peak)
+        cause = f"FP32 values reach {peak}; {form.name} ends at {format_number(form.max)}"
         advice = "run a full scan: it says whether the policy computes this in 16 bits, and what that breaks"
         yield finding_at(context, site, "AMP110", cause, advice)
 
@@ -75,20 +74,20 @@ def find_saturated(context: CheckContext) -> Iterator[Finding]:
         return
     form = context.number_format
     for site in context.low_precision_sites:
-        seen = context.observed(site.id)
-        meant = site.id in context.flow.constants or site.id in context.record.by_design
+        stats = context.observed(site.id)
+        by_design = site.id in context.flow.constants or site.id in context.record.by_design
         makers = context.flow.makers(site)
         inherited = any(context.observed(maker.id).ref_peak >= form.overflow_at for maker in makers)
-        if seen.ref_peak >= form.overflow_at and not meant and not inherited:
+        if stats.ref_peak >= form.overflow_at and not by_design and not inherited:
             cause = (
-                f"in FP32 the values reach {format_number(seen.ref_peak)}; "
+                f"in FP32 the values reach {format_number(stats.ref_peak)}; "
                 f"they become {format_number(form.max)} here"
             )
             yield finding_at(context, site, "AMP116", cause, "treat it as an overflow: no later op shows it")
 
 
 def find_mask(context: CheckContext) -> Iterator[Finding]:
-    """Find saturated masks: harmless here, NaN in a fully masked row."""
+    """Find saturated masks, which are harmless unless a row is fully masked."""
     for site in context.sites:
         if site.id in context.record.masks:
             cause = "a mask value rounds to -inf; every value that depends on it came out finite"
@@ -97,14 +96,14 @@ def find_mask(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_hidden_clamp(context: CheckContext) -> Iterator[Finding]:
-    """Find bounded ops that make the infinity of an origin finite, and limits of float16 that act in FP32."""
-    seen: set[SiteId] = set()
+    """Find bounded ops that hide an overflow, and limits for float16 that also act in FP32."""
+    reported: set[SiteId] = set()
     for origin in context.record.origins:
         for hidden in origin.hidden_at:
             site = context.site[hidden]
             if context.flow.base(site) not in _HIDING:
                 continue
-            seen.add(site.id)
+            reported.add(site.id)
             db = origin.hidden_sqnr_db
             right = db is None or db >= context.min_sqnr
             how = "with the right values" if right else f"and wrong ({db:.0f} dB against FP32)"
@@ -122,7 +121,7 @@ def find_hidden_clamp(context: CheckContext) -> Iterator[Finding]:
                 severity=Severity.NOTE if right and peak is None else Severity.WARNING,
             )
     for site in context.graph_sites:
-        peak = limited_peak(context, site) if site.id not in seen else None
+        peak = limited_peak(context, site) if site.id not in reported else None
         if peak is not None:
             limit = format_number(context.observed(site.id).ref_peak)
             yield finding_at(
@@ -135,7 +134,7 @@ def find_hidden_clamp(context: CheckContext) -> Iterator[Finding]:
 
 
 def limited_peak(context: CheckContext, site: Site) -> float | None:
-    """Return the largest FP32 magnitude before a limit at float16's range; ``None`` if it does not act."""
+    """Return the FP32 peak before a limit at float16's range; ``None`` if the op is no such limit."""
     if context.flow.base(site) not in _CLAMPS:
         return None
     limit = context.observed(site.id).ref_peak

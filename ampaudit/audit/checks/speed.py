@@ -49,10 +49,10 @@ def find_alignment(context: CheckContext) -> Iterator[Finding]:
 def _sizes(context: CheckContext, site: Site) -> dict[str, int]:
     if context.flow.base(site) not in _ALIGNMENT_PRODUCTS:
         return {}
-    given = context.flow.arguments(site)
-    weight = given.get("weight", given.get("mat2"))
+    arguments = context.flow.arguments(site)
+    weight = arguments.get("weight", arguments.get("mat2"))
     value = getattr(weight, "meta", {}).get("val")
-    if value is None or value.ndim < 2 or given.get("groups", 1) != 1:
+    if value is None or value.ndim < 2 or arguments.get("groups", 1) != 1:
         return {}
     return {"out": int(value.shape[0]), "in": int(value.shape[1])}
 
@@ -71,9 +71,9 @@ def find_ping_pong(context: CheckContext) -> Iterator[Finding]:
             cause = (
                 f"{first.id} casts this value, and it is cast back here: two passes over memory for nothing"
             )
-            lost = " and its precision is gone" if context.low_precision(first) else ""
+            loss = " and its precision is gone" if context.low_precision(first) else ""
             advice = "give both users the same precision, so that one cast is left"
-            yield finding_at(context, site, "AMP502", f"{cause}{lost}", advice, confidence="rule")
+            yield finding_at(context, site, "AMP502", f"{cause}{loss}", advice, confidence="rule")
 
 
 def _behind_views(node: fx.Node, flow: Flow) -> fx.Node:
@@ -91,9 +91,9 @@ def find_costly_island(context: CheckContext) -> Iterator[Finding]:
         casts = _casts(context, site)
         if casts is None:
             continue
-        moved = sum(count * (4 + 2) for count in casts)
-        saved = sum(count * 2 for count in casts)
-        cause = f"its casts from and to float32 move {moved:,} bytes to save the op {saved:,}"
+        cast_bytes = sum(count * (4 + 2) for count in casts)
+        saved_bytes = sum(count * 2 for count in casts)
+        cause = f"its casts from and to float32 move {cast_bytes:,} bytes to save the op {saved_bytes:,}"
         yield finding_at(context, site, "AMP503", cause, "leave this op in float32", confidence="rule")
 
 

@@ -18,11 +18,11 @@ __all__ = ["CHECKS", "error_growth"]
 
 def find_between_steps(context: CheckContext) -> Iterator[Finding]:
     """Yield one finding per input, for the first step in which it breaks: FP32's own stays out of range."""
-    seen: set[str] = set()
+    reported: set[str] = set()
     for row in context.record.steps:
         for fault in row.faults:
-            if fault.name not in seen:
-                seen.add(fault.name)
+            if fault.name not in reported:
+                reported.add(fault.name)
                 yield _between_steps_finding(context, fault, row.step)
 
 
@@ -35,10 +35,10 @@ def _between_steps_finding(context: CheckContext, fault: StateFault, step: int) 
         peak = format_number(fault.peak)
         why = f"in FP32 it is in range (up to {peak}), and a value on the way to it is not; {ends}"
     advice = "compute the next inputs in float32 and cast them back where they are in range again"
-    found = finding_about("AMP118", SiteId(f"next_inputs/{name}"), "next_inputs", f"{what}; {why}", advice)
+    finding = finding_about("AMP118", SiteId(f"next_inputs/{name}"), "next_inputs", f"{what}; {why}", advice)
     line = fault.line
     return replace(
-        found,
+        finding,
         phase="forward",
         op=fault.op,
         origin=True,
@@ -93,14 +93,14 @@ def _growth_finding(context: CheckContext, growth: StepGrowth, site: Site) -> Fi
             f"the range of {context.number_format.name} {reached}"
         )
         advice = "normalize what is carried from step to step, or keep it in float32"
-    found = finding_at(context, site, "AMP119", cause, advice)
-    return replace(found, evidence=replace(found.evidence, step=count))
+    finding = finding_at(context, site, "AMP119", cause, advice)
+    return replace(finding, evidence=replace(finding.evidence, step=count))
 
 
 def _site(context: CheckContext, growth: StepGrowth) -> Site | None:
     """Return the site of the values, or the one that makes the output."""
-    made = next((site for name, site, _ in context.outputs if name == growth.name and site is not None), None)
-    return context.site.get(made) if made is not None else context.site.get(SiteId(growth.name))
+    site = next((site for name, site, _ in context.outputs if name == growth.name and site is not None), None)
+    return context.site.get(site) if site is not None else context.site.get(SiteId(growth.name))
 
 
 CHECKS = (

@@ -26,13 +26,13 @@ _NEVER = ("AMP990", UNUSED)
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """What is suppressed, and where that is declared.
+    """A rule that suppresses findings.
 
     Attributes:
-        codes: check codes; empty means every one.
-        layer: a glob over layer paths, or ``None`` for all.
-        line: the source line with the comment, or ``None`` for an option.
-        text: how reports name it.
+        codes: Check codes; empty for all.
+        layer: Glob over layer paths; ``None`` for all.
+        line: Source line with the comment; ``None`` for an option.
+        text: Name in reports.
     """
 
     codes: tuple[str, ...]
@@ -41,7 +41,7 @@ class Suppression:
     text: str
 
     def hides(self, finding: Finding) -> bool:
-        """Return whether it covers a finding; crashes and unused suppressions cannot be hidden."""
+        """Return whether a finding is suppressed; crashes and unused suppressions cannot be."""
         if finding.code in _NEVER or (self.codes and finding.code not in self.codes):
             return False
         if self.layer is not None:
@@ -61,7 +61,7 @@ def option(text: str) -> Suppression:
     """Parse ``AMP102``, a prefix such as ``AMP1``, ``AMP102:encoder.*`` or ``:encoder.*``.
 
     Raises:
-        UsageError: no code begins so.
+        UsageError: No code has this prefix.
     """
     code, _, layer = text.partition(":")
     codes = codes_beginning(code) if code else ()
@@ -74,17 +74,13 @@ def option(text: str) -> Suppression:
 
 def comments_in(sites: Iterable[Site]) -> tuple[Suppression, ...]:
     """Return the suppression comments in all files that contain sites."""
-    files: dict[str, None] = {}
-    for site in sites:
-        for line in (site.source, site.caller):
-            if line is not None:
-                files[line.file] = None
-    return comments_of_files(files)
+    lines = (line for site in sites for line in (site.source, site.caller))
+    return comments_of_files(dict.fromkeys(line.file for line in lines if line is not None))
 
 
 def comments_of_files(files: Iterable[str]) -> tuple[Suppression, ...]:
     """Return the suppression comments in files."""
-    return tuple(found for file in files for found in _comments_of(Path(file)))
+    return tuple(suppression for file in files for suppression in _comments_of(Path(file)))
 
 
 def _comments_of(path: Path) -> list[Suppression]:
@@ -92,7 +88,7 @@ def _comments_of(path: Path) -> list[Suppression]:
         text, _ = decode(read_bounded(path, MAX_SOURCE_BYTES, SourceError))
         comments = comments_of(text)
     except (SourceError, Unreadable, SyntaxError, ValueError):
-        return []  # not a file that can be read: code from a string, an archive, a notebook
+        return []  # not readable as a file: code from a string, an archive, a notebook
     return [
         Suppression(
             comment.codes,
@@ -123,7 +119,7 @@ def suppressed(findings: Sequence[Finding], hiding: Sequence[Suppression]) -> tu
 def with_later(
     findings: Sequence[Finding], later: Sequence[Finding], hiding: Sequence[Suppression]
 ) -> tuple[Finding, ...]:
-    """Add findings that are made after a report, and drop what it says about suppressions that hide them."""
+    """Add findings to those of a report, and drop its notes on suppressions that the new ones use."""
     marked = suppressed(later, hiding)[: len(later)]
     used = {finding.suppressed for finding in marked}
     stale = [_unused(item) for item in hiding if item.text in used]
@@ -134,7 +130,7 @@ def _unused(item: Suppression) -> Finding:
     what = (", ".join(item.codes) if len(item.codes) == 1 or item.line else "") or "findings"
     layer = item.layer or ""
     cause = f"this suppression of {what} hides nothing ({item.text})"
-    found = finding_about(UNUSED, SiteId(f"{layer or '(top)'}/suppression"), layer, cause, "remove it")
+    finding = finding_about(UNUSED, SiteId(f"{layer or '(top)'}/suppression"), layer, cause, "remove it")
     if item.line is None:
-        return found
-    return replace(found, source=Source(item.line.file, item.line.line, item.line.code))
+        return finding
+    return replace(finding, source=Source(item.line.file, item.line.line, item.line.code))

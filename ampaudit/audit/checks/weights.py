@@ -72,7 +72,7 @@ def weight_finding(
     form = context.number_format
     site = first.id if first else SiteId(f"{weight.name}/stored")
     layer = weight.name.rpartition(".")[0]
-    made = finding_about(code, site, layer, cause, advice, severity=severity)
+    finding = finding_about(code, site, layer, cause, advice, severity=severity)
     evidence = Evidence(
         peak=weight.peak,
         limit=form.max,
@@ -83,12 +83,12 @@ def weight_finding(
         subnormal=weight.subnormal / weight.nonzero if weight.nonzero else 0.0,
     )
     return replace(
-        made,
+        finding,
         phase="weights",
         op="cast",
         source=finding_source(first) if first else None,
         evidence=evidence,
-        origin=made.severity is Severity.ERROR,
+        origin=finding.severity is Severity.ERROR,
         poisons=poisons,
     )
 
@@ -113,9 +113,9 @@ def find_small_weights(context: CheckContext) -> Iterator[Finding]:
 
 def _text(context: CheckContext, weight: WeightRange) -> str:
     form = context.number_format
-    lost = f"{weight.vanish} become 0 and {weight.subnormal} subnormal"
+    losses = f"{weight.vanish} become 0 and {weight.subnormal} subnormal"
     limit = format_number(form.min_normal)
-    return f"of {weight.nonzero} non-zero values of {weight.name}, {lost} in {form.name} (below {limit})"
+    return f"of {weight.nonzero} non-zero values of {weight.name}, {losses} in {form.name} (below {limit})"
 
 
 def find_tied_weights(context: CheckContext) -> Iterator[Finding]:
