@@ -48,7 +48,7 @@ def beside(reference: ModelSource, against: Any, options: SourceConfig) -> Model
         audited = open_source(str(against), loading)
     template = audited.batches[0] if audited.batches else reference.batches[0]
     places = _places(reference, audited, template)
-    batches = tuple(_filled(template, batch, places) for batch in reference.batches)
+    batches = tuple(_fill(template, batch, places) for batch in reference.batches)
     notes = (*reference.notes, *audited.notes)
     return replace(
         audited, batches=batches, inputs=reference.inputs, notes=notes, reference=reference, places=places
@@ -73,14 +73,14 @@ def _places(reference: ModelSource, audited: ModelSource, template: Batch) -> tu
         other, counterpart = list(available.items())[place]
         if tensor.ndim != counterpart.ndim or tensor.is_floating_point() != counterpart.is_floating_point():
             raise InputError(
-                f"the input {describe(name)} is {_shown(tensor)} in {describe(audited.location)}, and "
-                f"{describe(other)} {_shown(counterpart)} in {describe(reference.location)}",
+                f"the input {describe(name)} is {_type_of(tensor)} in {describe(audited.location)}, and "
+                f"{describe(other)} {_type_of(counterpart)} in {describe(reference.location)}",
                 hint="compare models with the same inputs",
             )
     return places
 
 
-def _filled(template: Batch, batch: Batch, places: tuple[int, ...]) -> Batch:
+def _fill(template: Batch, batch: Batch, places: tuple[int, ...]) -> Batch:
     """Fill the audited model's batch structure with the reference's values, cast to its dtypes."""
     values = tensor_leaves(batch.args, batch.kwargs)
     leaves, structure = pytree.tree_flatten((template.args, template.kwargs))
@@ -108,6 +108,6 @@ def _named_tensors(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]
     return tensors
 
 
-def _shown(tensor: torch.Tensor) -> str:
+def _type_of(tensor: torch.Tensor) -> str:
     shape = "x".join(map(str, tensor.shape)) or "a scalar"
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"

@@ -93,11 +93,11 @@ def _casts(converted: ConvertedModel) -> dict[str, tuple[int, int]]:
         node = nodes[site.node]
         first = next((user.name for user in node.users if user.op == "call_function"), "output")
         count, size = counts.get(first, (0, 0))
-        counts[first] = (count + 1, size + _moved(node))
+        counts[first] = (count + 1, size + _cast_bytes(node))
     return counts
 
 
-def _moved(node: fx.Node) -> int:
+def _cast_bytes(node: fx.Node) -> int:
     before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
     return int(before.numel() * before.element_size() + after.numel() * after.element_size())
 

@@ -37,7 +37,7 @@ def stressed(
     refuse_path(audit.converted.traced, "--stress")
     table = context.bounds
     assert table is not None
-    search = Search(audit.converted, _ends(table, audit), plan.device)
+    search = Search(audit.converted, _ranges(table, audit), plan.device)
     batch = source.batches[0]
     start = tensor_leaves(batch.args, batch.kwargs)
     results: list[Stressed] = []
@@ -58,7 +58,7 @@ def stressed(
     return tuple(results)
 
 
-def _ends(table: BoundTable, audit: Audit) -> dict[str, tuple[float, float]]:
+def _ranges(table: BoundTable, audit: Audit) -> dict[str, tuple[float, float]]:
     by_name = {assumed.name: (assumed.low, assumed.high) for assumed in table.assumed}
     return {p.node: by_name[p.name] for p in audit.converted.traced.placeholders if p.name in by_name}
 

@@ -62,7 +62,7 @@ def swept(
     problems = {value: first_line(error) for value, error in failures.items()}
     policies = len(next(iter(reports.values())))
     worst = [_worst({v: r[i] for v, r in reports.items()}, axis, problems, config) for i in range(policies)]
-    return [_warned(report, config, comments=not source.names_files) for report in worst]
+    return [_with_warnings(report, config, comments=not source.names_files) for report in worst]
 
 
 def _worst(
@@ -81,7 +81,7 @@ def _worst(
     return replace(reports[worst], sweep=result)
 
 
-def _warned(report: Report, config: ScanConfig, *, comments: bool) -> Report:
+def _with_warnings(report: Report, config: ScanConfig, *, comments: bool) -> Report:
     """Add a finding for each site that is expected to overflow beyond the sizes that were run."""
     sweep = report.sweep
     assert sweep is not None
@@ -144,7 +144,7 @@ def _growth(reports: Mapping[int, Report], config: ScanConfig) -> Iterator[SizeG
         if fit is None:
             continue
         over = [value for value, peak in zip(sizes, peaks, strict=True) if peak >= limit]
-        size, low, high = _within(sizes, over, fit.size, fit.low, fit.high)
+        size, low, high = _clamp_to_runs(sizes, over, fit.size, fit.low, fit.high)
         yield SizeGrowth(
             rows[sizes[-1]][place][1],
             fit.form,
@@ -174,7 +174,7 @@ def _largest(report: Report) -> dict[Hashable, tuple[float, SiteId]]:
     return peaks
 
 
-def _within(sizes: Sequence[int], over: Sequence[int], *estimates: float) -> tuple[float, ...]:
+def _clamp_to_runs(sizes: Sequence[int], over: Sequence[int], *estimates: float) -> tuple[float, ...]:
     """Clamp estimated sizes between the largest size without an overflow and the first with one."""
     fine = max((size for size in sizes if not over or size < over[0]), default=0)
     return tuple(max(min(size, over[0] if over else size), fine) for size in estimates)

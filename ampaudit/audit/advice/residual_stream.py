@@ -86,8 +86,8 @@ class _Search:
                     if places[node.name].slot is Slot.CONSTANT and not bool(tensor.any()):
                         self.degrees[node] = None
         calls = ((node, op) for node in nodes if (op := overload_of(node.target)) is not None)
-        written = (value for node, op in calls for value in written_values(op, node.args, dict(node.kwargs)))
-        self.overwritten = {_root(value) for value in written if isinstance(value, fx.Node)}
+        targets = (value for node, op in calls for value in written_values(op, node.args, dict(node.kwargs)))
+        self.overwritten = {_root(value) for value in targets if isinstance(value, fx.Node)}
 
     def solve(self, seed: fx.Node) -> None:
         """Assign degrees to weights until every op accepts its operands."""

@@ -29,12 +29,12 @@ def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
         explained = _harmless(context, difference) or set(difference.outputs) <= others
         if difference.kind == "clamped" and explained:
             continue  # as masks are meant to be
-        cause = f"{_described(difference)}; {_effect(context, difference)}"
+        cause = f"{_describe(difference)}; {_effect(context, difference)}"
         severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
         yield finding_at(context, difference.site, code, cause, _OTHER_FUNCTION_ADVICE, severity=severity)
 
 
-def _described(difference: ModelDifference) -> str:
+def _describe(difference: ModelDifference) -> str:
     other, where = difference.counterpart, ""
     if other is not None:
         line = f" ({other.source.file}:{other.source.line})" if other.source is not None else ""
@@ -77,11 +77,11 @@ def against_report(context: CheckContext, reference: str) -> AgainstReport | Non
         tuple(Correspondence(here.id, there.id) for here, there in comparison.matched),
         tuple(site.id for site in comparison.only_audited),
         tuple(site.id for site in comparison.only_reference),
-        tuple(_reported(difference) for difference in comparison.differences),
+        tuple(_difference_row(difference) for difference in comparison.differences),
     )
 
 
-def _reported(gap: ModelDifference) -> ReferenceDifference:
+def _difference_row(gap: ModelDifference) -> ReferenceDifference:
     other = gap.counterpart
     source = finding_source(other) if other is not None else None
     site = None if other is None else other.id

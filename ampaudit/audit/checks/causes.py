@@ -80,11 +80,9 @@ def attention_reason(context: CheckContext, site: Site, origin: Origin) -> str |
     if softmax is None:
         return None
     scaled = flow.leads_to(site, "div", "mul", within=2)
-    return (
-        f"these scores are scaled only afterwards, at {scaled.id}"
-        if scaled
-        else f"these scores go unscaled into {softmax.id}"
-    )
+    if scaled is not None:
+        return f"these scores are scaled only afterwards, at {scaled.id}"
+    return f"these scores go unscaled into {softmax.id}"
 
 
 ATTENTION_CAUSE = Cause(
@@ -271,11 +269,11 @@ def _power(context: CheckContext, site: Site) -> float | None:
         operands = _operands(flow.arguments(site))
         same = len(operands) == 2 and flow.root(operands[0]) is flow.root(operands[1]) is not None
         return 2.0 if same else None
-    power = _raised(context, flow.node(site), _DEPTH)[1]
+    power = _as_power(context, flow.node(site), _DEPTH)[1]
     return power if power > 1 else None
 
 
-def _raised(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | None, float]:
+def _as_power(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | None, float]:
     """Return a value as base and exponent: ``x * x * x`` is x to the third."""
     flow = context.flow
     root, site = flow.root(node), flow.maker(node)
@@ -283,14 +281,14 @@ def _raised(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | Non
         return root, 1.0
     arguments = flow.arguments(site)
     if flow.base(site) == "square":
-        base, power = _raised(context, arguments["self"], depth - 1)
+        base, power = _as_power(context, arguments["self"], depth - 1)
         return base, 2 * power
     exponent = arguments.get("exponent")
     if flow.base(site) == "pow" and isinstance(exponent, int | float) and exponent >= 1:
-        base, power = _raised(context, arguments["self"], depth - 1)
+        base, power = _as_power(context, arguments["self"], depth - 1)
         return base, exponent * power
     if flow.base(site) == "mul":
-        (base, power), (other, times) = (_raised(context, o, depth - 1) for o in _operands(arguments))
+        (base, power), (other, times) = (_as_power(context, o, depth - 1) for o in _operands(arguments))
         if base is other is not None:
             return base, power + times
     return root, 1.0

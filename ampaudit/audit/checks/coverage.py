@@ -172,19 +172,19 @@ def find_unchecked(context: CheckContext) -> Iterator[Finding]:
 def find_no_kernel(context: CheckContext) -> Iterator[Finding]:
     """Find ops with 16-bit input that have no 16-bit kernel."""
     for site in context.graph_sites:
-        problem = _lacking(context, site)
+        problem = _missing_kernel(context, site)
         if problem is not None:
             cause, severity = problem
             advice = _NO_KERNEL_OF_ONNX if severity is Severity.NOTE else _NO_KERNEL_ADVICE
             yield finding_at(context, site, "AMP306", cause, advice, severity=severity, confidence="rule")
 
 
-def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
+def _missing_kernel(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
     """Return which device has no kernel for a site, and the severity; ``None`` if each has one."""
     base, form = context.flow.base(site), context.number_format.name
     node = context.flow.node(site)
     if isinstance(node.target, OpOverload) and is_fourier(node.target):
-        return _fourier(node, node.target, site, form)
+        return _missing_fft_kernel(node, node.target, site, form)
     if isinstance(node.target, OpOverload) and node.target.namespace == "onnxruntime":
         return f"{base} is run by ONNX Runtime in float32, and stays in float32", Severity.NOTE
     if site.decision is NO_KERNEL:
@@ -202,7 +202,7 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
     return None
 
 
-def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
+def _missing_fft_kernel(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
     """Do the same for FFTs: CUDA supports float16 for powers of two, CPUs only float32 and float64."""
     base = base_name(op)
     args, kwargs = fake_arguments(node)

@@ -81,39 +81,36 @@ def find_gradient_overflow(context: CheckContext) -> Iterator[Finding]:
     for origin in record.origins:
         stats = record.broken_at(origin)
         highest = highest_exponent(stats.peak if stats is not None else 0.0, context.number_format)
-        if highest >= 0 and _overflows(context, stats):
+        if highest >= 0 and _exceeds_format(context, stats):
             curable.append((highest, origin))
         else:
-            yield _finding(context, record, origin, highest)
+            yield _overflow(context, record, origin, highest)
     if curable:
         highest, worst = min(curable, key=lambda item: item[0])
-        finding = _finding(context, record, worst, highest)
+        finding = _overflow(context, record, worst, highest)
         others = len(curable) - 1
         ops = "op overflows" if others == 1 else "ops overflow"
         more = f"; under this scale {others} other {ops} too" if others else ""
         yield replace(finding, cause=f"{finding.cause}{more}")
 
 
-def _overflows(context: CheckContext, stats: GradientStats | None) -> bool:
+def _exceeds_format(context: CheckContext, stats: GradientStats | None) -> bool:
     """Return whether FP32's gradient exceeds the format; if not, the op itself causes NaN or infinity."""
     return stats is None or stats.values.ref_peak >= context.number_format.overflow_at
 
 
-def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrigin, highest: int) -> Finding:
+def _overflow(context: CheckContext, record: GradientRecord, origin: GradientOrigin, highest: int) -> Finding:
     form, site = context.number_format, context.site[origin.site]
     stats = record.broken_at(origin)
     name = name_of(context, origin.value, origin.is_parameter)
-    own_output = origin.value == origin.site
-    by = f"{short_op(origin.op)} in {origin.custom}" if origin.op else origin.custom or "its backward"
-    what = (
-        "the gradient of its own output"
-        if own_output and not origin.custom
-        else f"{by} makes a gradient of {name} that"
-    )
+    what = "the gradient of its own output"
+    if origin.custom or origin.value != origin.site:
+        by = f"{short_op(origin.op)} in {origin.custom}" if origin.op else origin.custom or "its backward"
+        what = f"{by} makes a gradient of {name} that"
     reaches = format_number(stats.values.ref_peak) if stats is not None else "an unknown size"
     scaled = f" under the loss scale {format_scale(record.scale)}" if record.scale != 1 else ""
     severity = Severity.ERROR
-    if _overflows(context, stats):
+    if _exceeds_format(context, stats):
         cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {format_number(form.max)}"
         advice = f"a loss scale of at most {format_power(highest)} fits"
         suits = context.scale_advice
@@ -161,7 +158,7 @@ def find_gradient_vanishes(context: CheckContext) -> Iterator[Finding]:
     for start in reversed(list(behind)):
         others = tuple(other for other in behind[start] if other != start)
         name = name_of(context, start, False)
-        yield _made(context, record, context.site[start], record.sites[start], name, others)
+        yield _vanishing(context, record, context.site[start], record.sites[start], name, others)
     yield from _parameters(context, record, set(starts))
 
 
@@ -170,7 +167,7 @@ def _parameters(context: CheckContext, record: GradientRecord, starts: set[SiteI
     for name, stats in record.parameters.items():
         site = next((s for s in context.graph_sites if _uses(context, s, name)), None)
         if vanishes(stats) and site is not None and site.id not in starts:
-            yield _made(context, record, site, stats, name, ())
+            yield _vanishing(context, record, site, stats, name, ())
 
 
 def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
@@ -180,7 +177,7 @@ def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
     )
 
 
-def _made(
+def _vanishing(
     context: CheckContext,
     record: GradientRecord,
     site: Site,
@@ -189,11 +186,8 @@ def _made(
     others: tuple[SiteId, ...],
 ) -> Finding:
     form = context.number_format
-    at = (
-        f" under the loss scale {format_scale(record.scale)}"
-        if record.scale != 1
-        else " without loss scaling"
-    )
+    scaled = record.scale != 1
+    at = f" under the loss scale {format_scale(record.scale)}" if scaled else " without loss scaling"
     cause = (
         f"{stats.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
         f"element is {format_number(stats.peak)} in FP32; "
@@ -201,13 +195,12 @@ def _made(
     )
     sqnr = stats.values.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
-    finding = gradient_finding(
-        context, site, "AMP702", stats, cause, _advice(context, record), name=name, severity=severity
-    )
+    advice = _scale_advice(context, record)
+    finding = gradient_finding(context, site, "AMP702", stats, cause, advice, name=name, severity=severity)
     return replace(finding, poisons=others)
 
 
-def _advice(context: CheckContext, record: GradientRecord) -> str:
+def _scale_advice(context: CheckContext, record: GradientRecord) -> str:
     advice = context.scale_advice
     if advice is not None and advice.exists and 2.0**advice.low > record.scale:
         return (

@@ -31,7 +31,7 @@ _FLIPPED_BRANCH_ADVICE = (
     "compute what is decided on in float32, or decide with a margin that rounding does not cross"
 )
 _LEFT_TORCH_ADVICE = "compute with tensors, or judge by hand what this code makes of 16-bit values"
-_WRITTEN = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|float32|half|float)\b")
+_NAMED_DTYPE = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|float32|half|float)\b")
 _ARITHMETIC = (
     "add",
     "sub",
@@ -195,7 +195,7 @@ def find_left_torch(context: CheckContext) -> Iterator[Finding]:
 
 def names_dtype(site: Site) -> bool:
     """Return whether the code casts to a dtype that it names."""
-    return site.role is Role.CAST and site.source is not None and bool(_WRITTEN.search(site.source.code))
+    return site.role is Role.CAST and site.source is not None and bool(_NAMED_DTYPE.search(site.source.code))
 
 
 def find_hard_cast(context: CheckContext) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ def _finding(context: CheckContext, culprit: Culprit, output: OutputComparison, 
     what = f"{names[0]} {accuracy_text(output, dtype)}; {_required(context, output)}"
     if len(names) > 1:
         what += f" ({some_sites(names[1:])} too)"
-    code, why, advice = _explained(context, culprit, output, names[0])
+    code, why, advice = _explain(context, culprit, output, names[0])
     site = _site(context, culprit, names[0])
     finding = finding_at(context, site, code, f"{what}; {why}", advice)
     batch = context.record.names.get(output.batch)
@@ -100,11 +100,10 @@ def _finding(context: CheckContext, culprit: Culprit, output: OutputComparison, 
 def _required(context: CheckContext, output: OutputComparison) -> str:
     if output.mismatch or output.bad:
         return "it cannot be compared with FP32"
+    required = f"{context.min_sqnr:.0f}"
     if output.kind == "integer":
-        return (
-            f"at most {differing_share(context.min_sqnr):.0%} may differ (--min-sqnr {context.min_sqnr:.0f})"
-        )
-    return f"{context.min_sqnr:.0f} dB are required"
+        return f"at most {differing_share(context.min_sqnr):.0%} may differ (--min-sqnr {required})"
+    return f"{required} dB are required"
 
 
 def _site(context: CheckContext, culprit: Culprit, output: str) -> Site:
@@ -114,7 +113,7 @@ def _site(context: CheckContext, culprit: Culprit, output: str) -> Site:
     return context.site[site] if site is not None else context.graph_sites[-1]
 
 
-def _explained(
+def _explain(
     context: CheckContext, culprit: Culprit, comparison: OutputComparison, output: str
 ) -> tuple[str, str, str]:
     """Return code, cause and advice."""

@@ -31,7 +31,7 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
             continue
         explained = [(o, s) for o, s in origins if context.from_weight(s) == weight.name]
         poisons = dict.fromkeys(p for o, s in explained for p in (s.id, *o.poisons))
-        harmless = not weight.parameter and not explained and _users_are_right(context, weight.name)
+        harmless = not weight.parameter and not explained and _users_are_accurate(context, weight.name)
         first: Site | None = explained[0][1] if explained else None
         variance = weight.name.endswith("running_var")
         text = (
@@ -50,7 +50,7 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _users_are_right(context: CheckContext, name: str) -> bool:
+def _users_are_accurate(context: CheckContext, name: str) -> bool:
     """Return whether every op that uses a weight is accurate nevertheless."""
     users = [site for site, names in context.users.items() if name in names]
     accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
