@@ -70,7 +70,7 @@ def degree_of(call: ScaledCall) -> Degree:
     """Return the degree of an op's result.
 
     Raises:
-        Needed: an operand has a degree that the op does not take.
+        Needed: An operand has a degree that the op does not accept.
     """
     inputs = [call.degrees[node] for node in call.node.all_input_nodes]
     base = call.base

@@ -25,7 +25,7 @@ def replacements(text: str, change: LineChange) -> list[Fix]:
     """Return the edits that make a change; none if its place is ambiguous.
 
     Raises:
-        SyntaxError, ValueError, RecursionError: the text cannot be parsed.
+        SyntaxError, ValueError, RecursionError: The text cannot be parsed.
     """
     file = SourceFile(text)
     if change.pattern == "scale":

@@ -19,7 +19,7 @@ class SourceFile:
     """One Python file.
 
     Raises:
-        SyntaxError, ValueError, RecursionError: its text cannot be parsed.
+        SyntaxError, ValueError, RecursionError: The text cannot be parsed.
     """
 
     def __init__(self, text: str) -> None:

@@ -111,7 +111,7 @@ def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
 
 
 def epsilon_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op is a division, root or logarithm shortly after a lost eps."""
+    """Explain a division, root or logarithm shortly after a lost eps."""
     match = lost_eps(context, site)
     if match is None:
         return None
@@ -127,7 +127,7 @@ EPSILON_CAUSE = Cause("AMP202", epsilon_reason, _EPSILON_ADVICE)
 
 
 def log_softmax_reason(context: CheckContext, site: Site, origin: Origin | None) -> str | None:
-    """Return whether the op is the log of a 16-bit softmax."""
+    """Explain the log of a 16-bit softmax."""
     del origin
     flow = context.flow
     if flow.base(site) not in LOGARITHMS:
@@ -143,7 +143,7 @@ LOG_SOFTMAX_CAUSE = Cause("AMP203", log_softmax_reason, _LOG_SOFTMAX_ADVICE)
 
 
 def log_sigmoid_reason(context: CheckContext, site: Site, origin: Origin | None) -> str | None:
-    """Return whether the op is the log of a sigmoid, or of one minus it, partly in 16 bits."""
+    """Explain the log of a sigmoid, or of one minus it, partly in 16 bits."""
     del origin
     flow = context.flow
     if flow.base(site) not in LOGARITHMS:
@@ -210,7 +210,7 @@ def find_cancellation(context: CheckContext) -> Iterator[Finding]:
 
 
 def cancellation_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether a root, logarithm or division takes the difference of two nearly equal values."""
+    """Explain a root, logarithm or division of the difference of two nearly equal values."""
     del origin
     frontier = [site]
     for _ in range(3):
@@ -252,7 +252,7 @@ def find_positions(context: CheckContext) -> Iterator[Finding]:
 
 
 def _limit(context: CheckContext, site: Site) -> float | None:
-    """Return the error that matters; ``None`` for values that are neither positions nor angles."""
+    """Return the smallest error to report; ``None`` for values that are neither positions nor angles."""
     if site.id in context.record.by_design or site.id in context.record.masks:
         return None
     if any(context.flow.base(reader) in _WAVES for reader in context.flow.readers(site)):
@@ -261,7 +261,7 @@ def _limit(context: CheckContext, site: Site) -> float | None:
 
 
 def _counts(context: CheckContext, site: Site) -> bool:
-    """Return whether a site converts integers that are no mask to floats."""
+    """Return whether a site converts integers, other than a mask, to floats."""
     base = context.flow.base(site)
     if base not in ("to", "_to_copy", "type_as", "arange", "mul", "add", "div"):
         return False
@@ -286,7 +286,7 @@ def _follows(context: CheckContext, site: Site) -> bool:
 
 
 def positions_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Return whether the op converts integers that exceed the format's limit."""
+    """Explain a conversion of integers that exceed the format's limit."""
     del origin
     return "these are counts, such as positions or timestamps" if _counts(context, site) else None
 
