@@ -88,7 +88,7 @@ class _BoundPass:
                 self._call(node)
         return BoundTable(
             self._bounds,
-            {node.name: found for node, found in self._intervals.items()},
+            {node.name: interval for node, interval in self._intervals.items()},
             tuple(self._domain.values()),
             tuple(sorted(self._uncovered)),
             tuple(self._failed),
@@ -101,19 +101,19 @@ class _BoundPass:
         if changed and not changed.isdisjoint(self._memory.of(value)):
             self._intervals[node] = any_value(shape, dtype)
         elif place.slot is Slot.INPUT:
-            given = self._domain[node.name]
-            self._intervals[node] = stored(between(shape, given.low, given.high), dtype)
+            assumption = self._domain[node.name]
+            self._intervals[node] = stored(between(shape, assumption.low, assumption.high), dtype)
         else:
             tensor = self._traced.tensors[node.name].detach()
-            self._weights.given(node, tensor, dtype, constant=place.slot is not Slot.PARAMETER)
+            self._weights.add_placeholder(node, tensor, dtype, constant=place.slot is not Slot.PARAMETER)
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             source, index = node.args
             items = self._intervals[source]  # type: ignore[index]
-            known = isinstance(items, list) and isinstance(index, int)
-            self._intervals[node] = items[index] if known else _unknown(value)
+            indexable = isinstance(items, list) and isinstance(index, int)
+            self._intervals[node] = items[index] if indexable else _unknown(value)
             return
         op = overload_of(node.target)
         entry = TRANSFERS.get(op) if op is not None else None
@@ -121,29 +121,31 @@ class _BoundPass:
         if entry is not None and not hidden and self._weights.follow(node, entry):
             self._prove(node, [self._weights.peak(node)])
             return
-        found = _unknown(value) if hidden else self._transferred(node, op, entry)
-        intervals = found if isinstance(found, list) else [found]
+        result = _unknown(value) if hidden else self._transferred(node, op, entry)
+        intervals = result if isinstance(result, list) else [result]
         self._prove(node, [interval.peak for interval in intervals])
         if entry is None or not entry.moves:
             exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS
-            intervals = [_kept(s, d, exact=exact) for s, d in zip(intervals, _dtypes(value), strict=False)]
-        self._intervals[node] = intervals if isinstance(found, list) else intervals[0]
+            intervals = [
+                _as_stored(s, d, exact=exact) for s, d in zip(intervals, _dtypes(value), strict=False)
+            ]
+        self._intervals[node] = intervals if isinstance(result, list) else intervals[0]
 
     def _transferred(
         self, node: fx.Node, op: OpOverload | None, entry: RegisteredTransfer | None
     ) -> Interval | list[Interval]:
         value = node.meta.get("val")
         if isinstance(node.target, WriteThrough):
-            return self._hull(node)
+            return self._union(node)
         shapes = [sizes_of(item) for item in _items(value)]
-        taken = {size for source in node.all_input_nodes for size in self._sizes(source)}
-        varies = UNKNOWN_SIZE in taken or any(UNKNOWN_SIZE in shape for shape in shapes)
+        input_sizes = {size for source in node.all_input_nodes for size in self._sizes(source)}
+        varies = UNKNOWN_SIZE in input_sizes or any(UNKNOWN_SIZE in shape for shape in shapes)
         if op is None or entry is None or not shapes or varies:
             return self._cover(str(op or node.target), value)
         if all(0 in shape for shape in shapes):
             zeros = [symmetric(shape, 0.0) for shape in shapes]
             return zeros if isinstance(value, list | tuple) else zeros[0]
-        if 0 in taken and not entry.empty:
+        if 0 in input_sizes and not entry.empty:
             return _unknown(value)
         if not entry.integers and not any(d is None or d.is_floating_point for d in _dtypes(value)):
             return _unknown(value)
@@ -151,22 +153,22 @@ class _BoundPass:
             node, op, arguments_of(op, node), self._intervals, self._weights, self._form.max, shapes
         )
         try:
-            found = entry.function(call)
+            result = entry.function(call)
         except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             self._failed[f"{op}: {error}"] = None
             return self._cover(str(op), value)
         if call.unread:
             return self._cover(f"{op} with {', '.join(call.unread)}", value)
-        if not _fits(found, shapes, several=isinstance(value, list | tuple)):
+        if not _fits(result, shapes, several=isinstance(value, list | tuple)):
             self._failed[f"{op}: an interval does not fit the value"] = None
             return self._cover(str(op), value)
-        return found
+        return result
 
     def _sizes(self, node: fx.Node) -> Iterable[int]:
-        found = self._intervals.get(node)
-        if isinstance(found, list):
-            return [size for interval in found for size in interval.shape]
-        return self._weights[node].tensor.shape if found is None else found.shape
+        bounds = self._intervals.get(node)
+        if isinstance(bounds, list):
+            return [size for interval in bounds for size in interval.shape]
+        return self._weights[node].tensor.shape if bounds is None else bounds.shape
 
     def _cover(self, name: str, value: Any) -> Interval | list[Interval]:
         """Count an uncovered op, if it computes numbers that could overflow."""
@@ -174,7 +176,7 @@ class _BoundPass:
             self._uncovered[name] = None
         return _unknown(value)
 
-    def _hull(self, node: fx.Node) -> Interval:
+    def _union(self, node: fx.Node) -> Interval:
         """Bound a partly written value by the ends of both."""
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
@@ -218,11 +220,11 @@ class _Intervals(dict[fx.Node, Any]):
         self._weights = weights
 
     def __missing__(self, node: fx.Node) -> Interval:
-        self[node] = found = self._weights.interval(node)
-        return found
+        self[node] = interval = self._weights.interval(node)
+        return interval
 
 
-def _kept(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Interval:
+def _as_stored(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Interval:
     """Return the result as stored; one that only rearranges its inputs is not rounded again."""
     form = format_of(dtype)
     if not exact or form is None:
@@ -230,10 +232,10 @@ def _kept(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Inte
     return interval if interval.peak <= form.max else interval.clipped(form.max)
 
 
-def _fits(found: Interval | list[Interval], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
+def _fits(result: Interval | list[Interval], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
     """Return whether the intervals match the number and shapes of the values, with ordered ends."""
-    intervals = found if isinstance(found, list) else [found]
-    if [interval.shape for interval in intervals] != shapes or isinstance(found, list) != several:
+    intervals = result if isinstance(result, list) else [result]
+    if [interval.shape for interval in intervals] != shapes or isinstance(result, list) != several:
         return False
     return all(map(_sound, intervals))
 
@@ -305,15 +307,15 @@ class BoundTable:
     def joined(self, other: BoundTable) -> BoundTable:
         """What holds for this graph and another one of the same model; intervals are this one's."""
         bounds = dict(self.bounds)
-        for site, found in other.bounds.items():
-            bounds[site] = bounds[site].joined(found) if site in bounds else found
+        for site, site_bound in other.bounds.items():
+            bounds[site] = bounds[site].joined(site_bound) if site in bounds else site_bound
         uncovered = tuple(sorted({*self.uncovered, *other.uncovered}))
         return BoundTable(bounds, self.intervals, self.assumed, uncovered, (*self.failed, *other.failed))
 
     @property
     def proved(self) -> frozenset[SiteId]:
         """Sites that do not overflow unless an earlier site does."""
-        return frozenset(site for site, found in self.bounds.items() if found.proved)
+        return frozenset(site for site, site_bound in self.bounds.items() if site_bound.proved)
 
 
 class KnownWeights(dict[fx.Node, KnownTensor]):
@@ -323,7 +325,9 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         super().__init__()
         self._constants: set[fx.Node] = set()
 
-    def given(self, node: fx.Node, tensor: torch.Tensor, dtype: torch.dtype, *, constant: bool) -> None:
+    def add_placeholder(
+        self, node: fx.Node, tensor: torch.Tensor, dtype: torch.dtype, *, constant: bool
+    ) -> None:
         """Record a placeholder's tensor, which the graph may hold in another dtype."""
         if constant and tensor.numel() <= MAX_COMPUTED:
             self[node] = KnownTensor(tensor.to(dtype))
@@ -340,10 +344,10 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         if self._computable(node, entry) and 0 <= math.prod(sizes_of(value)) <= MAX_COMPUTED:
             return self._compute(node)
         if base_name(op) in CAST_OPS and sources:
-            found = _cast(self[sources[0]], sources[0].meta["val"].dtype, value.dtype)
-            if found is not None:
-                self[node] = found
-            return found is not None
+            weight = _cast(self[sources[0]], sources[0].meta["val"].dtype, value.dtype)
+            if weight is not None:
+                self[node] = weight
+            return weight is not None
         return entry.moves and len(sources) == 1 and self._move(node)
 
     def _computable(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
@@ -354,27 +358,27 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         return entry.exact or (entry.integers and not any(floats))
 
     def _compute(self, node: fx.Node) -> bool:
-        found = self._result(node)
-        if found is None:
+        value = self._result(node)
+        if value is None:
             return False
-        self[node] = KnownTensor(found)
+        self[node] = KnownTensor(value)
         self._constants.add(node)
         return True
 
     def _move(self, node: fx.Node) -> bool:
-        found = self._result(node)
-        if found is None:
+        value = self._result(node)
+        if value is None:
             return False
-        self[node] = replace(self[node.all_input_nodes[0]], tensor=found)
+        self[node] = replace(self[node.all_input_nodes[0]], tensor=value)
         return True
 
     def _result(self, node: fx.Node) -> torch.Tensor | None:
         try:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: self[source].tensor)
-            found = node.target(*args, **kwargs)  # type: ignore[operator]
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, NotImplementedError, TypeError, IndexError):
             return None
-        return found if isinstance(found, torch.Tensor) else None
+        return result if isinstance(result, torch.Tensor) else None
 
     def peak(self, node: fx.Node) -> float:
         """Return the largest magnitude of a known value before rounding; infinite for NaN."""
@@ -384,30 +388,30 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         if tensor.is_complex():
             return math.inf
         low, high = torch.aminmax(tensor.to(torch.int8) if tensor.dtype is torch.bool else tensor)
-        found = max(-float(low), float(high))
-        return math.inf if math.isnan(found) else found
+        largest = max(-float(low), float(high))
+        return math.inf if math.isnan(largest) else largest
 
     def interval(self, node: fx.Node) -> Interval:
         """Return the interval of a known value as the graph holds it."""
-        known, dtype = self[node], node.meta["val"].dtype
-        tensor = known.tensor
+        weight, dtype = self[node], node.meta["val"].dtype
+        tensor = weight.tensor
         if tensor.is_complex():
             return any_value(tuple(tensor.shape), dtype)
-        found = from_tensor(tensor)
+        interval = from_tensor(tensor)
         if tensor.ndim == 2 and tensor.is_floating_point() and tensor.numel():
-            lengths = {a: torch.linalg.vector_norm(known.wide, dim=a, keepdim=True) for a in (0, 1)}
+            lengths = {a: torch.linalg.vector_norm(weight.wide, dim=a, keepdim=True) for a in (0, 1)}
             wide = {a: n.double() * (1 + 2.0**-10) + VANISHING * tensor.shape[a] for a, n in lengths.items()}
-            found = replace(found, norms=wide)
-        if known.relative or known.absolute:
-            found = widened_once(found, known.relative, known.absolute)
+            interval = replace(interval, norms=wide)
+        if weight.relative or weight.absolute:
+            interval = widened_once(interval, weight.relative, weight.absolute)
         form = format_of(dtype)
-        return found.clipped(form.max) if form is not None else found
+        return interval.clipped(form.max) if form is not None else interval
 
 
-def _cast(known: KnownTensor, source: torch.dtype, dtype: torch.dtype) -> KnownTensor | None:
+def _cast(weight: KnownTensor, source: torch.dtype, dtype: torch.dtype) -> KnownTensor | None:
     """Return a weight after a cast between floating-point dtypes; ``None`` for other casts."""
     if source is dtype or can_represent(dtype, source):
-        return known
+        return weight
     if not (source.is_floating_point and dtype.is_floating_point):
         return None
-    return known.rounded_to(dtype)
+    return weight.rounded_to(dtype)

@@ -28,13 +28,13 @@ def assumptions(
         UsageError: an assumption about an input that the model does not have.
     """
     places = [place for place in traced.placeholders if place.slot is Slot.INPUT]
-    given = {name: (low, high) for name, low, high in map(parse_assumption, stated)}
-    known = [place.name for place in places]
-    for name in given:
-        if name not in known and name != "input":
-            hint = did_you_mean(name, [*known, "input"]) + f"inputs: {', '.join(known)}"
+    ranges = {name: (low, high) for name, low, high in map(parse_assumption, stated)}
+    names = [place.name for place in places]
+    for name in ranges:
+        if name not in names and name != "input":
+            hint = did_you_mean(name, [*names, "input"]) + f"inputs: {', '.join(names)}"
             raise UsageError(f"--assume {name}: the model has no such input", hint=hint)
-    return {place.node: _of(traced, place, index, batches, given) for index, place in enumerate(places)}
+    return {place.node: _of(traced, place, index, batches, ranges) for index, place in enumerate(places)}
 
 
 def _of(
@@ -42,11 +42,11 @@ def _of(
     place: Placeholder,
     index: int,
     batches: Sequence[Sequence[torch.Tensor]],
-    given: dict[str, tuple[float, float]],
+    ranges: dict[str, tuple[float, float]],
 ) -> Assumption:
     floating = place.dtype is not None and place.dtype.is_floating_point
-    if place.name in given or ("input" in given and floating):
-        low, high = given.get(place.name, given.get("input", (0.0, 0.0)))
+    if place.name in ranges or ("input" in ranges and floating):
+        low, high = ranges.get(place.name, ranges.get("input", (0.0, 0.0)))
         return Assumption(place.name, low, high, "stated")
     node = next(n for n in traced.graph.nodes if n.name == place.node)
     tables = [u for u in node.users if str(u.target).startswith("aten.embedding.") and u.args[1] is node]
@@ -66,8 +66,8 @@ def contains(
     names = [place.name for place in traced.placeholders if place.slot is Slot.INPUT]
     for name, tensors in ((name, [batch[i] for batch in batches]) for i, name in enumerate(names)):
         ends = [_range(tensor) for tensor in tensors if tensor.numel()]
-        given = by_name.get(name)
-        if given is None or any(low < given.low or high > given.high for low, high in ends):
+        assumption = by_name.get(name)
+        if assumption is None or any(low < assumption.low or high > assumption.high for low, high in ends):
             return False
     return True
 

@@ -167,7 +167,7 @@ _DIVISIONS = "div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode divide.Tenso
 @transfer(*_DIVISIONS.split(), "floor_divide", "floor_divide.Scalar", integers=True)
 def divide(call: OpCall) -> Interval:
     """Multiply by the reciprocal if the denominator stays away from zero; rounding to integers adds one."""
-    mode = call.arg("rounding_mode") if "rounding_mode" in call.given else None
+    mode = call.arg("rounding_mode") if "rounding_mode" in call.arguments else None
     whole = mode is not None or call.name == "floor_divide"
     if not whole and (row := is_normalized(call.node, call.arg("self"), call.arg("other"), divided=True)):
         return row
@@ -201,7 +201,7 @@ def _power(call: OpCall, exponent: float, x: Interval) -> Interval:
     slack = ELEMENTARY * max(abs(exponent), 1.0) + 4 * rounding(call.dtype)[0]
     if not exponent.is_integer():  # its own rounding counts as often as log(x), at most 104 in float32
         slack += 2 * 104 * UNIT_ROUNDOFF * abs(exponent)
-    return _kept_sign(output_interval(call, low, high), slack)
+    return _widened_by(output_interval(call, low, high), slack)
 
 
 @transfer("pow.Scalar")
@@ -217,22 +217,22 @@ def _power_of_number(call: OpCall, base: float, x: Interval) -> Interval:
     low, high = sorted_ends(wide.pow(x.low), wide.pow(x.high))
     # the base is rounded to float32 at worst, which x powers make x times as much
     slack = ELEMENTARY * max(x.peak, 1.0) if x.bounded else 0.0
-    return _kept_sign(output_interval(call, low, high), slack)
+    return _widened_by(output_interval(call, low, high), slack)
 
 
 def _either_power(
     call: OpCall, name: str, x: Interval, bounded: Callable[[OpCall, float, Interval], Interval]
 ) -> Interval:
     """Bound a power of a number, which float32 and 16 bits read differently."""
-    found = [bounded(call, number, x) for number in call.numbers(name)] or [unbounded(call.shape)]
+    intervals = [bounded(call, number, x) for number in call.numbers(name)] or [unbounded(call.shape)]
     return output_interval(
         call,
-        reduce(torch.minimum, (each.low for each in found)),
-        reduce(torch.maximum, (each.high for each in found)),
+        reduce(torch.minimum, (each.low for each in intervals)),
+        reduce(torch.maximum, (each.high for each in intervals)),
     )
 
 
-def _kept_sign(result: Interval, slack: float) -> Interval:
+def _widened_by(result: Interval, slack: float) -> Interval:
     wide = result.widened(slack)
     return replace(wide, low=torch.where(result.low >= 0, wide.low.clamp(min=0.0), wide.low))
 
@@ -337,9 +337,9 @@ def is_shifted_by_maximum(node: fx.Node, value: Any, shift: Any) -> bool:
     if not isinstance(value, fx.Node) or not isinstance(shift, fx.Node):
         return False
     dtypes = {_dtype(each) for each in (node, value)}
-    found = _reduced(_exact(shift), (aten.amax.default, aten.max.dim, aten.max.default))
+    source = _reduced(_exact(shift), (aten.amax.default, aten.max.dim, aten.max.default))
     # the difference of two numbers, rounded, is not positive if the exact one is not
-    return found is not None and len(dtypes) == 1 and _exact(found) is _exact(value)
+    return source is not None and len(dtypes) == 1 and _exact(source) is _exact(value)
 
 
 def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = False) -> Interval | None:
@@ -360,8 +360,8 @@ def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = Fal
         return None
     if sizes_of(value.meta["val"]) != shape or sizes_of(factor.meta["val"]) != sizes_of(mean.meta["val"]):
         return None
-    kept = sizes_of(mean.meta["val"]) or (1,) * len(shape)
-    axes = [axis for axis, size in enumerate(shape) if size != kept[axis]]
+    mean_shape = sizes_of(mean.meta["val"]) or (1,) * len(shape)
+    axes = [axis for axis, size in enumerate(shape) if size != mean_shape[axis]]
     terms = math.prod(shape[axis] for axis in axes)
     reach = math.sqrt(terms) * (1.0 + SLACK + summation_error(terms + 4)) + SLACK
     interval = symmetric(shape, reach)
@@ -419,59 +419,59 @@ def _rounded(node: fx.Node, beside: fx.Node | None = None) -> fx.Node:
 
 
 def _operand(node: fx.Node | None, op: OpOverload) -> fx.Node | None:
-    found = node.args[0] if node is not None and node.target is op else None
-    return found if isinstance(found, fx.Node) else None
+    operand = node.args[0] if node is not None and node.target is op else None
+    return operand if isinstance(operand, fx.Node) else None
 
 
 def _plus_eps(node: fx.Node) -> fx.Node | None:
     """Return the mean in ``mean + eps``."""
     if node.target not in (aten.add.Tensor, aten.add.Scalar) or not _is_float32(node):
         return None
-    given = _arguments(node)
-    mean, eps = given["self"], given["other"]
-    small = isinstance(eps, float) and eps >= MIN_STABLE_EPS and given["alpha"] == 1
+    arguments = _arguments(node)
+    mean, eps = arguments["self"], arguments["other"]
+    small = isinstance(eps, float) and eps >= MIN_STABLE_EPS and arguments["alpha"] == 1
     return _exact(mean) if small and isinstance(mean, fx.Node) else None
 
 
 def _reduced(node: fx.Node, ops: tuple[OpOverload, ...]) -> fx.Node | None:
     """Return the input of a reduction, if its axes are kept with size 1 or all axes were reduced."""
-    kept = node
-    if kept.target is aten.unsqueeze.default and isinstance(kept.args[0], fx.Node):
-        node = _exact(kept.args[0])
+    statistic = node
+    if statistic.target is aten.unsqueeze.default and isinstance(statistic.args[0], fx.Node):
+        node = _exact(statistic.args[0])
     if node.target is operator.getitem and node.args[1] == 0 and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     if node.target not in ops:
         return None
-    given = _arguments(node)
-    source = given["self"]
-    if not isinstance(source, fx.Node) or given.get("dtype") not in (None, _dtype(source)):
+    arguments = _arguments(node)
+    source = arguments["self"]
+    if not isinstance(source, fx.Node) or arguments.get("dtype") not in (None, _dtype(source)):
         return None
-    shape, dims = sizes_of(source.meta["val"]), given.get("dim", [])
+    shape, dims = sizes_of(source.meta["val"]), arguments.get("dim", [])
     listed = list(dims) if isinstance(dims, list | tuple) else [] if dims is None else [dims]
     axes = {axis % max(len(shape), 1) for axis in listed} or set(range(len(shape)))
     expected = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-    over_all = len(axes) == len(shape) and sizes_of(kept.meta["val"]) == ()
-    return source if over_all or _kept_shape(node, kept, shape, axes, expected) else None
+    over_all = len(axes) == len(shape) and sizes_of(statistic.meta["val"]) == ()
+    return source if over_all or _keeps_rows(node, statistic, shape, axes, expected) else None
 
 
-def _kept_shape(
-    node: fx.Node, kept: fx.Node, shape: tuple[int, ...], axes: set[int], expected: tuple[int, ...]
+def _keeps_rows(
+    node: fx.Node, statistic: fx.Node, shape: tuple[int, ...], axes: set[int], expected: tuple[int, ...]
 ) -> bool:
     """Return whether each row finds its own statistic when it broadcasts."""
-    if sizes_of(kept.meta["val"]) != expected:
+    if sizes_of(statistic.meta["val"]) != expected:
         return False
-    if kept.target is aten.unsqueeze.default and kept is not node:
-        place = kept.args[1]
+    if statistic.target is aten.unsqueeze.default and statistic is not node:
+        place = statistic.args[1]
         return isinstance(place, int) and axes == {place % len(shape)}
     return bool(_arguments(node).get("keepdim"))
 
 
 def _square_of(node: fx.Node) -> fx.Node | None:
-    given = _arguments(node)
-    value = given.get("self")
+    arguments = _arguments(node)
+    value = arguments.get("self")
     squared = (
         node.target is aten.square.default
-        or (node.target is aten.pow.Tensor_Scalar and given["exponent"] in (2, 2.0))
-        or (node.target is aten.mul.Tensor and given["other"] is value)
+        or (node.target is aten.pow.Tensor_Scalar and arguments["exponent"] in (2, 2.0))
+        or (node.target is aten.mul.Tensor and arguments["other"] is value)
     )
     return value if squared and isinstance(value, fx.Node) else None

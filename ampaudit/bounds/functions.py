@@ -51,8 +51,8 @@ def _monotone(
             return unbounded(call.shape)
         lowest = function(x.low).nan_to_num(low, math.inf, -math.inf).clamp(low, high)
         highest = function(x.high).nan_to_num(high, math.inf, -math.inf).clamp(low, high)
-        found = output_interval(call, lowest, highest, x.norms if shrinks else {})
-        wide = found if exact else found.widened(ELEMENTARY, absolute)
+        result = output_interval(call, lowest, highest, x.norms if shrinks else {})
+        wide = result if exact else result.widened(ELEMENTARY, absolute)
         return replace(wide, low=wide.low.clamp(min=low), high=wide.high.clamp(max=_above(high)))
 
 

@@ -59,7 +59,7 @@ scale_factors scales scales_h scales_w scales_d output_size sparse_grad source d
 def gather(call: OpCall) -> Interval:
     """Bound any selection of elements by the ends of all."""
     call.ignore(*_HOWEVER.split())
-    x = call.interval("input" if "input" in call.given else "self")
+    x = call.interval("input" if "input" in call.arguments else "self")
     return between(call.shape, float(x.low.amin()), float(x.high.amax()))
 
 
@@ -126,7 +126,7 @@ def ones(call: OpCall) -> Interval:
 def full(call: OpCall) -> Interval:
     """One value everywhere."""
     call.ignore("size", "dtype", "self")
-    return _everywhere(call, call.interval("value" if "value" in call.given else "fill_value"))
+    return _everywhere(call, call.interval("value" if "value" in call.arguments else "fill_value"))
 
 
 @transfer("scalar_tensor", exact=True)
@@ -144,7 +144,7 @@ def _everywhere(call: OpCall, x: Interval) -> Interval:
 def arange(call: OpCall) -> Interval:
     """From the start to the end."""
     call.ignore("dtype", "step")
-    start = call.number("start") if "start" in call.given else 0.0
+    start = call.number("start") if "start" in call.arguments else 0.0
     end = call.number("end")
     if start is None or end is None:
         return unbounded(call.shape)

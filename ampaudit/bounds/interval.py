@@ -46,20 +46,20 @@ class Interval:
     @property
     def magnitude(self) -> torch.Tensor:
         """The largest |x| of each element."""
-        kept = self.__dict__  # functools.cached_property takes a lock in Python 3.11
-        if "_magnitude" not in kept:
-            kept["_magnitude"] = torch.maximum(self.low.abs(), self.high.abs())
-        found: torch.Tensor = kept["_magnitude"]
-        return found
+        cache = self.__dict__  # functools.cached_property takes a lock in Python 3.11
+        if "_magnitude" not in cache:
+            cache["_magnitude"] = torch.maximum(self.low.abs(), self.high.abs())
+        magnitude: torch.Tensor = cache["_magnitude"]
+        return magnitude
 
     @property
     def peak(self) -> float:
         """The largest |x| of all elements."""
-        kept = self.__dict__
-        if "_peak" not in kept:
-            kept["_peak"] = float(self.magnitude.amax()) if self.magnitude.numel() else 0.0
-        found: float = kept["_peak"]
-        return found
+        cache = self.__dict__
+        if "_peak" not in cache:
+            cache["_peak"] = float(self.magnitude.amax()) if self.magnitude.numel() else 0.0
+        peak: float = cache["_peak"]
+        return peak
 
     @property
     def bounded(self) -> bool:
@@ -73,27 +73,27 @@ class Interval:
     def norm(self, axis: int) -> torch.Tensor:
         """Bound the L2 norm along an axis: by the known norm, or the root of the summed squares."""
         place = self.axis(axis)
-        found = self._along(self.magnitude.square(), place).sqrt()
+        length = self._along(self.magnitude.square(), place).sqrt()
         known = self.norms.get(place)
         known = self.sums.get(place) if known is None else known
-        return found if known is None else torch.minimum(found, known)
+        return length if known is None else torch.minimum(length, known)
 
     def sum(self, axis: int) -> torch.Tensor:
         """Bound the sum of magnitudes along an axis."""
         place = self.axis(axis)
-        found = self._along(self.magnitude, place)
+        total = self._along(self.magnitude, place)
         known = self.sums.get(place)
         if known is None and place in self.norms:
             known = self.norms[place] * math.sqrt(self.shape[place])  # Cauchy and Schwarz
-        return found if known is None else torch.minimum(found, known)
+        return total if known is None else torch.minimum(total, known)
 
     @property
     def row_mean(self) -> float:
         """Bound |mean| along the last axis."""
         if not self.shape:
             return self.peak
-        found = float(self.sum(-1).amax()) / max(self.shape[-1], 1)
-        return found if self.mean is None else min(found, self.mean)
+        mean = float(self.sum(-1).amax()) / max(self.shape[-1], 1)
+        return mean if self.mean is None else min(mean, self.mean)
 
     def _along(self, ends: torch.Tensor, axis: int) -> torch.Tensor:
         if not self.shape:

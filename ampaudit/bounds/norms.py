@@ -107,14 +107,14 @@ def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
     )
     widest, reach, edge = _scaled(core, scale, shift, weight, bias)
     low, high = shift - reach - edge, shift + reach + edge
-    found = output_interval(call, low, high)
+    result = output_interval(call, low, high)
     if row is None:
-        return found
+        return result
     repeated = 1.0 if bias.tensor.ndim else math.sqrt(call.shape[-1])
     total = float(widest.amax()) * row.length * INNER + float((shift.abs() + edge).norm()) * repeated
     norm = torch.full((1,) * rank, total, dtype=torch.float64)
     mean = None if row.mean is None else _mean(widest, scale, shift, row) + float(edge.amax())
-    return replace(found, norms={rank - 1: norm}, mean=mean)
+    return replace(result, norms={rank - 1: norm}, mean=mean)
 
 
 def _scaled(
@@ -173,20 +173,20 @@ def batch_norm(call: OpCall) -> Interval:
 def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
     shape = call.shape
     names = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
-    found = [k for name, default in names.items() if (k := _known(call, name, default)) is not None]
-    if len(found) < len(names) or not call.has("running_mean") or not call.has("running_var"):
+    statistics = [k for name, default in names.items() if (k := _known(call, name, default)) is not None]
+    if len(statistics) < len(names) or not call.has("running_mean") or not call.has("running_var"):
         return unbounded(shape)
     ends = (1, -1) + (1,) * (len(shape) - 2)
-    weight, bias, mean, variance = (k.tensor.double().reshape(ends) for k in found)
+    weight, bias, mean, variance = (k.tensor.double().reshape(ends) for k in statistics)
     if bool((variance < 0).any()):
         return unbounded(shape)
     # stored in 16 bits, a variance may be off by half an ulp, or flushed to zero
-    least = (variance * (1 - found[3].relative) - found[3].absolute).clamp(min=0.0) + eps
+    least = (variance * (1 - statistics[3].relative) - statistics[3].absolute).clamp(min=0.0) + eps
     # computed as x * scale + (bias - mean * scale): each term is rounded by itself
     rounded = (x.magnitude + mean.abs()) * 4 * UNIT_ROUNDOFF
     shifted = torch.maximum((x.low - mean).abs(), (x.high - mean).abs())
-    distance = shifted + mean.abs() * found[2].relative + found[2].absolute + rounded
-    _, reach, edge = _scaled(1.0, weight, bias, found[0], found[1])
+    distance = shifted + mean.abs() * statistics[2].relative + statistics[2].absolute + rounded
+    _, reach, edge = _scaled(1.0, weight, bias, statistics[0], statistics[1])
     scale = reach / least.sqrt()
     if bool(((x.magnitude + mean.abs()) * scale >= FLOAT32.max / 2).any()):
         return unbounded(shape)
@@ -197,7 +197,7 @@ def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
 @transfer("softmax.int", "_softmax")
 def softmax(call: OpCall) -> Interval:
     """Between 0 and 1, with a sum of 1 along its axis up to n roundings."""
-    dim, x = call.number("dim"), call.interval("self" if "self" in call.given else "input")
+    dim, x = call.number("dim"), call.interval("self" if "self" in call.arguments else "input")
     if dim is None or not x.bounded:  # of an infinite row it is NaN
         return unbounded(call.shape)
     shape = call.shape

@@ -58,8 +58,8 @@ def _affine_rows(call: OpCall, x: Interval, weight: KnownTensor, bias: KnownTens
     reach = times(rows, norm)
     result = Interval(call.shape, *_around(shift, reach * (1 + summation_error(size + 1)) + edge))
     # end by end is sharper where nothing is known of norms but what the ends say themselves
-    known = x.norms.get(len(x.shape) - 1)
-    if known is None or (result.peak > call.limit and bool((x.only().norm(-1) <= known).all())):
+    known_norm = x.norms.get(len(x.shape) - 1)
+    if known_norm is None or (result.peak > call.limit and bool((x.only().norm(-1) <= known_norm).all())):
         result = result.within(_by_ends(call, x, weight, shift, edge))
     repeated = 1.0 if bias is _NO_BIAS or bias.tensor.numel() == len(rows) else math.sqrt(len(rows))
     length = times(rows.square().sum().sqrt(), norm) + (shift.abs() + edge).square().sum().sqrt() * repeated
@@ -72,9 +72,9 @@ def _affine_rows(call: OpCall, x: Interval, weight: KnownTensor, bias: KnownTens
 def _average(weight: KnownTensor, rows: torch.Tensor) -> torch.Tensor:
     """Bound the norm of the mean of a weight's rows, including the errors of rounding."""
     tensor, count = weight.tensor, len(rows)
-    found = (tensor.t() @ tensor.new_ones(count)).double().norm() / count
-    found = found + summation_error(count) * rows.square().sum().sqrt() / math.sqrt(count)
-    total: torch.Tensor = found + weight.relative * rows.mean()
+    length = (tensor.t() @ tensor.new_ones(count)).double().norm() / count
+    length = length + summation_error(count) * rows.square().sum().sqrt() / math.sqrt(count)
+    total: torch.Tensor = length + weight.relative * rows.mean()
     return total
 
 
@@ -110,7 +110,7 @@ def product(call: OpCall) -> Interval:
     The second makes attention provable: probabilities add up to 1, so the result is no larger than V, and a
     row's norm no larger than the largest of V's rows.
     """
-    a, b = call.interval("self"), call.interval("mat2" if "mat2" in call.given else "other")
+    a, b = call.interval("self"), call.interval("mat2" if "mat2" in call.arguments else "other")
     if len(a.shape) < 2 or len(b.shape) < 2:
         return unbounded(call.shape)
     return _product_of(call.shape, a, b)

@@ -46,7 +46,7 @@ def _rows(call: OpCall, shape: tuple[int, ...] | None = None) -> _Rows:
     call.ignore("keepdim")  # the output's shape shows it
     if not x.shape:
         x = Interval((1,), x.low.reshape(1), x.high.reshape(1))
-    dims = call.arg("dim") if "dim" in call.given else None
+    dims = call.arg("dim") if "dim" in call.arguments else None
     listed = list(dims) if isinstance(dims, list | tuple) else [] if dims is None else [dims]
     axes = tuple(sorted({int(axis) % len(x.shape) for axis in listed})) or tuple(range(len(x.shape)))
     return _Rows(x, axes, shape)
@@ -62,8 +62,8 @@ def total(call: OpCall) -> Interval:
         repeat = x.shape[axis] if low.shape[axis] == 1 else 1
         low, high = low.sum(axis, keepdim=True) * repeat, high.sum(axis, keepdim=True) * repeat
     if len(axes) == 1:
-        known = x.sum(axes[0])
-        low, high = torch.maximum(low, -known), torch.minimum(high, known)
+        limit = x.sum(axes[0])
+        low, high = torch.maximum(low, -limit), torch.minimum(high, limit)
     if not call.dtype.is_floating_point:
         return rows.result(low, high)
     if x.peak * rows.terms >= FLOAT32.max:
@@ -213,7 +213,7 @@ def variance_and_mean(call: OpCall) -> list[Interval]:
 
 def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Interval:
     rows = _rows(call, shape)
-    if "correction" in call.given:
+    if "correction" in call.arguments:
         correction = call.number("correction") if call.has("correction") else 1.0
     else:
         correction = float(bool(call.arg("unbiased")))
@@ -248,8 +248,8 @@ def _may_miss(call: OpCall) -> bool:
     return not (_all_are(1, gaps) or _all_are(0, padding))
 
 
-def _all_are(number: int, given: Any) -> bool:
-    return all(item == number for item in (given if isinstance(given, list | tuple) else [given]))
+def _all_are(number: int, value: Any) -> bool:
+    return all(item == number for item in (value if isinstance(value, list | tuple) else [value]))
 
 
 @transfer("max_pool1d", "max_pool2d", "max_pool3d", exact=True)
@@ -284,10 +284,10 @@ def mean_pool(call: OpCall) -> Interval:
     call.ignore("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "output_size")
     low, high = _per_channel(call, _dimensions(call))
     x = call.interval("self")
-    given = call.arg("self").meta["val"].shape[-_dimensions(call) :]
-    window = call.arg("kernel_size") if "kernel_size" in call.given else given
+    spatial = call.arg("self").meta["val"].shape[-_dimensions(call) :]
+    window = call.arg("kernel_size") if "kernel_size" in call.arguments else spatial
     sizes = list(window) if isinstance(window, list | tuple | torch.Size) else [window]
-    terms = math.prod(sizes) if len(sizes) == len(given) else int(sizes[0]) ** len(given)
+    terms = math.prod(sizes) if len(sizes) == len(spatial) else int(sizes[0]) ** len(spatial)
     if x.peak * terms >= FLOAT32.max:
         return unbounded(call.shape)
     off = x.peak * max(summation_error(terms + 2), 2.0**-12)

@@ -99,11 +99,11 @@ def _reshaped(x: Interval, shape: tuple[int, ...]) -> Interval:
     norms: Axes = {}
     if x.shape and shape and (len(x.shape) - 1) in x.norms and x.shape[-1] % max(shape[-1], 1) == 0:
         # only where the old last axis ends where the new one ends, and is a multiple of it
-        known = x.norms[len(x.shape) - 1]
-        if known.numel() == 1 or x.shape[-1] == shape[-1]:
-            kept = (*shape[:-1], 1)
-            widest = known if known.numel() == 1 else _regrouped(known, (*x.shape[:-1], 1), kept)
-            norms = {len(shape) - 1: widest.reshape((1,) * len(shape)) if known.numel() == 1 else widest}
+        norm = x.norms[len(x.shape) - 1]
+        if norm.numel() == 1 or x.shape[-1] == shape[-1]:
+            norm_shape = (*shape[:-1], 1)
+            widest = norm if norm.numel() == 1 else _regrouped(norm, (*x.shape[:-1], 1), norm_shape)
+            norms = {len(shape) - 1: widest.reshape((1,) * len(shape)) if norm.numel() == 1 else widest}
     return Interval(shape, low, high, norms)
 
 
@@ -208,14 +208,14 @@ def split(call: OpCall) -> list[Interval]:
     call.ignore("chunks", "split_size", "split_sizes", "sections")
     x, axis = call.interval("self"), int(call.arg("dim"))
     axis %= max(len(x.shape), 1)
-    found: list[Interval] = []
+    parts: list[Interval] = []
     start = 0
     for shape in call.shapes:
         low, high = (_part(ends, axis, start, shape[axis]) for ends in (x.low, x.high))
         norms = {a: _part(n, axis, start, shape[axis]) for a, n in x.norms.items()}
-        found.append(Interval(shape, low, high, norms))
+        parts.append(Interval(shape, low, high, norms))
         start += shape[axis]
-    return found
+    return parts
 
 
 def _part(ends: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
@@ -250,8 +250,8 @@ def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int
         elif isinstance(node.target, OnCopy) or writes_in_place(node):
             in_place |= memory.of(node.args[0].meta.get("val"))
         elif isinstance(node.target, OpOverload) and may_write(node.target):
-            for written in written_values(node.target, node.args, dict(node.kwargs)):
-                hidden |= memory.of(written.meta.get("val")) if isinstance(written, fx.Node) else set()
+            for value in written_values(node.target, node.args, dict(node.kwargs)):
+                hidden |= memory.of(value.meta.get("val")) if isinstance(value, fx.Node) else set()
     return frozenset(in_place), frozenset(hidden)
 
 
@@ -270,8 +270,10 @@ def _overwritten_reads(graph: fx.Graph, memory: SharedMemory) -> Iterator[bool]:
     if not writes:
         return
     places = {write: memory.of(write.args[0].meta.get("val")) for write in writes}
-    written = frozenset().union(*places.values())
-    values = [(node, found) for node in graph.nodes if (found := memory.of(node.meta.get("val")) & written)]
+    write_memory = frozenset().union(*places.values())
+    values = [
+        (node, shared) for node in graph.nodes if (shared := memory.of(node.meta.get("val")) & write_memory)
+    ]
     for write, place in places.items():
-        earlier = [node for node, found in values if found & place and order[node] < order[write]]
+        earlier = [node for node, shared in values if shared & place and order[node] < order[write]]
         yield any(order[user] > order[write] for node in earlier for user in node.users)

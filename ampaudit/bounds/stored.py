@@ -85,8 +85,10 @@ def stored(interval: Interval, dtype: torch.dtype | None) -> Interval:
         return interval.widened(OUTWARD) if dtype is torch.float64 else any_value(interval.shape, dtype)
     relative = 8 * UNIT_ROUNDOFF if form is FLOAT32 else form.eps / 2
     absolute = form.min_subnormal / 2 + _UNDERFLOW
-    found = widened_once(interval, relative, absolute)
-    return found if interval.peak * (1 + 2 * relative) + 2 * absolute <= form.max else found.clipped(form.max)
+    result = widened_once(interval, relative, absolute)
+    return (
+        result if interval.peak * (1 + 2 * relative) + 2 * absolute <= form.max else result.clipped(form.max)
+    )
 
 
 def converted(interval: Interval, source: torch.dtype, dtype: torch.dtype) -> Interval:

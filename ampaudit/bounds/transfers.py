@@ -78,7 +78,7 @@ class OpCall:
     Attributes:
         node: of the graph.
         op: the overload that it calls.
-        given: its arguments by name, defaults included; nodes where a value is meant.
+        arguments: its arguments by name, defaults included; nodes where a value is meant.
         intervals: what is known about each node.
         known: weights and constants by node.
         limit: largest finite value of the 16-bit format: sharper bounds are sought beyond it only.
@@ -88,7 +88,7 @@ class OpCall:
 
     node: fx.Node
     op: OpOverload
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     intervals: Mapping[fx.Node, Any]
     known: Mapping[fx.Node, KnownTensor]
     limit: float
@@ -108,14 +108,14 @@ class OpCall:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the op computes: the requested one, or that of its output."""
-        requested = self.arg("dtype") if "dtype" in self.given else None
-        found: torch.dtype = requested if requested is not None else _first(self.node.meta["val"]).dtype
-        return found
+        requested = self.arg("dtype") if "dtype" in self.arguments else None
+        dtype: torch.dtype = requested if requested is not None else _first(self.node.meta["val"]).dtype
+        return dtype
 
     def arg(self, name: str) -> Any:
         """Return an argument as it appears in the graph."""
         self.read.add(name)
-        return self.given.get(name)
+        return self.arguments.get(name)
 
     def ignore(self, *names: str) -> None:
         """Declare that these arguments do not affect the result."""
@@ -123,7 +123,7 @@ class OpCall:
 
     def has(self, name: str) -> bool:
         """Return whether an argument is given and not None."""
-        if self.given.get(name) is not None:
+        if self.arguments.get(name) is not None:
             return True
         self.read.add(name)
         return False
@@ -142,10 +142,10 @@ class OpCall:
         """Return the interval of an argument, in the dtype in which the op computes."""
         value, dtype = self.arg(name), self.dtype
         if isinstance(value, fx.Node):
-            given = _first(value.meta["val"])
-            if not isinstance(given, torch.Tensor):  # a size, or a number out of a tensor
+            tensor = _first(value.meta["val"])
+            if not isinstance(tensor, torch.Tensor):  # a size, or a number out of a tensor
                 return unbounded(())
-            return converted(self.intervals[value], given.dtype, dtype)
+            return converted(self.intervals[value], tensor.dtype, dtype)
         return as_number(float(value), dtype)
 
     def items(self, name: str) -> list[Interval]:
@@ -156,12 +156,12 @@ class OpCall:
     def weight(self, name: str) -> KnownTensor | None:
         """Return the value of an argument, if it is a known weight or constant."""
         value = self.arg(name)
-        found = self.known.get(value) if isinstance(value, fx.Node) else None
-        if found is None or not found.tensor.is_floating_point():
+        weight = self.known.get(value) if isinstance(value, fx.Node) else None
+        if weight is None or not weight.tensor.is_floating_point():
             return None
-        dtype, given = _first(self.node.meta["val"]).dtype, value.meta["val"].dtype
-        found = replace(found, tensor=found.wide)
-        return found if given is dtype or not dtype.is_floating_point else found.rounded_to(dtype)
+        dtype, source_dtype = _first(self.node.meta["val"]).dtype, value.meta["val"].dtype
+        weight = replace(weight, tensor=weight.wide)
+        return weight if source_dtype is dtype or not dtype.is_floating_point else weight.rounded_to(dtype)
 
     @property
     def unread(self) -> list[str]:
@@ -169,7 +169,7 @@ class OpCall:
         defaults = _defaults(self.op)
         return [
             name
-            for name, value in self.given.items()
+            for name, value in self.arguments.items()
             if name not in self.read
             and name not in _IRRELEVANT
             and not (name in defaults and _same(value, defaults[name]))

@@ -89,11 +89,11 @@ def mixed_recurrent_inputs() -> Iterator[None]:
 
 def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Region | None:
     """Return the region where the model's code enables autocast for a device, or ``None``."""
-    found = [_dtype(device) for device in _DEVICES if _enabled(device)]
-    if not found:
+    dtypes = [_dtype(device) for device in _DEVICES if _enabled(device)]
+    if not dtypes:
         return None
-    is_policy = policy_enabled and found[0] == policy_dtype
-    return Region(RegionKind.POLICY) if is_policy else Region(RegionKind.OWN, found[0])
+    is_policy = policy_enabled and dtypes[0] == policy_dtype
+    return Region(RegionKind.POLICY) if is_policy else Region(RegionKind.OWN, dtypes[0])
 
 
 def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:

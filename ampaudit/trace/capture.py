@@ -70,8 +70,8 @@ _SLOTS = {
     InputKind.USER_INPUT: Slot.INPUT,
 }
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-# functions that tell Python code the dtype of one of their arguments
-_TELLING: frozenset[Any] = frozenset(
+# functions that reveal the dtype of an argument to Python code
+_DTYPE_READS: frozenset[Any] = frozenset(
     {
         _DTYPE,
         torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
@@ -94,8 +94,8 @@ _AUTOCAST = (
     "get_autocast_gpu_dtype",
     "get_autocast_cpu_dtype",
 )
-# of torch, these read dtypes on behalf of the model: clamp_probs takes finfo(dtype).eps
-_ASKING = "/torch/distributions/"
+# the part of torch that reads dtypes on behalf of the model: clamp_probs takes finfo(dtype).eps
+_DISTRIBUTIONS = "/torch/distributions/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +103,19 @@ class TraceConfig:
     """The configuration of one trace.
 
     Attributes:
-        rules: the policy.
-        author_rules: the rules inside an autocast region of the model's code (CUDA autocast's rules).
-        number_format: the 16-bit format of the run.
-        measured: measurements of a run, by site; empty before the first run.
-        planned: decisions made on the whole graph, by site.
-        edits: ops to rewrite, by site, to try a change of the model's code.
-        differentiated: whether to note where the model's code switches gradients off.
-        follow_backward: whether custom backwards are traced; ``None`` if no gradients are requested.
-        seed: seeds the random numbers that the model's code draws; ``None`` to continue the generators.
-        values: what decides the path, where that is not the inputs and the model as it is.
-        dynamic: axes of each input tensor that may vary; ``None`` if the graph is for these shapes only.
-        path: whether to trace along the path that the inputs take.
-        known: sites of the paths that other inputs take.
+        rules: The policy.
+        author_rules: Rules inside an autocast region of the model's code (those of CUDA autocast).
+        number_format: The 16-bit format of the run.
+        measured: Measurements of a run, by site; empty before the first run.
+        planned: Decisions made on the whole graph, by site.
+        edits: Ops to rewrite, by site, to try a change of the model's code.
+        differentiated: Whether to record where the model's code switches gradients off.
+        follow_backward: Whether to trace custom backwards; ``None`` if no gradients are requested.
+        seed: Seed of the random numbers that the model's code draws; ``None`` to continue the generators.
+        dynamic: Axes of each input tensor that may vary; ``None`` to fix all shapes.
+        path: Whether to trace along the path that the inputs take.
+        known: Sites of the paths that other inputs take.
+        values: FP32 values that decide the path; ``None`` for the inputs and the model as they are.
     """
 
     rules: RuleSet
@@ -147,10 +147,10 @@ def capture(
     ``x.to(weight.dtype)`` or ``if x.dtype == torch.float16`` does what it will do after conversion.
 
     Args:
-        model: in the mode (train or eval) to audit; not changed.
-        args: positional inputs; only shapes and dtypes of tensors matter, but for a trace along their path.
-        kwargs: keyword inputs.
-        config: the policy, and what else decides.
+        model: The model in the mode (train or eval) to audit; not changed.
+        args: Positional inputs; values of tensors matter only to a trace along their path.
+        kwargs: Keyword inputs.
+        config: The policy and the other settings of the trace.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
@@ -164,8 +164,9 @@ def capture(
         convert = own_conversion(file.weights, low_dtype)
         tracer = None if config.follow_backward is None else BackwardTracer(config.follow_backward)
         dtypes = stored_dtypes(model, file.weights, low_dtype)
-        kept = {"trained": config.differentiated, "hooked": tracer is not None}
-        fake_model, hooks = make_fake_model(model, mode, dtypes, convert, **kept)
+        fake_model, hooks = make_fake_model(
+            model, mode, dtypes, convert, trained=config.differentiated, hooked=tracer is not None
+        )
         entry = Entry(
             *(fake_model, args, kwargs, _placed(file.weights.outputs, low_dtype), reads.watching),
             None
@@ -176,17 +177,21 @@ def capture(
             else lambda fakes: path.begin(model, fake_model, values.inputs, fakes, values.buffers),
         )
     entry.train(model.training)
-    _copy_modes(model, fake_model)
-    given = _placed(file.weights.inputs, low_dtype)
+    for fake_module, module in zip(fake_model.modules(), model.modules(), strict=True):
+        fake_module.training = module.training
+    input_dtype = _placed(file.weights.inputs, low_dtype)
     inputs = tuple(
-        fake_like(t, mode, given if given is not None and is_cast(t.dtype, file.weights) else t.dtype)
+        fake_like(
+            t, mode, input_dtype if input_dtype is not None and is_cast(t.dtype, file.weights) else t.dtype
+        )
         for t in tensor_leaves(args, kwargs)
     )
     rounded = rounded_names(model, file.weights, low_dtype)
     facts = FactFinder(entry, config.number_format.name, config.measured, rounded)
     numbering = SiteNumbering if path is None else partial(PathNumbering, config.known)
-    deciding = (config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
-    caster = Caster(*deciding, numbering)
+    caster = Caster(
+        config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits, numbering
+    )
     try:
         with _tracing(config, caster, path), watch_custom_backwards(tracer, current_layer) as custom_code:
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))
@@ -197,13 +202,13 @@ def capture(
     except (Exception, SystemExit) as error:
         if config.path is PathTracing.FALLBACK:
             return capture(model, args, kwargs, replace(config, path=PathTracing.ON))
-        if tracer is not None and tracer.follow and tracer.found:
+        if tracer is not None and tracer.follow and tracer.records:
             return capture(model, args, kwargs, replace(config, follow_backward=False))
         raise trace_failure(error, model, args, kwargs, config.rules.name) from error
-    made = assembled(program, entry, model, config.rules, low_dtype, input_signature(args, kwargs))
+    model_trace = assembled(program, entry, model, config.rules, low_dtype, input_signature(args, kwargs))
     reads.lines += [] if convert is None else conversions_of(model)
     return replace(
-        made,
+        model_trace,
         custom_functions=tuple(custom_code.names),
         custom_backwards=() if tracer is None else tuple(tracer.backwards),
         backward_notes=(*custom_code.notes, *(_unseen_hooks(model) if tracer is not None else ())),
@@ -248,7 +253,7 @@ def _trace_backward(
 
 
 def _unseen_hooks(model: nn.Module) -> Iterator[str]:
-    """Return the names of hooks that no trace sees: on autograd's nodes, or after accumulation."""
+    """Yield a note for each kind of hook that a trace cannot follow."""
     if any(module._backward_hooks and module._is_full_backward_hook is False for module in model.modules()):
         yield "backward hooks of modules that are not full ones are not followed"
     if any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()):
@@ -264,16 +269,11 @@ def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     return tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(args, kwargs))
 
 
-def _copy_modes(model: nn.Module, fake_model: nn.Module) -> None:
-    for ours, theirs in zip(fake_model.modules(), model.modules(), strict=True):
-        ours.training = theirs.training
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Redirect prints of the model's code to stderr, and silence logs and warnings.
 
-    When tracing fails, torch prints an unfinished graph and a traceback; the raised error says it once.
+    When tracing fails, torch prints an unfinished graph and a traceback that repeat the raised error.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -301,7 +301,7 @@ def assembled(
 ) -> TracedModel:
     """Build the traced model of an entry that was exported under a policy."""
     graph = flat_graph(program)
-    changes = tuple(_lasting(entry.outputs.changes, program, graph))
+    changes = tuple(_lasting_changes(entry.outputs.changes, program, graph))
     placeholders, tensors = _placeholders(program, graph, model, getattr(entry, ENTRY_NAME))
     return TracedModel(
         graph=graph,
@@ -337,22 +337,24 @@ def _placeholders(
         spec = specs[node.name]
         slot = _SLOTS[spec.kind]
         if slot is Slot.CONSTANT and not node.users:
-            graph.erase_node(node)  # left of a composite op that was split (nn.LSTM), without values
+            graph.erase_node(node)  # remains of a composite op that was split (nn.LSTM), without values
             continue
         name = layer_path(str(spec.target)) if spec.target else f"input[{count}]"
         count += slot is Slot.INPUT
         if slot is not Slot.INPUT:
             constant = program.constants.get(str(spec.target))
-            tensors[node.name] = real[name] if name in real else _real(masters.get(id(constant), constant))
+            tensor = real[name] if name in real else masters.get(id(constant), constant)
+            assert isinstance(tensor, torch.Tensor), tensor
+            tensors[node.name] = tensor
         value = node.meta.get("val")
         slots.append(Placeholder(node.name, slot, name, getattr(value, "dtype", None)))
     return tuple(slots), tensors
 
 
-def _lasting(
+def _lasting_changes(
     changes: Sequence[StateChange], program: ExportedProgram, graph: fx.Graph
 ) -> Iterator[StateChange]:
-    """Return changes that a later call may read, without tensors that each call recomputes."""
+    """Yield the changes that a later call may read, without tensors that each call recomputes."""
     used = {node.name for node in graph.find_nodes(op="placeholder") if node.users}
     specs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in used]
     read = {id(program.constants.get(str(spec.target))) for spec in specs}
@@ -375,24 +377,19 @@ def _state_notes(changes: Sequence[StateChange], random_constants: bool) -> tupl
     return tuple(notes)
 
 
-def _real(constant: Any) -> torch.Tensor:
-    assert isinstance(constant, torch.Tensor), constant
-    return constant
-
-
 class PrecisionReads(TorchFunctionMode):
     """Collects the lines of the model's code that read a 16-bit precision.
 
     Reading a dtype only to create or cast another tensor does not count.
 
     Attributes:
-        lines: the lines in order, each once.
+        lines: Distinct source lines in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[SourceLine] = []
-        self._known: set[tuple[Any, int]] = set()
+        self._visited: set[tuple[Any, int]] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -400,19 +397,24 @@ class PrecisionReads(TorchFunctionMode):
         """Call the function, and record it if it reveals a 16-bit dtype."""
         del types
         # x.type(dtype) is a cast
-        tells = func in _TELLING and not (func is torch.Tensor.type and len(args) > 1)
-        if tells and any(isinstance(arg, torch.Tensor) and _lower(arg) for arg in args):
-            self._note(sys._getframe(1), dtype=func == _DTYPE)
+        tells = func in _DTYPE_READS and not (func is torch.Tensor.type and len(args) > 1)
+        if tells:
+            with without_torch_function():
+                low_precision = any(
+                    isinstance(arg, torch.Tensor) and arg.dtype in LOW_PRECISION_DTYPES for arg in args
+                )
+            if low_precision:
+                self._note(sys._getframe(1), dtype=func == _DTYPE)
         return func(*args) if kwargs is None else func(*args, **kwargs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch tensors and torch's autocast functions while active."""
-        replacements = [Replacement(torch, name, self._asked(getattr(torch, name))) for name in _AUTOCAST]
+        replacements = [Replacement(torch, name, self._observed(getattr(torch, name))) for name in _AUTOCAST]
         with patched(replacements), self:
             yield
 
-    def _asked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _observed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         enabled = torch.is_autocast_enabled
 
         def ask(*args: Any) -> Any:
@@ -424,17 +426,17 @@ class PrecisionReads(TorchFunctionMode):
         return ask
 
     def _note(self, frame: FrameType | None, *, dtype: bool) -> None:
-        while frame is not None and _hands_on(frame):
+        while frame is not None and _is_dispatch(frame):
             frame = frame.f_back
-        if frame is not None and _ASKING in frame.f_code.co_filename:
+        if frame is not None and _DISTRIBUTIONS in frame.f_code.co_filename:
             while frame is not None and is_tool_file(frame.f_code.co_filename):
                 frame = frame.f_back
         if frame is None or is_tool_file(frame.f_code.co_filename):
             return
         key = (frame.f_code, frame.f_lasti)
-        if key in self._known:
+        if key in self._visited:
             return
-        self._known.add(key)
+        self._visited.add(key)
         if not (dtype and _only_makes_tensors(*key)):
             line = code_line(frame.f_code.co_filename, frame.f_lineno)
             if line not in self.lines:
@@ -443,18 +445,15 @@ class PrecisionReads(TorchFunctionMode):
 
 def conversions_of(model: nn.Module) -> list[SourceLine]:
     """Return user-defined conversion methods, which may change more than dtypes."""
-    found = (getattr(type(m), name) for m in model.modules() for name in ("half", "bfloat16", "to", "_apply"))
-    codes = dict.fromkeys(method.__code__ for method in found if hasattr(method, "__code__"))
+    methods = (
+        getattr(type(m), name) for m in model.modules() for name in ("half", "bfloat16", "to", "_apply")
+    )
+    codes = dict.fromkeys(method.__code__ for method in methods if hasattr(method, "__code__"))
     files = ((code.co_filename, code.co_firstlineno) for code in codes)
     return [code_line(file, line) for file, line in files if not is_library(file) and not is_tool_file(file)]
 
 
-def _lower(tensor: torch.Tensor) -> bool:
-    with without_torch_function():
-        return tensor.dtype in LOW_PRECISION_DTYPES
-
-
-def _hands_on(frame: FrameType) -> bool:
+def _is_dispatch(frame: FrameType) -> bool:
     """Return whether a frame belongs to torch's dispatch from a tensor to function modes."""
     file = frame.f_code.co_filename
     return frame.f_code.co_name == "__torch_function__" or file.endswith(
@@ -465,7 +464,7 @@ def _hands_on(frame: FrameType) -> bool:
 # methods and functions whose result has the dtype of an argument; torch.tensor is not one of them, because
 # its constants are rounded while the model is traced
 _CASTS = frozenset({"to", "type"})
-_MAKERS = frozenset(
+_FACTORIES = frozenset(
     """
     to zeros ones full empty arange linspace eye rand randn randint
     zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
@@ -476,15 +475,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _only_makes_tensors(code: CodeType, instruction: int) -> bool:
-    """Return whether the attribute is only passed to casts and factory functions.
+    """Return whether the dtype read at ``frame.f_lasti`` is only passed to casts and factory functions.
 
     ``x.to(other.dtype)`` and ``torch.zeros(n, dtype=x.dtype)`` are casts of the graph, which the FP32 run
     widens. ``x.dtype == torch.float16`` and ``torch.finfo(x.dtype)`` may change what the code computes, and
     so may anything that is not recognized here.
-
-    Args:
-        code: the function's code.
-        instruction: the instruction's offset, as in ``frame.f_lasti``.
     """
     function, shift = _function(code)
     position = next(islice(code.co_positions(), instruction // 2, None), None)
@@ -496,7 +491,7 @@ def _only_makes_tensors(code: CodeType, instruction: int) -> bool:
         if isinstance(node, ast.Attribute) and node.attr == "dtype" and node.end_lineno is not None:
             place = node.lineno + shift, node.col_offset, node.end_col_offset
             if place == (line, column, end):
-                return _harmless(node, parents, frozenset())
+                return _only_in_casts(node, parents, frozenset())
     return False
 
 
@@ -510,11 +505,11 @@ def _function(code: CodeType) -> tuple[_Function | None, int]:
         tree = ast.parse(("if True:\n" if nested else "") + "".join(lines))
     except (SyntaxError, ValueError):
         return None, 0
-    found = next((node for node in ast.walk(tree) if isinstance(node, _Function)), None)
-    return found, code.co_firstlineno - (2 if nested else 1)
+    function = next((node for node in ast.walk(tree) if isinstance(node, _Function)), None)
+    return function, code.co_firstlineno - (2 if nested else 1)
 
 
-def _harmless(node: ast.expr, parents: dict[ast.AST, ast.AST], followed: frozenset[str]) -> bool:
+def _only_in_casts(node: ast.expr, parents: dict[ast.AST, ast.AST], followed: frozenset[str]) -> bool:
     parent = parents[node]
     if isinstance(parent, ast.Expr):
         return True
@@ -522,11 +517,14 @@ def _harmless(node: ast.expr, parents: dict[ast.AST, ast.AST], followed: frozens
         return node is not parent.func and _callee(parent) in _CASTS
     if isinstance(parent, ast.keyword) and parent.arg == "dtype":
         call = parents[parent]
-        return isinstance(call, ast.Call) and _callee(call) in _MAKERS
+        return isinstance(call, ast.Call) and _callee(call) in _FACTORIES
     name = _assigned(node, parent, parents)
-    if name is None or name in followed or _shared(name, parents):
+    is_global = any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in parents)
+    if name is None or name in followed or is_global:
         return name in followed
-    return all(_harmless(use, parents, followed | {name}) for use in _uses(name, parents))
+    names = (n for n in parents if isinstance(n, ast.Name) and n.id == name)
+    uses = [n for n in names if isinstance(n.ctx, ast.Load)]
+    return all(_only_in_casts(use, parents, followed | {name}) for use in uses)
 
 
 def _callee(call: ast.Call) -> str:
@@ -544,13 +542,3 @@ def _assigned(node: ast.expr, parent: ast.AST, parents: dict[ast.AST, ast.AST]) 
         if isinstance(names, ast.Tuple) and len(names.elts) == len(parent.elts):
             target = names.elts[parent.elts.index(node)]
     return target.id if isinstance(target, ast.Name) else None
-
-
-def _shared(name: str, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether a name is global or nonlocal."""
-    return any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in parents)
-
-
-def _uses(name: str, parents: dict[ast.AST, ast.AST]) -> list[ast.Name]:
-    found = (node for node in parents if isinstance(node, ast.Name) and node.id == name)
-    return [node for node in found if isinstance(node.ctx, ast.Load)]

@@ -32,8 +32,8 @@ from ampaudit.trace.opnames import (
     argument_names,
     base_name,
     is_composite,
-    kept_whole,
     op_name,
+    stays_whole,
     written_values,
 )
 from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
@@ -88,20 +88,20 @@ def too_large(number: str) -> Decision:
 class Caster:
     """Applies a rule set to each op as it is traced.
 
-    One cast is made per tensor, state and dtype, and shared until the tensor is written. The cache keeps the
-    tensors alive, so an id is never used twice.
+    Casts are shared: there is one per tensor and dtype until the tensor is written. The cache keeps the
+    tensors alive, so that no id is reused.
 
     Args:
-        rules: the policy.
-        author_rules: the rules inside an autocast region of the model's code.
-        dtype: the 16-bit format of the run.
-        facts: reads an op call.
-        planned: decisions made on the whole graph, by site.
-        edits: ops to rewrite, by site.
-        numbering: gives ops their ids.
+        rules: The policy.
+        author_rules: Rules inside an autocast region of the model's code.
+        dtype: The 16-bit format of the run.
+        facts: Extracts the facts about an op call.
+        planned: Decisions made on the whole graph, by site.
+        edits: Ops to rewrite, by site.
+        numbering: Makes the numbering that assigns ids to ops.
 
     Attributes:
-        backward_name: name of the custom backward that is being traced, or ``None``.
+        backward_name: Name of the custom backward that is being traced, or ``None``.
     """
 
     def __init__(
@@ -142,17 +142,13 @@ class Caster:
             self.backward_name = None
             self._alive.clear()
 
-    def is_written(self, tensor: torch.Tensor) -> int:
+    def write_count(self, tensor: torch.Tensor) -> int:
         """Count the writes to a tensor's memory so far."""
         return self._writes[storage_id(tensor)]
 
     def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
         """The layer whose op is being traced, or the custom backward."""
         return layer if self.backward_name is None else (self.backward_name, layer[1])
-
-    def _is_in_backward(self) -> bool:
-        record = replayed_record()
-        return self.backward_name is not None or (record is not None and record.in_backward)
 
     def region(self) -> Region:
         """The autocast region of the model's code, or of the op around ``vmap``."""
@@ -167,20 +163,14 @@ class Caster:
         finally:
             self._region = before
 
-    def note_writes(self, called: OpCalled) -> None:
-        """Record that an op wrote to its arguments, which invalidates earlier casts of them."""
-        for written in written_values(called.op, called.args, called.kwargs):
-            if isinstance(written, torch.Tensor):
-                self._writes[storage_id(written)] += 1
-
     def splits(self, called: OpCalled) -> bool:
-        """Return whether to trace an op's parts, which autocast casts separately (``bmm`` in ``einsum``)."""
+        """Return whether to trace the parts of an op, since autocast casts them (``bmm`` in ``einsum``)."""
         op = called.op
         if self.backward_name is not None and torch.is_grad_enabled():
-            return is_composite(op)  # what autograd keeps of a part must be a value of the trace
+            return is_composite(op)  # tensors that autograd saves in a part must be values of the trace
         region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
-        if is_composite(op) and not kept_whole(op):
+        if is_composite(op) and not stays_whole(op):
             return op_name(op) not in rules.op_names
         if not rules.file.autocast or region.kind is RegionKind.DISABLED or op_name(op) in rules.op_names:
             return False
@@ -197,9 +187,11 @@ class Caster:
         edit = self._edits.get(site)
         return called if edit is None else edit(called, self.history, emit)
 
-    def note(self, result: Any, made: OpCalled, called: OpCalled) -> None:
-        """Record an op's writes and results and, for edits, its uncast call."""
-        self.note_writes(made)
+    def note(self, result: Any, traced: OpCalled, called: OpCalled) -> None:
+        """Record the result and writes of an op and, for edits, its uncast call."""
+        for value in written_values(traced.op, traced.args, traced.kwargs):
+            if isinstance(value, torch.Tensor):
+                self._writes[storage_id(value)] += 1
         if self.backward_name is not None:
             self._alive.append(result)  # autograd may have saved what the code itself has dropped
         if any(edit.looks_back for edit in self._edits.values()):
@@ -210,11 +202,11 @@ class Caster:
         op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
-        backward = self._is_in_backward()
+        replayed = replayed_record()
+        backward = self.backward_name is not None or (replayed is not None and replayed.in_backward)
         decision, dtype = (
             self._backward_decision(facts, called) if backward else self._decision(facts, region)
         )
-        replayed = replayed_record()
         twin = self.twins.outermost or (None if replayed is None else replayed.twin)
         return OpRecord(decision, site, None if backward else facts, in_backward=backward, twin=twin), dtype
 
@@ -247,8 +239,8 @@ class Caster:
     ) -> OpCalled:
         """Return the call to trace instead, with casts made through ``cast(tensor, dtype)``.
 
-        An argument that the op writes to is never cast: the write would be lost. The others of such an op
-        take its dtype where the rule asks for a cast.
+        An argument that the op writes to is never cast, since the write would be lost. Where the rule asks
+        for a cast, the other arguments take the dtype of that argument.
         """
         kind = decision.cast
         if kind is Cast.SET_DTYPE:
@@ -256,20 +248,20 @@ class Caster:
         if kind is Cast.APPEND_DTYPE:
             return with_dtype_overload(called)
         values = written_values(called.op, called.args, called.kwargs)
-        written = [value for value in values if _castable(value)]
+        destinations = [value for value in values if _castable(value)]
         target = self._target(kind, dtype, called)
-        if target is not None and written:
-            target = written[0].dtype
+        if target is not None and destinations:
+            target = destinations[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":
             called = with_low_precision_dtype(called, dtype)
 
         def convert(value: Any, to: torch.dtype | None) -> Any:
             if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
                 return cast(value, torch.complex64)
-            if not _castable(value) or any(value is w for w in written):
+            if not _castable(value) or any(value is w for w in destinations):
                 return value
-            # what the code has written is no stored weight any more
-            stored = self._facts.is_rounded(value) and not self.is_written(value)
+            # a weight that the code has overwritten no longer has its stored value
+            stored = self._facts.is_rounded(value) and not self.write_count(value)
             if stored and to != dtype and value.dtype is torch.float32:
                 rounded = self._shared_cast(value, dtype, cast, tracer_id)
                 return self._shared_cast(rounded, torch.float32, cast, tracer_id)
@@ -307,12 +299,12 @@ class Caster:
         if kind in (Cast.FLOAT32, Cast.FORBID):
             return torch.float32
         if kind in (Cast.WIDEST, Cast.NARROWEST):
-            found = {
+            dtypes = {
                 value.dtype for value in pytree.tree_leaves((called.args, called.kwargs)) if _castable(value)
             }
             if kind is Cast.WIDEST:
-                return torch.float32 if torch.float32 in found else None
-            return dtype if found - {torch.float32} else None
+                return torch.float32 if torch.float32 in dtypes else None
+            return dtype if dtypes - {torch.float32} else None
         assert kind not in COLORS, "colors are resolved before anything is cast"
         return None
 

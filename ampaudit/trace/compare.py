@@ -30,14 +30,14 @@ class CodeDifference:
     """The first difference between two traces.
 
     Attributes:
-        site: the op, in the 16-bit trace or, where it is missing there, in FP32's.
-        layer: the op's layer.
-        source: its line.
-        caller: the user's own line, if that is another one.
-        low: the op in 16 bits with its constants, ``None`` where it is missing.
-        fp32: the same in FP32.
-        lines: how many lines differ.
-        low_sites: all sites of the 16-bit trace that FP32's lacks, or runs with other constants.
+        site: The op in the 16-bit trace or, if it is missing there, in the FP32 trace.
+        layer: Path of the op's layer.
+        source: Source line of the op.
+        caller: The user's line that calls it, if that is another one.
+        low: The op in 16 bits with its constants; ``None`` if it is missing.
+        fp32: The op in FP32 with its constants; ``None`` if it is missing.
+        lines: Number of lines that differ.
+        low_sites: All sites of the 16-bit trace that the FP32 trace lacks or runs with other constants.
     """
 
     site: SiteId
@@ -72,18 +72,20 @@ class _Op:
 def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | None:
     """Find the first op that only one trace has, or whose constants differ.
 
-    Casts are left out: the FP32 run widens them. Mask values come last: any number is right that is low
-    enough.
+    Casts do not count, since the FP32 run widens them. Mask values come last, since any number that is low
+    enough masks.
     """
     first, second = _ops(low), _ops(fp32)
-    found = list(_differences(first, second))
-    if not found:
+    differences = list(_differences(first, second))
+    if not differences:
         return None
-    low_op, fp32_op = min((pair for pair, _ in found), key=_masks)
-    shown = low_op or fp32_op
-    assert shown is not None
-    site = shown.site
-    lines = {(op.site.source, op.site.layer) for pair, _ in found if (op := pair[0] or pair[1]) is not None}
+    low_op, fp32_op = min((pair for pair, _ in differences), key=_masks)
+    either_op = low_op or fp32_op
+    assert either_op is not None
+    site = either_op.site
+    lines = {
+        (op.site.source, op.site.layer) for pair, _ in differences if (op := pair[0] or pair[1]) is not None
+    }
     return CodeDifference(
         site=site.id,
         layer=site.layer,
@@ -92,7 +94,7 @@ def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | No
         low=str(low_op) if low_op is not None else None,
         fp32=str(fp32_op) if fp32_op is not None else None,
         lines=len(lines),
-        low_sites=tuple(op.site.id for _, ops in found for op in ops),
+        low_sites=tuple(op.site.id for _, ops in differences for op in ops),
     )
 
 
@@ -104,8 +106,10 @@ def _differences(first: list[_Op], second: list[_Op]) -> Iterator[tuple[_Pair, l
     matcher = SequenceMatcher(None, [op.key for op in first], [op.key for op in second], autojunk=False)
     for tag, start, end, other_start, other_end in matcher.get_opcodes():
         if tag == "equal":
-            pairs = zip(first[start:end], second[other_start:other_end], strict=True)
-            yield from ((pair, [pair[0]]) for pair in pairs if not _alike(*(op.constants for op in pair)))
+            for low_op, fp32_op in zip(first[start:end], second[other_start:other_end], strict=True):
+                pairs = list(zip(low_op.constants, fp32_op.constants, strict=False))
+                if len(low_op.constants) != len(fp32_op.constants) or not all(_same(*pair) for pair in pairs):
+                    yield (low_op, fp32_op), [low_op]
         else:
             low = first[start] if start < end else None
             fp32 = second[other_start] if other_start < other_end else None
@@ -114,17 +118,16 @@ def _differences(first: list[_Op], second: list[_Op]) -> Iterator[tuple[_Pair, l
 
 def _masks(pair: _Pair) -> bool:
     low, fp32 = pair
-    return low is not None and fp32 is not None and low.base in _MASKING and _low_number(low.constants)
-
-
-def _low_number(constants: tuple[Any, ...]) -> bool:
+    if low is None or fp32 is None or low.base not in _MASKING:
+        return False
     extremes = {torch.finfo(dtype).min for dtype in LOW_PRECISION_DTYPES}
-    return any(isinstance(value, float) and value in extremes for value in constants)
+    return any(isinstance(value, float) and value in extremes for value in low.constants)
 
 
 def _ops(traced: TracedModel) -> list[_Op]:
     """List the ops of the model's code in order."""
-    tensors = _constant_tensors(traced)
+    constants = [p.node for p in traced.placeholders if p.slot is Slot.CONSTANT]
+    tensors = {name: (t,) for name in constants if (t := traced.tensors[name]).numel() <= _SMALL}
     nodes = {node.name: node for node in traced.graph.nodes}
     return [
         _Op(site, short_op(site.op).split(".")[0], tuple(_constants(nodes[site.node], tensors)))
@@ -133,14 +136,8 @@ def _ops(traced: TracedModel) -> list[_Op]:
     ]
 
 
-def _constant_tensors(traced: TracedModel) -> Mapping[str, tuple[torch.Tensor]]:
-    """Return the small constant tensors of a trace, by node."""
-    constants = [p.node for p in traced.placeholders if p.slot is Slot.CONSTANT]
-    return {name: (t,) for name in constants if (t := traced.tensors[name]).numel() <= _SMALL}
-
-
 def _constants(node: fx.Node, tensors: Mapping[str, tuple[torch.Tensor]]) -> Iterator[Any]:
-    """Numbers and strings among the arguments of an op, without dtypes and devices."""
+    """Yield the numbers, strings and small constant tensors among the arguments of an op."""
     stack: list[Any] = [node.args, dict(sorted(node.kwargs.items()))]
     while stack:
         value = stack.pop(0)
@@ -152,10 +149,6 @@ def _constants(node: fx.Node, tensors: Mapping[str, tuple[torch.Tensor]]) -> Ite
             stack[:0] = value.values()
         elif isinstance(value, bool | int | float | complex | str):
             yield value
-
-
-def _alike(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    return len(first) == len(second) and all(map(_same, first, second))
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -20,13 +20,13 @@ Release = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """A tensor that the converted model holds in another dtype than its master.
+    """A tensor whose dtype in the converted model differs from its master's.
 
     Attributes:
-        node: node of the graph with its value: a placeholder (stored in 16 bits) or a weight cast.
-        placeholder: the placeholder of the master.
-        name: the parameter's, buffer's or constant's name.
-        dtype: dtype of the working copy.
+        node: Name of the node with its value: a placeholder (stored in 16 bits) or a weight cast.
+        placeholder: Name of the master's placeholder.
+        name: Name of the parameter, buffer or constant.
+        dtype: Dtype of the working copy.
     """
 
     node: str
@@ -53,10 +53,7 @@ class ConvertedModel:
         return self.unrounded(copy.placeholder, self.masters[copy.placeholder].detach()).to(copy.dtype)
 
     def unrounded(self, placeholder: str, master: torch.Tensor) -> torch.Tensor:
-        """Return the master of a working copy, clipped if the policy says so.
-
-        Some converters clip finite weights first.
-        """
+        """Return the master of a working copy, clipped if the policy clips weights before rounding."""
         clip = self.traced.clip if placeholder in self.copies else None
         return clipped(master, clip) if clip is not None else master
 
@@ -80,8 +77,8 @@ class ConvertedModel:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """Return bytes of the FP32 masters, and of all that is in 16 bits; tied tensors count once."""
-        masters, own = (
+        """The size of the FP32 masters and of everything in 16 bits, in bytes; tied tensors count once."""
+        masters, low_precision = (
             {id(t): t.nbytes for t in self.masters.values() if (t.dtype in LOW_PRECISION_DTYPES) is low}
             for low in (False, True)
         )
@@ -89,7 +86,10 @@ class ConvertedModel:
             (id(self.masters[c.placeholder]), c.dtype): self.masters[c.placeholder].numel() * c.dtype.itemsize
             for c in self.copies.values()
         }
-        return {"master": sum(masters.values()), "working": sum(copies.values()) + sum(own.values())}
+        return {
+            "master": sum(masters.values()),
+            "working": sum(copies.values()) + sum(low_precision.values()),
+        }
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -116,5 +116,5 @@ def attach_weights(traced: TracedModel, release: Release | None = None) -> Conve
 def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
     """Clip the magnitude of finite values to the limits; 0, inf and NaN stay as they are."""
     magnitude = values.abs().clamp(limits.min_positive, limits.max_finite)
-    moved = torch.copysign(magnitude, values)
-    return torch.where(values.isfinite() & (values != 0), moved, values)
+    limited = torch.copysign(magnitude, values)
+    return torch.where(values.isfinite() & (values != 0), limited, values)

@@ -34,7 +34,7 @@ _OTHER = re.compile(r"^ {2}(\w+ = (?!Dim\().+)$", re.MULTILINE)
 
 
 def _model_frames() -> list[traceback.FrameSummary]:
-    """Return the stack from the call of the model on; its first frames are those of whoever called us."""
+    """Return the stack below the last call of the model."""
     stack = list(traceback.extract_stack())
     calls = [index for index, frame in enumerate(stack) if frame.filename == entry.__file__]
     return stack[calls[-1] :] if calls else []
@@ -44,7 +44,7 @@ class NarrowedDimensions(Exception):
     """Raised if an export has to be repeated with smaller ranges.
 
     Attributes:
-        shapes: what ``export_module`` was given, with these ranges.
+        shapes: The ``shapes`` argument of ``export_module`` with smaller ranges.
     """
 
     def __init__(self, shapes: Any) -> None:
@@ -58,8 +58,8 @@ def export_module(
     """Call ``torch.export`` with dimensions that may vary, if any.
 
     Raises:
-        NarrowedDimensions: the model takes fewer sizes.
-        TraceFailed: it takes one size only, or needs a relation between sizes.
+        NarrowedDimensions: The model accepts a smaller range of sizes.
+        TraceFailed: The model accepts a single size, or requires a relation between sizes.
     """
     if shapes is None:
         return torch.export.export(module, args, kwargs, strict=False)
@@ -77,9 +77,9 @@ def export_module(
 
 @contextmanager
 def _noting_fixed() -> Iterator[_FixedLines]:
-    """Record each dimension that becomes a number while active: the number, and the line that did it.
+    """Record each dimension that becomes a number while active: the number, and the lines that fix it.
 
-    The lines are the innermost of the user's code and, below it, of a library.
+    These are the innermost line of the user's code, and the innermost line of a library that it calls.
     """
     fixed: _FixedLines = {}
     record = ShapeEnv._set_replacement
@@ -109,15 +109,15 @@ def _with_suggested_ranges(error: BaseException, shapes: Any) -> Any | None:
         low, high = max(low, dim.min), min(high or dim.max, dim.max)
         return Dim(dim.__name__, min=low, max=high if isinstance(high, int) else None)
 
-    made = pytree.tree_map(narrowed, shapes)
-    return None if repr(made) == repr(shapes) else made
+    result = pytree.tree_map(narrowed, shapes)
+    return None if repr(result) == repr(shapes) else result
 
 
 def _dimension_failure(error: BaseException, fixed: _FixedLines) -> TraceFailed:
     """Describe a dimension that the model does not let vary."""
-    for name, (number, own, library) in fixed.items():
-        place = f"{own.file}:{own.line}: " if own else ""
-        code = f" at '{own.code}'" if own and own.code else ""
+    for name, (number, user_line, library) in fixed.items():
+        place = f"{user_line.file}:{user_line.line}: " if user_line else ""
+        code = f" at '{user_line.code}'" if user_line and user_line.code else ""
         inside = f", in {library_path(library.file)}:{library.line}" if library else ""
         return TraceFailed(
             f"{place}the dimension {name!r} cannot vary: the model fixes it to {number}{code}{inside}",

@@ -28,17 +28,17 @@ __all__ = ["EagerCall", "attempt_in_fp32", "fp32_copy", "without_low_precision",
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """Whether the model ran by itself; ``error`` is what it raised, ``None`` if it ran or was not called."""
+    """The outcome of an eager call; ``error`` is ``None`` if the model ran or was not called."""
 
     ran: bool
     error: BaseException | None = None
 
 
 def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EagerCall:
-    """Call a copy of the model, and fail only if it fails in every way in which its user may call it.
+    """Call a copy of the model, and report an error only if every kind of call fails.
 
-    These are in FP32 without and with gradients, and in the dtypes of its 16-bit weights. A model without
-    values is not called, and neither is one that may not fit into memory twice.
+    The calls are in FP32 without and with gradients, and in the stored dtypes if some weights have 16 bits. A
+    model without values is not called, nor is one that may not fit into memory twice.
     """
     tensors = [*named_tensors(model).values(), *tensor_leaves(args, kwargs)]
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
@@ -49,12 +49,12 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     first: BaseException | None = None
     for wide, grad in ((True, False), (True, True), *([(False, False)] if low_precision else [])):
         try:
-            copied, given, named = _copied(model, args, kwargs, wide=wide)
+            copied, new_args, new_kwargs = _copied(model, args, kwargs, wide=wide)
         except Exception:
-            return EagerCall(ran=False)  # what cannot be copied says nothing about the model
+            return EagerCall(ran=False)  # a failed copy says nothing about the model
         try:
             with seeded(0), torch.set_grad_enabled(grad), _silent(), twins_checked():
-                copied(*restored(given), **restored(named))
+                copied(*restored(new_args), **restored(new_kwargs))
         except (Exception, SystemExit) as error:
             first = first or error
         else:
@@ -64,7 +64,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Drop prints and warnings: the model's code has given them once, while it was traced."""
+    """Drop prints and warnings, which the model's code has issued while it was traced."""
     nowhere = io.StringIO()
     with (
         warnings.catch_warnings(),
@@ -78,13 +78,13 @@ def _silent() -> Iterator[None]:
 def _copied(model: nn.Module, args: Any, kwargs: Any, *, wide: bool) -> tuple[nn.Module, Any, Any]:
     """Copy a model and its inputs, in FP32 or as they are."""
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
         return writable(tensor, None) if wide else tensor.clone()
 
-    given, named = pytree.tree_map_only(torch.Tensor, own, (args, kwargs))
+    new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, clone, (args, kwargs))
     if wide:
-        return fp32_copy(model, None), given, named
-    return structural_copy(model, {id(p): p for p in model.parameters()}), given, named
+        return fp32_copy(model, None), new_args, new_kwargs
+    return structural_copy(model, {id(p): p for p in model.parameters()}), new_args, new_kwargs
 
 
 def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
@@ -103,18 +103,18 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
         for value in vars(module).values():
             if isinstance(value, torch.Tensor):
                 tensors.setdefault(id(value), writable(value, device))
-    made = structural_copy(model, tensors)
-    without_cache(made)
-    return made
+    clone = structural_copy(model, tensors)
+    without_cache(clone)
+    return clone
 
 
 def without_low_precision(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Return the tensor on the device, in float32 if it has 16 bits; without a copy if possible."""
-    found = tensor.detach().to(device or tensor.device)
-    return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
+    value = tensor.detach().to(device or tensor.device)
+    return value.float() if value.dtype in LOW_PRECISION_DTYPES else value
 
 
 def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Like ``without_low_precision``, but in memory that the model may write to."""
-    found = without_low_precision(tensor, device)
-    return found.clone() if found.data_ptr() == tensor.data_ptr() else found
+    wide = without_low_precision(tensor, device)
+    return wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide

@@ -32,33 +32,33 @@ Emit = Callable[..., Any]
 class History:
     """Remembers the call that returned each tensor of a trace, and keeps the tensors alive.
 
-    torch.export takes a constant that outlives its op for one of the model's own, so nothing is kept unless
-    an edit asks for it.
+    torch.export takes a constant that outlives its op for one of the model's own, so calls are only recorded
+    for edits that look back.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, OpCalled]] = {}
+        self._producers: dict[int, tuple[Any, OpCalled]] = {}
 
     def note(self, result: Any, called: OpCalled) -> None:
         """Record a call and its result."""
         if isinstance(result, torch.Tensor):
-            self._made[id(result)] = (result, called)
+            self._producers[id(result)] = (result, called)
 
     def of(self, value: Any) -> OpCalled | None:
         """Return the call that returned a value, before any casts."""
-        found = self._made.get(id(value))
-        while found is not None and converts(found[1].op):
-            found = self._made.get(id(found[1].args[0]))
-        return found[1] if found is not None else None
+        entry = self._producers.get(id(value))
+        while entry is not None and converts(entry[1].op):
+            entry = self._producers.get(id(entry[1].args[0]))
+        return entry[1] if entry is not None else None
 
 
 class Edit(Protocol):
-    """One edit; ``looks_back`` if it needs the call that returned its input."""
+    """One edit; ``looks_back`` says whether it needs the call that returned its input."""
 
     looks_back: ClassVar[bool]
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The op to trace instead; further ops are traced before it with ``emit(op, *args)``."""
+        """Return the op to trace instead; ``emit(op, *args)`` traces further ops before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class ReplaceConstant:
     """Replaces a Python number by a larger eps, or by a mask value in range.
 
     Attributes:
-        old: the number to replace.
-        new: its replacement.
+        old: The number to replace.
+        new: Its replacement.
     """
 
     old: float
@@ -75,7 +75,7 @@ class ReplaceConstant:
     looks_back: ClassVar[bool] = False
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The same op with the new number."""
+        """Return the same op with the new number."""
         del history, emit
 
         def change(value: Any) -> Any:
@@ -95,10 +95,10 @@ class FuseLogSoftmax:
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
         """The fused op in place of the log."""
         del emit
-        made = history.of(called.args[0])
-        if made is None or base_name(made.op) != "softmax":
+        producer = history.of(called.args[0])
+        if producer is None or base_name(producer.op) != "softmax":
             return called
-        return OpCalled(aten.log_softmax.int, made.args, made.kwargs)
+        return OpCalled(aten.log_softmax.int, producer.args, producer.kwargs)
 
 
 class FuseLogSigmoid:
@@ -108,13 +108,13 @@ class FuseLogSigmoid:
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
         """The fused op in place of the log."""
-        made, negative = history.of(called.args[0]), False
-        if made is not None and base_name(made.op) in ("rsub", "sub"):
-            tensors = [arg for arg in made.args[:2] if isinstance(arg, torch.Tensor)]
-            made, negative = history.of(tensors[-1]), True
-        if made is None or base_name(made.op) != "sigmoid":
+        producer, negative = history.of(called.args[0]), False
+        if producer is not None and base_name(producer.op) in ("rsub", "sub"):
+            tensors = [arg for arg in producer.args[:2] if isinstance(arg, torch.Tensor)]
+            producer, negative = history.of(tensors[-1]), True
+        if producer is None or base_name(producer.op) != "sigmoid":
             return called
-        x = made.args[0]
+        x = producer.args[0]
         return OpCalled(aten.log_sigmoid.default, (emit(aten.neg.default, x) if negative else x,), {})
 
 
@@ -129,7 +129,7 @@ class ScaleOperand:
     looks_back: ClassVar[bool] = False
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The product with the scaled operand."""
+        """Return the product with the scaled operand."""
         del history
         first, *rest = called.args
         if isinstance(first, str):
@@ -145,6 +145,6 @@ class Bypass:
     looks_back: ClassVar[bool] = False
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """A view of the operand."""
+        """Return a view of the operand."""
         del history, emit
         return OpCalled(aten.alias.default, called.args[:1], {})

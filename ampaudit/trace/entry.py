@@ -50,10 +50,13 @@ class LossAndOutput(NamedTuple):
 
 
 class OutputNames:
-    """The path of each output tensor; an object, because torch.export undoes attribute assignments.
+    """The results of one call of the model; an object, because torch.export undoes attribute assignments.
 
-    ``changes`` are what the model's code did to its Python state; ``random_constants`` says whether
-    random numbers drawn from Python or NumPy became constants of the trace.
+    Attributes:
+        names: Path of each output tensor.
+        structure: Structure of the output; ``None`` if it cannot be rebuilt.
+        changes: Changes of the model's Python state.
+        random_constants: Whether random numbers of Python or NumPy became constants of the trace.
     """
 
     names: tuple[str, ...] = ()
@@ -64,11 +67,11 @@ class OutputNames:
 
 @dataclass(frozen=True, slots=True)
 class OutputStructure:
-    """The structure of a model's result without its tensors: containers that torch knows, and other values.
+    """The structure of a model's result without its tensors.
 
     Attributes:
-        spec: the containers.
-        leaves: for each leaf the index of its tensor, or the value itself.
+        spec: Containers that torch can flatten.
+        leaves: For each leaf the index of its tensor, or ``None`` and the value itself.
     """
 
     spec: pytree.TreeSpec
@@ -86,12 +89,19 @@ class OutputStructure:
 
 
 class Entry(nn.Module):
-    """Calls the model with the batch's structure and returns the tensors found in its output.
+    """Calls the model with the batch's structure and returns the tensors of its output.
 
     Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
-    dicts, dataclasses (``ModelOutput``) or objects such as key-value caches. With ``output_dtype`` they
-    are cast to it, float64 and integers excepted. ``begin`` is called with the tensors, the model's code runs
-    inside ``around``, and ``then`` is called with the model and its output.
+    dicts, dataclasses (``ModelOutput``) or objects such as key-value caches.
+
+    Args:
+        model: The model to call.
+        args: Positional inputs of the model.
+        kwargs: Keyword inputs of the model.
+        output_dtype: Dtype to which floating-point outputs except float64 are cast; ``None`` for no cast.
+        around: Makes the context in which the model's code runs.
+        then: Called with the model and its output.
+        begin: Called with the input tensors before the model.
     """
 
     def __init__(
@@ -115,7 +125,7 @@ class Entry(nn.Module):
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        first: dict[int, int] = {}  # one tensor given twice is one in the trace: code may ask whether q is k
+        first: dict[int, int] = {}  # a tensor passed twice is one in the trace: code may ask whether q is k
         self._same = [
             first.setdefault(id(leaves[index]), number) for number, index in enumerate(self._positions)
         ]
@@ -133,31 +143,31 @@ class Entry(nn.Module):
         buffers = [
             (path, vars(module)["_buffers"], dict(module._buffers)) for path, module in model.named_modules()
         ]
-        state, drawn = PythonState(model), host_state()
+        state, random_state = PythonState(model), host_state()
         with self._around():
             output = model(*restored(args), **restored(kwargs))
-        self.outputs.random_constants = host_state() != drawn
-        lost = [name for path, now, then in buffers for name in _write_assigned(path, now, then)]
+        self.outputs.random_constants = host_state() != random_state
+        reshaped = [name for path, now, then in buffers for name in _write_assigned(path, now, then)]
         self.outputs.changes = (
             *state.changes(),
-            *(StateChange(-1, name, None, None, False) for name in lost),
+            *(StateChange(-1, name, None, None, False) for name in reshaped),
         )
-        named = flatten_outputs(output)
-        self.outputs.names = tuple(name for name, _ in named)
-        self.outputs.structure = _structure(output, [tensor for _, tensor in named])
-        made = tuple(placed(tensor, self._output_dtype) for _, tensor in named)
+        named_outputs = flatten_outputs(output)
+        self.outputs.names = tuple(name for name, _ in named_outputs)
+        self.outputs.structure = _structure(output, [tensor for _, tensor in named_outputs])
+        outputs = tuple(placed(tensor, self._output_dtype) for _, tensor in named_outputs)
         if self._then is not None:
             self._then(model, output)
-        return made
+        return outputs
 
 
 def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     """Copy tensors assigned to buffers into them, as torch.export does for the outermost module only.
 
     Returns:
-        Names of those that changed their shape, which a graph cannot do.
+        Names of buffers that changed their shape, which a graph cannot express.
     """
-    lost: list[str] = []
+    reshaped: list[str] = []
     for name, before in then.items():
         value = now.get(name)
         if value is before or before is None:
@@ -165,12 +175,12 @@ def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> lis
         if isinstance(value, torch.Tensor) and value.shape == before.shape:
             before.copy_(value)
         else:
-            lost.append(f"{path}.{name}".lstrip("."))
-    return lost
+            reshaped.append(f"{path}.{name}".lstrip("."))
+    return reshaped
 
 
 def placed(output: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors of an output to the dtype that a policy returns; float64 stays."""
+    """Cast the floating-point tensors of an output except float64 to the dtype that a policy returns."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in CASTABLE_DTYPES or tensor.dtype == dtype:
@@ -228,9 +238,9 @@ def layer_path(path: str) -> str:
 
 
 def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
-    """Return path and class name of the innermost module of an export's module stack; empty without one.
+    """Return the path and class name of the innermost module of a stack, or empty strings.
 
-    A layer that is no module has a third item, ``True``, and is called by its whole name.
+    An entry with a third item, ``True``, is a layer without a module, whose path is used unchanged.
     """
     if not module_stack:
         return "", ""
@@ -251,23 +261,23 @@ def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _named_tensors(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
-    seen: set[int] = set()
-    _collect(value, name, found, seen, 0)
-    return found
+    tensors: list[tuple[str, torch.Tensor]] = []
+    visited: set[int] = set()
+    _collect(value, name, tensors, visited, 0)
+    return tensors
 
 
 def _collect(
-    value: Any, name: str, found: list[tuple[str, torch.Tensor]], seen: set[int], depth: int
+    value: Any, name: str, tensors: list[tuple[str, torch.Tensor]], visited: set[int], depth: int
 ) -> None:
-    if depth > _MAX_DEPTH or id(value) in seen:
+    if depth > _MAX_DEPTH or id(value) in visited:
         return
     if isinstance(value, torch.Tensor):
-        seen.add(id(value))
-        found.append((name, value))
+        visited.add(id(value))
+        tensors.append((name, value))
         return
     for key, child in _children(value):
-        _collect(child, f"{name}{key}", found, seen, depth + 1)
+        _collect(child, f"{name}{key}", tensors, visited, depth + 1)
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:

@@ -26,10 +26,10 @@ class FactFinder:
     """Extracts ``OpFacts`` from the calls of one trace.
 
     Args:
-        model: the traced module, with its layers and parameters.
-        dtype: name of the 16-bit format.
-        measured: measurements of a run, by site; empty before the first run.
-        rounded: names of parameters and buffers whose values are rounded to 16 bits.
+        model: The traced module, with its layers and parameters.
+        dtype: Name of the 16-bit format.
+        measured: Measurements of a run, by site; empty before the first run.
+        rounded: Names of parameters and buffers whose values are rounded to 16 bits.
     """
 
     def __init__(
@@ -56,18 +56,24 @@ class FactFinder:
         site: SiteId,
     ) -> OpFacts:
         """Return the facts about a call in a layer whose class is named ``kind``."""
-        named = named_arguments(op, args, kwargs)
+        arguments = named_arguments(op, args, kwargs)
         module = self._modules.get(layer)
         return OpFacts(
             op=op_name(op),
             layer=layer,
             dtype=self._dtype,
             site=site,
-            classes=class_names(type(module)) if module is not None and not _is_replayed(module) else (kind,),
+            classes=(kind,)
+            if module is None or isinstance(module, torch.fx.GraphModule)
+            else class_names(type(module)),
             module=module,
             parameters=self._parameters(args, kwargs),
-            arguments={name: _plain(value) for name, value in named.items() if _is_plain(value)},
-            depth=reduction_depth(op, named),
+            arguments={
+                name: dtype_name(value) if isinstance(value, torch.dtype) else value
+                for name, value in arguments.items()
+                if _is_plain(value)
+            },
+            depth=reduction_depth(op, arguments),
             measurement=self._measured.get(site),
         )
 
@@ -77,8 +83,8 @@ class FactFinder:
 
     def _parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
         leaves = pytree.tree_leaves((args, kwargs))
-        named = (self._name_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return tuple(name for name in named if name is not None)
+        names = (self._name_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return tuple(name for name in names if name is not None)
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         if self._names is None:
@@ -93,102 +99,90 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    return value
+Arguments = Mapping[str, Any]
 
 
-def _is_replayed(module: nn.Module) -> bool:
-    return isinstance(module, torch.fx.GraphModule)
-
-
-Named = Mapping[str, Any]
-
-
-def reduction_depth(op: OpOverload, named: Named) -> int | None:
+def reduction_depth(op: OpOverload, arguments: Arguments) -> int | None:
     """Count the terms that an op sums for one output element; ``None`` if it sums none.
 
     Reduced axes count as their product: the mean of a 512 x 512 image has depth 262144. A convolution's is
     its fan-in, in_channels / groups times the kernel's volume; attention's the longer of its two sums.
 
     Args:
-        op: the ATen op.
-        named: its arguments by schema name.
+        op: The ATen op.
+        arguments: Arguments of the call by schema name.
     """
     rule = _RULES.get(base_name(op))
-    if rule is None:
-        return None
-    if any(sizes_vary(leaf) for leaf in pytree.tree_leaves(named)):
+    if rule is None or any(sizes_vary(leaf) for leaf in pytree.tree_leaves(arguments)):
         return None
     try:
-        return rule(named)
+        return rule(arguments)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return None  # an unusual form of the op, such as nested tensors
 
 
-def _size(name: str, axis: int) -> Callable[[Named], int]:
-    return lambda named: int(named[name].shape[axis])
+def _size(name: str, axis: int) -> Callable[[Arguments], int]:
+    return lambda arguments: int(arguments[name].shape[axis])
 
 
-def _reduced(named: Named) -> int:
-    value: torch.Tensor = named.get("self", named.get("input"))
-    axes = named.get("dim")
+def _reduced(arguments: Arguments) -> int:
+    value: torch.Tensor = arguments.get("self", arguments.get("input"))
+    axes = arguments.get("dim")
     if axes is None or axes == []:
         return value.numel()
-    chosen = axes if isinstance(axes, Sequence) else [axes]
-    return math.prod(int(value.shape[axis]) for axis in chosen)
+    dims = axes if isinstance(axes, Sequence) else [axes]
+    return math.prod(int(value.shape[axis]) for axis in dims)
 
 
-def _convolution(named: Named) -> int:
-    if named.get("transposed"):
-        return _transposed_convolution(named)
-    weight = named["weight"].shape
+def _convolution(arguments: Arguments) -> int:
+    if arguments.get("transposed"):
+        return _transposed_convolution(arguments)
+    weight = arguments["weight"].shape
     return int(math.prod(weight[1:]))
 
 
-def _transposed_convolution(named: Named) -> int:
-    weight = named["weight"].shape
-    return int(math.prod(weight)) // int(weight[1]) // int(named.get("groups", 1))
+def _transposed_convolution(arguments: Arguments) -> int:
+    weight = arguments["weight"].shape
+    return int(math.prod(weight)) // int(weight[1]) // int(arguments.get("groups", 1))
 
 
-def _attention(named: Named) -> int:
-    return max(int(named["query"].shape[-1]), int(named["key"].shape[-2]))
+def _attention(arguments: Arguments) -> int:
+    return max(int(arguments["query"].shape[-1]), int(arguments["key"].shape[-2]))
 
 
-def _einsum(named: Named) -> int:
-    terms, _, result = named["equation"].replace(" ", "").partition("->")
+def _einsum(arguments: Arguments) -> int:
+    terms, _, result = arguments["equation"].replace(" ", "").partition("->")
     sizes: dict[str, int] = {}
-    for letters, tensor in zip(terms.split(","), named["tensors"], strict=True):
+    for letters, tensor in zip(terms.split(","), arguments["tensors"], strict=True):
         if "." in letters:
             raise KeyError("an ellipsis")
         sizes |= dict(zip(letters, (int(n) for n in tensor.shape), strict=True))
-    kept = result or "".join(c for c in sizes if terms.count(c) == 1)
-    return math.prod(size for letter, size in sizes.items() if letter not in kept)
+    output_letters = result or "".join(c for c in sizes if terms.count(c) == 1)
+    return math.prod(size for letter, size in sizes.items() if letter not in output_letters)
 
 
-def _normalized(named: Named) -> int:
-    return math.prod(int(n) for n in named["normalized_shape"])
+def _normalized(arguments: Arguments) -> int:
+    return math.prod(int(n) for n in arguments["normalized_shape"])
 
 
-def _group(named: Named) -> int:
-    value = named["input"]
-    return int(value.numel() // value.shape[0] // named["num_groups"])
+def _group(arguments: Arguments) -> int:
+    value = arguments["input"]
+    return int(value.numel() // value.shape[0] // arguments["num_groups"])
 
 
-def _pool(named: Named) -> int:
-    kernel = named["kernel_size"]
-    dims = len(named["self"].shape) - 2
+def _pool(arguments: Arguments) -> int:
+    kernel = arguments["kernel_size"]
+    dims = len(arguments["self"].shape) - 2
     return math.prod(kernel) if len(kernel) > 1 else int(kernel[0]) ** dims
 
 
-def _adaptive(named: Named) -> int:
-    value, target = named["self"], named["output_size"]
+def _adaptive(arguments: Arguments) -> int:
+    value, target = arguments["self"], arguments["output_size"]
     pairs = zip(value.shape[-len(target) :], target, strict=True)
     return math.prod(-(-int(size) // int(out)) for size, out in pairs)
 
 
-_RULES: dict[str, Callable[[Named], int]] = {
+_RULES: dict[str, Callable[[Arguments], int]] = {
     "linear": _size("input", -1),
     "addmm": _size("mat1", -1),
     "addmv": _size("mat", -1),

@@ -103,14 +103,14 @@ def trace_failure(
             f"policy {policy} leaves this op's inputs in different dtypes; extend the policy with a rule "
             "for the op that says 'cast: widest' or 'cast: lower'"
         )
-    own, library = failing_lines(error.__traceback__)
+    user_line, library = failing_lines(error.__traceback__)
     reason = plainer or _summary(error)
     if library is not None:
         reason += f", in {library_path(library.file)}:{library.line}"
-        hint = hint if mixed else _hint_for_library(library, own)
+        hint = hint if mixed else _hint_for_library(library, user_line)
     elif attempt.ran and hint is _FALLBACK:
         hint = f"the model runs without torch.export; {hint}"
-    where, code = _located(own, _named(error, model))
+    where, code = _located(user_line, _named(error, model))
     return TraceFailed(f"{where}cannot be exported{code}: {reason}", hint=hint)
 
 
@@ -122,8 +122,8 @@ def model_failure(
         return error
     if isinstance(model, WithLoss):
         model, (args, kwargs, *_) = model.inner, args  # the user's call
-    own, library = failing_lines(error.__traceback__)
-    where, code = _located(own, _named(error, model))
+    user_line, library = failing_lines(error.__traceback__)
+    where, code = _located(user_line, _named(error, model))
     if (lacks := _KERNEL.match(str(error))) and not lacks["op"].startswith("aten::"):
         hint = f"scan on its device, or say what it computes with ampaudit.twin({lacks['op']!r}, function)"
         return SourceError(f"{where}{lacks['op']} has no kernel for {lacks['device']}{code}", hint=hint)
@@ -144,8 +144,8 @@ def _hint_for_model(error: BaseException, args: tuple[Any, ...], kwargs: dict[st
         return "give the module a forward(), or return the module that calls it"
     if _known(error)[1] is _ONE_DEVICE:
         return _ONE_DEVICE
-    given = _listed([_in_words(*item) for item in named_inputs(args, kwargs)]) or "none"
-    return f"correct the model or its inputs; it was given {given}"
+    inputs = _listed([_in_words(*item) for item in named_inputs(args, kwargs)]) or "none"
+    return f"correct the model or its inputs; it was given {inputs}"
 
 
 def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -158,17 +158,17 @@ def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     except TypeError as error:
         problem = str(error)
-    known = list(signature.parameters)
-    forward = f"forward({_listed(known)})"
-    unknown = next((name for name in kwargs if name not in known), None)
+    parameters = list(signature.parameters)
+    forward = f"forward({_listed(parameters)})"
+    unknown = next((name for name in kwargs if name not in parameters), None)
     if unknown is None:
         return problem and f"the inputs do not fit {forward}: {problem}"
-    if problem and len(known) == 1 and not args:
+    if problem and len(parameters) == 1 and not args:
         return (
             f"a dict gives keyword arguments, and {forward} has no {describe(unknown)!r}: rename it, or "
             "return a tuple with the dict in it"
         )
-    near = did_you_mean(unknown, known)  # **kwargs may have taken it
+    near = did_you_mean(unknown, parameters)  # **kwargs may have taken it
     return f"{near}{forward} has no {describe(unknown)!r}" if near or problem else None
 
 
@@ -195,12 +195,12 @@ def _located(place: SourceLine | None, otherwise: str) -> tuple[str, str]:
     return f"{place.file}:{place.line}: ", f" at '{describe(place.code, _MAX_CODE)}'" if place.code else ""
 
 
-def _hint_for_library(library: SourceLine, own: SourceLine | None) -> str:
+def _hint_for_library(library: SourceLine, user_line: SourceLine | None) -> str:
     package = library_path(library.file).partition("/")[0]
     if "/generation/" in library.file:
         return _GENERATE
     does = f"the code of {package} does this, not yours"
-    if own is None:
+    if user_line is None:
         return f"{does}: try another version or configuration of the model; --debug shows torch's own report"
     return f"{does}: call something else on your line, or audit a part of the model that does without it"
 
@@ -215,8 +215,8 @@ def _known(error: BaseException) -> tuple[str | None, str]:
     if _met_packed_sequence(error.__traceback__):
         return _PACKED
     text = f"{type(error).__name__} {error}".lower()
-    known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
-    return (known[1], known[2]) if known is not None else (None, _FALLBACK)
+    remedy = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
+    return (remedy[1], remedy[2]) if remedy is not None else (None, _FALLBACK)
 
 
 def _met_packed_sequence(trace: TracebackType | None) -> bool:
@@ -227,8 +227,8 @@ def _met_packed_sequence(trace: TracebackType | None) -> bool:
 
 def failing_line(trace: TracebackType | None) -> SourceLine | None:
     """Find the innermost line of the model's code in a traceback."""
-    own, library = failing_lines(trace)
-    return library or own
+    user_line, library = failing_lines(trace)
+    return library or user_line
 
 
 def failing_lines(trace: TracebackType | None) -> tuple[SourceLine | None, SourceLine | None]:
@@ -243,11 +243,11 @@ def lines_of(stack: Sequence[traceback.FrameSummary]) -> tuple[SourceLine | None
     """Find the same two lines in a stack, below the first frame of ampaudit."""
     below_us = dropwhile(lambda f: "ampaudit" not in f.filename, stack)
     frames = [f for f in below_us if not is_tool_file(f.filename) and not f.filename.startswith("<")]
-    own = [index for index, f in enumerate(frames) if not is_library(f.filename)]
-    last = own[-1] if own else -1
+    user_frames = [index for index, f in enumerate(frames) if not is_library(f.filename)]
+    last = user_frames[-1] if user_frames else -1
     called = [f for f in frames[last + 1 :] if "/site-packages/" in forward_slashes(f.filename)]
 
     def line(frame: traceback.FrameSummary) -> SourceLine:
         return SourceLine(forward_slashes(frame.filename), frame.lineno or 0, frame.line or "")
 
-    return line(frames[last]) if own else None, line(called[-1]) if called else None
+    return line(frames[last]) if user_frames else None, line(called[-1]) if called else None

@@ -53,15 +53,15 @@ def without_data(model: nn.Module, convert: Callable[[nn.Module], object]) -> nn
             shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
             empty[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_parameter else shape
-    made = structural_copy(model, empty)
+    clone = structural_copy(model, empty)
     try:
-        convert(made)
+        convert(clone)
     except Exception as error:
         raise TraceFailed(
             f"{type(model).__name__} cannot be converted on a copy without data: {first_line(error)}",
             hint="choose a policy that does not call the model's own method, such as apex-o2",
         ) from error
-    return made
+    return clone
 
 
 def make_fake_model(
@@ -84,25 +84,25 @@ def make_fake_model(
         trained: whether parameters keep ``requires_grad``.
         hooked: whether to copy the hooks of parameters.
     """
-    own = named_tensors(model)
+    originals = named_tensors(model)
     source = model if convert is None else without_data(model, convert)
     fakes: dict[int, torch.Tensor] = {}
     for name, tensor in named_tensors(source).items():
         if id(tensor) not in fakes:
-            original = own.get(name, tensor)
+            original = originals.get(name, tensor)
             fake = fake_like(original, mode, dtypes.get(name, original.dtype))
             requires_grad = trained and original.requires_grad and fake.is_floating_point()
             fakes[id(tensor)] = (
                 nn.Parameter(fake, requires_grad) if isinstance(tensor, nn.Parameter) else fake
             )
     if not hooked:
-        made = FakeModel(structural_copy(source, fakes), {})
+        result = FakeModel(structural_copy(source, fakes), {})
     else:
-        hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in own.items()}
+        hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in originals.items()}
         copied = structural_copy(_WithHooks(source, {n: h for n, h in hooks.items() if h}), fakes)
-        made = FakeModel(copied.model, copied.hooks)
-    without_cache(made.model)
-    return made
+        result = FakeModel(copied.model, copied.hooks)
+    without_cache(result.model)
+    return result
 
 
 class _WithHooks(nn.Module):
@@ -119,10 +119,10 @@ def constant_masters(model: nn.Module, copy: nn.Module) -> dict[int, torch.Tenso
     masters: dict[int, torch.Tensor] = {}
     for theirs, ours in zip(model.modules(), copy.modules(), strict=False):
         for name, tensor in vars(ours).items():
-            own: Any = vars(theirs).get(name)
-            tensors = isinstance(tensor, torch.Tensor) and isinstance(own, torch.Tensor)
-            if tensors and tensor.dtype != own.dtype and tensor.shape == own.shape:
-                masters[id(tensor)] = own
+            master: Any = vars(theirs).get(name)
+            tensors = isinstance(tensor, torch.Tensor) and isinstance(master, torch.Tensor)
+            if tensors and tensor.dtype != master.dtype and tensor.shape == master.shape:
+                masters[id(tensor)] = master
     return masters
 
 

@@ -137,16 +137,16 @@ class ObjectSource:
     draw the same numbers, and the model's own generator keeps its state.
     """
 
-    def __init__(self, held: Any) -> None:
-        self._held = held
-        self._state = held.get_state() if isinstance(held, torch.Generator) else None
-        self.__name__ = f"{type(held).__name__.lower()}_of_the_model"
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._state = value.get_state() if isinstance(value, torch.Generator) else None
+        self.__name__ = f"{type(value).__name__.lower()}_of_the_model"
 
     def __call__(self) -> Any:
         """Return the object, or a copy of the generator."""
         if self._state is None:
-            return self._held
-        return torch.Generator(self._held.device).set_state(self._state)
+            return self._value
+        return torch.Generator(self._value.device).set_state(self._state)
 
 
 def _nothing(*args: Any) -> None:

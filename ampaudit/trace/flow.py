@@ -16,7 +16,7 @@ from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
 
 __all__ = ["Flow"]
 
-_HANDED_ON = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
+_PASS_THROUGH = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
 class Flow:
@@ -88,7 +88,7 @@ class Flow:
         """Return the node that computed a value, before views, casts and tuple access."""
         while isinstance(node, fx.Node):
             site = self._sites.get(node)
-            through = node.target is operator.getitem or (site is not None and site.role in _HANDED_ON)
+            through = node.target is operator.getitem or (site is not None and site.role in _PASS_THROUGH)
             if not through or not node.all_input_nodes:
                 return node
             node = node.all_input_nodes[0]
@@ -116,8 +116,8 @@ class Flow:
 
     def makers(self, site: Site) -> list[Site]:
         """Return the sites whose values a site reads."""
-        found = (self.maker(node) for node in self.node(site).all_input_nodes)
-        return [maker for maker in found if maker is not None]
+        sites = (self.maker(node) for node in self.node(site).all_input_nodes)
+        return [maker for maker in sites if maker is not None]
 
     def readers(self, site: Site) -> list[Site]:
         """Return the sites that read a site's value."""
@@ -126,20 +126,20 @@ class Flow:
     def _readers(self, node: fx.Node) -> Iterator[Site]:
         for user in node.users:
             site = self._sites.get(user)
-            if user.target is operator.getitem or (site is not None and site.role in _HANDED_ON):
+            if user.target is operator.getitem or (site is not None and site.role in _PASS_THROUGH):
                 yield from self._readers(user)
             elif site is not None:
                 yield site
 
     def leads_to(self, site: Site, *ops: str, within: int = 3) -> Site | None:
         """Return the nearest reader with one of these ops, within a number of steps."""
-        frontier, seen = [site], {site.id}
+        frontier, visited = [site], {site.id}
         for _ in range(within):
-            following = [r for s in frontier for r in self.readers(s) if r.id not in seen]
+            following = [r for s in frontier for r in self.readers(s) if r.id not in visited]
             for reader in following:
                 if self.base(reader) in ops:
                     return reader
-            seen |= {reader.id for reader in following}
+            visited |= {reader.id for reader in following}
             frontier = following
         return None
 
@@ -156,13 +156,13 @@ class Flow:
 
     def reaches(self, site: SiteId, others: frozenset[SiteId]) -> bool:
         """Return whether a value flows from a site into one of the others."""
-        frontier, seen = [self._nodes[site]], set[fx.Node]()
+        frontier, visited = [self._nodes[site]], set[fx.Node]()
         while frontier:
             for user in frontier.pop().users:
-                found = self._sites.get(user)
-                if found is not None and found.id in others:
+                reader = self._sites.get(user)
+                if reader is not None and reader.id in others:
                     return True
-                if user not in seen:
-                    seen.add(user)
+                if user not in visited:
+                    visited.add(user)
                     frontier.append(user)
         return False

@@ -36,23 +36,23 @@ def is_fourier(op: OpOverload) -> bool:
 
 def signal_sizes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Return the sizes that an op transforms, taken from the output if that is real."""
-    base, named = base_name(op), named_arguments(op, args, kwargs)
-    if "n_fft" in named:
-        return [int(named["n_fft"])]
-    shape = [int(size) for size in named["self"].shape]
+    base, arguments = base_name(op), named_arguments(op, args, kwargs)
+    if "n_fft" in arguments:
+        return [int(arguments["n_fft"])]
+    shape = [int(size) for size in arguments["self"].shape]
     to_real = base in _TO_REAL
     if base == "_fft_c2r":
-        return [*(shape[d] for d in named["dim"][:-1]), int(named["last_dim_size"])]
-    given = named.get("s", named.get("n"))
-    dims = named.get("dim", (-2, -1) if base.endswith("2") else -1 if "n" in argument_names(op) else None)
+        return [*(shape[d] for d in arguments["dim"][:-1]), int(arguments["last_dim_size"])]
+    lengths = arguments.get("s", arguments.get("n"))
+    dims = arguments.get("dim", (-2, -1) if base.endswith("2") else -1 if "n" in argument_names(op) else None)
     if dims is None:
-        dims = range(-len(given), 0) if given is not None else range(len(shape))
+        dims = range(-len(lengths), 0) if lengths is not None else range(len(shape))
     dims = [dims] if isinstance(dims, int) else list(dims)
     sizes = [shape[d] for d in dims]
     if to_real and sizes:
         sizes[-1] = 2 * (sizes[-1] - 1)
-    given = [given] if isinstance(given, int) else given or [-1] * len(sizes)
-    return [size if wanted == -1 else int(wanted) for size, wanted in zip(sizes, given, strict=True)]
+    lengths = [lengths] if isinstance(lengths, int) else lengths or [-1] * len(sizes)
+    return [size if length == -1 else int(length) for size, length in zip(sizes, lengths, strict=True)]
 
 
 def record_half_fourier(
@@ -65,13 +65,13 @@ def record_half_fourier(
         return NotImplemented
     try:
         with unset_fake_temporarily():
-            given = [on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            meta_args, meta_kwargs = pytree.tree_unflatten(given, structure)
+            meta_leaves = [on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            meta_args, meta_kwargs = pytree.tree_unflatten(meta_leaves, structure)
             described = op(*meta_args, **meta_kwargs)
     except (RuntimeError, NotImplementedError):
         return NotImplemented
     result = fake_like(described, fakes[0].fake_mode, described.dtype, fakes[0].device)
     proxies = [proxy_of(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     proxy_args, proxy_kwargs = pytree.tree_unflatten(proxies, structure)
-    made = mode.tracer.create_proxy("call_function", op, proxy_args, proxy_kwargs, name=base_name(op))
-    return track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
+    proxy = mode.tracer.create_proxy("call_function", op, proxy_args, proxy_kwargs, name=base_name(op))
+    return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)

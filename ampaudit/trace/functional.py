@@ -48,9 +48,9 @@ class OnCopy:
         self.op = op
         self.__name__ = f"on_copy_{op._schema.name.split('::')[-1]}"
 
-    def __call__(self, written: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the changed copy."""
-        return self.op(written.clone(), *args, **kwargs)
+        return self.op(target.clone(), *args, **kwargs)
 
 
 def for_any_strides(target: Any) -> Any:
@@ -120,7 +120,7 @@ class _Rewriter:
                 self._write(node)
             elif node.target is FUNCTION_OUTPUTS:
                 self._copy(node)
-                self._begin_again(node)
+                self._restart(node)
             else:
                 self._copy(node)
         self.graph.lint()
@@ -153,15 +153,15 @@ class _Rewriter:
         if view.version == self._versions[view.base]:
             return self._now[node]
         source = self._value(view.source)
-        self._now[node] = self._shown(view.step, source)
+        self._now[node] = self._recompute(view.step, source)
         view.version = self._versions[view.base]
         return self._now[node]
 
-    def _shown(self, step: fx.Node, source: fx.Node) -> fx.Node:
+    def _recompute(self, step: fx.Node, source: fx.Node) -> fx.Node:
         target, args, kwargs = _shaped_by_sizes(step)
-        made = self._add(target, (source, *args), kwargs)
-        made.meta = {key: step.meta[key] for key in ("val",) if key in step.meta}
-        return made
+        view = self._add(target, (source, *args), kwargs)
+        view.meta = {key: step.meta[key] for key in ("val",) if key in step.meta}
+        return view
 
     def _add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Add a node that is not a site, under a new name."""
@@ -169,21 +169,21 @@ class _Rewriter:
         return self.graph.create_node("call_function", target, args, kwargs, name=f"_added_{self._added}")
 
     def _write(self, node: fx.Node) -> None:
-        written: Any = node.args[0]
+        target: Any = node.args[0]
         op: Any = node.target
         args = fx.node.map_arg(node.args, self._value)
         kwargs = fx.node.map_arg(dict(node.kwargs), self._value)
-        made = self.graph.create_node("call_function", OnCopy(op), args, kwargs, name=node.name)
-        made.meta = dict(node.meta)
-        view = self._views[written]
+        result = self.graph.create_node("call_function", OnCopy(op), args, kwargs, name=node.name)
+        result.meta = dict(node.meta)
+        view = self._views[target]
         record = node.meta.get(META_KEY)
-        self._now[view.base] = self._through(written, made, unseen=record is not None and record.no_grad)
+        self._now[view.base] = self._through(target, result, unseen=record is not None and record.no_grad)
         self._versions[view.base] += 1
-        for name in (written, node):
-            self._now[name] = made
+        for name in (target, node):
+            self._now[name] = result
             self._views[name] = replace(view, version=self._versions[view.base])
 
-    def _begin_again(self, applied: fx.Node) -> None:
+    def _restart(self, applied: fx.Node) -> None:
         """Treat values written by a custom function as new, so that views of them follow the mark."""
         for out in marked_values(applied):
             view = self._views[out]
@@ -196,21 +196,21 @@ class _Rewriter:
                 if now is value:
                     self._views[node] = replace(self._views[node], version=self._versions[view.base])
 
-    def _through(self, written: fx.Node, value: fx.Node, *, unseen: bool = False) -> fx.Node:
+    def _through(self, target: fx.Node, value: fx.Node, *, unseen: bool = False) -> fx.Node:
         """Return the base after a write to a view of it."""
-        view = self._views[written]
+        view = self._views[target]
         if view.step is None:
             return value
         chain: list[fx.Node] = []
-        seen: _View = view
-        while seen.step is not None and seen.source is not None:
-            chain.insert(0, seen.step)
-            seen = self._views[seen.source]
+        ancestor: _View = view
+        while ancestor.step is not None and ancestor.source is not None:
+            chain.insert(0, ancestor.step)
+            ancestor = self._views[ancestor.source]
         base = self._now[view.base]
         writer = WriteThrough(tuple(map(_shaped_by_sizes, chain)), unseen)
-        made = self._add(writer, (base, value), {})
-        made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
-        return made
+        result = self._add(writer, (base, value), {})
+        result.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
+        return result
 
 
 class WriteThrough:

@@ -80,11 +80,11 @@ def opened(value: Any, find: TensorFinder) -> Any:
     def open_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf
-        named = find(leaf)
-        if not named:
+        tensor_paths = find(leaf)
+        if not tensor_paths:
             return leaf
-        tensors = [tensor for _, tensor in named]
-        return Opened(tensors, _Template(leaf, tuple(name for name, _ in named), tensors))
+        tensors = [tensor for _, tensor in tensor_paths]
+        return Opened(tensors, _Template(leaf, tuple(name for name, _ in tensor_paths), tensors))
 
     return pytree.tree_map(open_leaf, value)
 

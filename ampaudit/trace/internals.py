@@ -173,8 +173,8 @@ def needs_values(error: Exception) -> bool:
 
 def proxy_of(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:
     """Return the tensor's proxy in a trace, or a constant of the graph unchanged."""
-    found = fetch_object_proxy(mode.tracer, tensor)
-    return found if isinstance(found, torch.Tensor) else found.proxy
+    proxy = fetch_object_proxy(mode.tracer, tensor)
+    return proxy if isinstance(proxy, torch.Tensor) else proxy.proxy
 
 
 @contextmanager

@@ -50,7 +50,7 @@ from ampaudit.trace.internals import (
     without_pre_dispatch,
 )
 from ampaudit.trace.kernels import rejected_number, says_no_kernel, takes_low_precision
-from ampaudit.trace.op_calls import OpCalled, returning, written_into
+from ampaudit.trace.op_calls import OpCalled, functional_overload, resize_outputs
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import READING, PathRecorder
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
@@ -144,8 +144,8 @@ def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSumma
     """Return the frames from the first ``forward`` on, including those that torch leaves out."""
     del tracer
     start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
-    kept = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
-    return StackSummary.from_list(kept)
+    model_frames = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
+    return StackSummary.from_list(model_frames)
 
 
 def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -156,8 +156,8 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], 
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
-        if parameter is not None and (made := function(parameter)) is not parameter:
-            module._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+        if parameter is not None and (new := function(parameter)) is not parameter:
+            module._parameters[name] = nn.Parameter(new, parameter.requires_grad)
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
@@ -246,7 +246,7 @@ class OpRecorder:
             changed = caster.apply(rejection, dtype, changed, self._cast, self._tracer_id)
         if twin is not None:
             with caster.twins.entered(twin.op, site):
-                return call_traced(twin, changed, self._mode, caster.is_written)
+                return call_traced(twin, changed, self._mode, caster.write_count)
         try:
             if caster.kernels.refuses(changed):
                 raise NotImplementedError
@@ -315,15 +315,15 @@ class OpRecorder:
 
     def _record_result(self, record: OpRecord, called: OpCalled) -> Any:
         """Record an op; one with ``out=`` becomes the functional op and a copy."""
-        op = returning(called.op)
+        op = functional_overload(called.op)
         if op is None:
             return self._record(record, called)
-        rest, outs, resized = written_into(called)
+        rest, outs, resized = resize_outputs(called)
         result = self._record(record, OpCalled(op, called.args, rest))
         results = result if isinstance(result, list | tuple) else (result,)
         write = OpRecord(record.decision, replayed=record.replayed)
-        for out, value, moved in zip(outs, results, resized, strict=True):
-            if moved:
+        for out, value, was_resized in zip(outs, results, resized, strict=True):
+            if was_resized:
                 self._record(write, OpCalled(aten.resize_.default, (out, value.shape), {}))
             self._record(write, OpCalled(aten.copy_.default, (out, value), {}))
         return tuple(outs) if isinstance(result, list | tuple) else outs[0]

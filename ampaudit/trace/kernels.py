@@ -88,14 +88,14 @@ def rejected_number(called: OpCalled) -> str | None:
     names = _CONVERTED.get(base_name(called.op).rstrip("_"))
     if names is None:
         return None
-    given = named_arguments(called.op, called.args, called.kwargs)
-    tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
-    dtype = given.get("dtype") or next((t.dtype for t in tensors if t.dtype is not torch.bool), None)
+    arguments = named_arguments(called.op, called.args, called.kwargs)
+    tensors = (value for value in arguments.values() if isinstance(value, torch.Tensor))
+    dtype = arguments.get("dtype") or next((t.dtype for t in tensors if t.dtype is not torch.bool), None)
     if dtype not in LOW_PRECISION_DTYPES:
         return None
     limit = torch.finfo(dtype).max
     for name in names:
-        number = given.get(name)
+        number = arguments.get(name)
         if isinstance(number, int | float) and limit < abs(number) < math.inf:
             return f"{number:g} in {str(dtype).removeprefix('torch.')}"
     return None
@@ -118,7 +118,9 @@ def _error(called: OpCalled, *, wide: bool = False) -> Exception | None:
     large = sum(math.prod(map(example_size, tensor.shape)) for tensor in _tensors(called)) > _LARGEST
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
-        sizes, strides = ([example_size(size) for size in found] for found in (tensor.shape, tensor.stride()))
+        sizes, strides = (
+            [example_size(size) for size in numbers] for numbers in (tensor.shape, tensor.stride())
+        )
         dtype = WIDE.get(tensor.dtype, tensor.dtype) if wide else tensor.dtype
         device = "meta" if large and not is_foreign(called.op) else tensor.device
         return torch.empty_strided(sizes, strides, dtype=dtype, device=device).zero_()

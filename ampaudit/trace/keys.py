@@ -19,7 +19,7 @@ __all__ = ["TraceCache", "call_key", "value_key"]
 
 Traced = TypeVar("Traced")
 
-_KEPT = 8  # traces per key: those of the states seen last
+_MAX_TRACES = 8  # traces per key: those of the states seen last
 
 _VALUES = (types.NoneType, bool, int, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device)
 
@@ -48,16 +48,16 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     first: dict[int, int] = {}
-    found: list[Any] = []
+    keys: list[Any] = []
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
-            found.append(_Identity(leaf))  # no trace can follow it
+            keys.append(_Identity(leaf))  # no trace can follow it
         elif isinstance(leaf, torch.Tensor):
             same = first.setdefault(id(leaf), number)
-            found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, same))
+            keys.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, same))
         else:
-            found.append(value_key(leaf))
-    return (spec, *found)
+            keys.append(value_key(leaf))
+    return (spec, *keys)
 
 
 def value_key(value: Any) -> Any:
@@ -65,36 +65,36 @@ def value_key(value: Any) -> Any:
     return _value_key(value, {})
 
 
-def _value_key(value: Any, seen: dict[int, int]) -> Any:
+def _value_key(value: Any, visited: dict[int, int]) -> Any:
     if isinstance(value, _VALUES):
         return type(value), value
     if isinstance(value, float):
         return float, value.hex()  # -0.0 is not 0.0, and NaN is NaN
-    if id(value) in seen:
-        return "seen", seen[id(value)]
-    seen[id(value)] = len(seen)
+    if id(value) in visited:
+        return "seen", visited[id(value)]
+    visited[id(value)] = len(visited)
     if isinstance(value, torch.Tensor):
         return _Identity(value), value._version
     if isinstance(value, np.ndarray):
         return np.ndarray, value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, dict):
-        return type(value), tuple((_value_key(k, seen), _value_key(v, seen)) for k, v in value.items())
+        return type(value), tuple((_value_key(k, visited), _value_key(v, visited)) for k, v in value.items())
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(_value_key(item, seen) for item in value)
+        return type(value), frozenset(_value_key(item, visited) for item in value)
     if isinstance(value, list | tuple | collections.deque):
-        return type(value), tuple(_value_key(item, seen) for item in value)
+        return type(value), tuple(_value_key(item, visited) for item in value)
     if isinstance(value, collections.abc.Iterator):
         return object()
-    return _object_key(value, seen)
+    return _object_key(value, visited)
 
 
-def _object_key(value: Any, seen: dict[int, int]) -> Any:
+def _object_key(value: Any, visited: dict[int, int]) -> Any:
     """Compare a plain object by its class and attributes, others by their own equality."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module | types.FunctionType | types.MethodType | types.ModuleType):
         return _Identity(value)
     if isinstance(attributes, dict):
-        return type(value), _value_key(attributes, seen)
+        return type(value), _value_key(attributes, visited)
     if isinstance(value, collections.abc.Hashable):
         return type(value), value
     return _Identity(value)
@@ -104,26 +104,26 @@ class TraceCache(Generic[Traced]):
     """Keeps traces by the key of a call and by the state of the model."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, list[tuple[PythonState, Traced]]] = {}
+        self._traces: dict[Any, list[tuple[PythonState, Traced]]] = {}
         self._fixed = False
 
     def find(self, key: tuple[Any, ...], suits: Callable[[Traced], bool] = lambda _: True) -> Traced | None:
         """Return the trace that is currently valid for such a call, among those that suit it."""
-        found = self._kept.get(key, ())
-        valid = (traced for state, traced in found if self._fixed or state.unchanged())
+        entries = self._traces.get(key, ())
+        valid = (traced for state, traced in entries if self._fixed or state.unchanged())
         return next((traced for traced in valid if suits(traced)), None)
 
     def fixed(self) -> TraceCache[Traced]:
         """Share traces with a copy of the model that a tool has hooked, without comparing states."""
-        made: TraceCache[Traced] = TraceCache()
-        made._kept, made._fixed = self._kept, True
-        return made
+        cache: TraceCache[Traced] = TraceCache()
+        cache._traces, cache._fixed = self._traces, True
+        return cache
 
     def keep(self, key: tuple[Any, ...], state: PythonState, traced: Traced) -> None:
         """Store a trace, with the model's state before it."""
-        kept = self._kept.setdefault(key, [])
-        kept.insert(0, (state, traced))
-        del kept[_KEPT:]
+        entries = self._traces.setdefault(key, [])
+        entries.insert(0, (state, traced))
+        del entries[_MAX_TRACES:]
 
     def __len__(self) -> int:
-        return sum(map(len, self._kept.values()))
+        return sum(map(len, self._traces.values()))

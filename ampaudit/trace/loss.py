@@ -56,10 +56,10 @@ class WithLoss(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> LossAndOutput:
         """Return the output and a scalar loss; ``item`` comes from ``item_apart``."""
-        given = tensor_leaves(args, kwargs)
+        inputs = tensor_leaves(args, kwargs)
         output = placed(self.inner(*args, **kwargs), self.output_dtype)
         item = pytree.tree_map(
-            lambda leaf: given[leaf.index] if isinstance(leaf, _InputReference) else leaf, item
+            lambda leaf: inputs[leaf.index] if isinstance(leaf, _InputReference) else leaf, item
         )
         return LossAndOutput(getattr(self, LOSS)(output, item), output)
 
@@ -71,9 +71,9 @@ class _Loss(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Loss:
         """Share the user's function instead of copying it."""
-        made = _Loss(self._function)
-        made.training = self.training
-        return made
+        clone = _Loss(self._function)
+        clone.training = self.training
+        return clone
 
     def forward(self, output: Any, item: Any) -> torch.Tensor:
         return call_loss(self._function, output, item)
@@ -88,8 +88,10 @@ def takes_batch(function: Callable[..., Any]) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [p for p in parameters if p.kind in kinds]
     required = [p for p in positional if p.default is p.empty]
-    named = len(positional) > 1 and positional[1].name == "batch"
-    return len(required) >= 2 or named or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    has_batch = len(positional) > 1 and positional[1].name == "batch"
+    return (
+        len(required) >= 2 or has_batch or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    )
 
 
 def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> torch.Tensor:
@@ -119,9 +121,9 @@ def _own_loss(output: Any) -> Any:
     """Return the output itself, or its ``loss``, as in Transformers' models with labels."""
     if isinstance(output, torch.Tensor):
         return output
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
-    if found is None and isinstance(output, tuple | list) and len(output) == 1:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, tuple | list) and len(output) == 1:
         return output[0]
-    return output if found is None else found
+    return output if loss is None else loss

@@ -24,13 +24,13 @@ from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of
 
 __all__ = [
     "OpCalled",
+    "functional_overload",
     "refuse_mixed_product",
-    "returning",
+    "resize_outputs",
     "with_dtype",
     "with_dtype_overload",
     "with_low_precision_dtype",
     "with_stored_numbers",
-    "written_into",
 ]
 
 _PRODUCTS = frozenset(
@@ -59,9 +59,9 @@ class OpCalled:
 
 def with_dtype(called: OpCalled) -> OpCalled:
     """Set an unset ``dtype`` to float32; like autocast, only for 16-bit input."""
-    given = called.named
-    first = given.get(argument_names(called.op)[0])
-    if given.get("dtype") is None and getattr(first, "dtype", None) in CASTABLE_DTYPES:
+    arguments = called.named
+    first = arguments.get(argument_names(called.op)[0])
+    if arguments.get("dtype") is None and getattr(first, "dtype", None) in CASTABLE_DTYPES:
         return replace(called, kwargs=called.kwargs | {"dtype": torch.float32})
     return called
 
@@ -93,16 +93,16 @@ def with_stored_numbers(
     def stored(key: int | str, name: str, value: Any) -> Any:
         if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
             return value
-        made = value
+        number = value
         if limits is not None:
             magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
-            made = math.copysign(magnitude, value)
+            number = math.copysign(magnitude, value)
         if dtype is not None:
             with without_modes():
-                made = float(torch.tensor(made, dtype=torch.float64).to(torch.float32).to(dtype))
-        if made != value:
+                number = float(torch.tensor(number, dtype=torch.float64).to(torch.float32).to(dtype))
+        if number != value:
             originals[key] = value
-        return made
+        return number
 
     if limits is None and dtype is None:
         return called, {}
@@ -114,42 +114,42 @@ def with_stored_numbers(
 
 def refuse_mixed_product(called: OpCalled) -> None:
     """Raise like a kernel, unlike fake tensors: the factors of a product need one dtype."""
-    found = {a.dtype for a in called.args if isinstance(a, torch.Tensor) and a.is_floating_point()}
-    if base_name(called.op) in _PRODUCTS and len(found) > 1:
-        names = " and ".join(sorted(map(dtype_name, found)))
+    dtypes = {a.dtype for a in called.args if isinstance(a, torch.Tensor) and a.is_floating_point()}
+    if base_name(called.op) in _PRODUCTS and len(dtypes) > 1:
+        names = " and ".join(sorted(map(dtype_name, dtypes)))
         raise RuntimeError(f"{op_name(called.op)} of {names}: expected both to have the same dtype")
 
 
 @cache
 def _out_arguments(op: OpOverload) -> tuple[str, ...]:
     """Return the names of the ``out=`` arguments, which the op writes its results to."""
-    written = [op._schema.arguments[position] for position in mutated_arguments(op)]
-    only = all(argument.kwarg_only and str(argument.type) == "Tensor" for argument in written)
-    return tuple(argument.name for argument in written) if only else ()
+    outputs = [op._schema.arguments[position] for position in mutated_arguments(op)]
+    only = all(argument.kwarg_only and str(argument.type) == "Tensor" for argument in outputs)
+    return tuple(argument.name for argument in outputs) if only else ()
 
 
 @cache
-def returning(op: OpOverload) -> OpOverload | None:
+def functional_overload(op: OpOverload) -> OpOverload | None:
     """Return the functional overload; its additional arguments have defaults."""
     names = _out_arguments(op)
     if not names:
         return None
-    taken = [_kind(argument) for argument in op._schema.arguments if argument.name not in names]
-    found: list[tuple[int, OpOverload]] = []
+    required = [_kind(argument) for argument in op._schema.arguments if argument.name not in names]
+    candidates: list[tuple[int, OpOverload]] = []
     for overload in op.overloadpacket.overloads():
         other: OpOverload = getattr(op.overloadpacket, overload)
-        more = [a for a in other._schema.arguments if _kind(a) not in taken]
-        takes_all = len(other._schema.arguments) - len(more) == len(taken)
+        more = [a for a in other._schema.arguments if _kind(a) not in required]
+        takes_all = len(other._schema.arguments) - len(more) == len(required)
         if takes_all and not mutated_arguments(other) and all(a.has_default_value() for a in more):
-            found.append((len(more), other))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+            candidates.append((len(more), other))
+    return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
 
 def _kind(argument: Any) -> tuple[str, str]:
     return argument.name, str(argument.type)
 
 
-def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:
+def resize_outputs(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:
     """Call the op once, unrecorded, for its errors and to resize its outputs.
 
     Returns:
@@ -163,7 +163,7 @@ def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], 
     with disable_proxy_modes_tracing():
         op(*called.args, **kwargs)
     rest = {name: value for name, value in kwargs.items() if name not in names}
-    other = returning(op)
+    other = functional_overload(op)
     if other is not None and _is_factory(op, other):
         rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
     return rest, outs, [sizes_of(out) != size for out, size in zip(outs, before, strict=True)]

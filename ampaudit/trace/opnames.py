@@ -30,7 +30,6 @@ __all__ = [
     "is_composite",
     "is_foreign",
     "is_view",
-    "kept_whole",
     "may_write",
     "mutated_arguments",
     "named_arguments",
@@ -39,6 +38,7 @@ __all__ = [
     "returned_arguments",
     "rounds_once",
     "selects",
+    "stays_whole",
     "written_arguments",
     "written_values",
 ]
@@ -131,7 +131,7 @@ def is_composite(op: OpOverload) -> bool:
 
 
 @cache
-def kept_whole(op: OpOverload) -> bool:
+def stays_whole(op: OpOverload) -> bool:
     """Return whether a composite op stays one site when no rule mentions it."""
     return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
 
@@ -169,9 +169,9 @@ def selects(op: OpOverload) -> bool:
 
 def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that a call writes to; the members of a list one by one."""
-    names, given = argument_names(op), named_arguments(op, args, kwargs)
-    found = [given.get(names[position]) for position in written_arguments(op, args, kwargs)]
-    return [item for value in found for item in (value if isinstance(value, list | tuple) else (value,))]
+    names, arguments = argument_names(op), named_arguments(op, args, kwargs)
+    values = [arguments.get(names[position]) for position in written_arguments(op, args, kwargs)]
+    return [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
 
 
 @cache
@@ -203,12 +203,12 @@ def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
     Norms update running statistics in training mode, which only a flag tells.
     """
-    given = named_arguments(op, args, kwargs)
-    training = any(given.get(flag) is True for flag in _TRAINING)
+    arguments = named_arguments(op, args, kwargs)
+    training = any(arguments.get(flag) is True for flag in _TRAINING)
     if "backward" in base_name(op) or not (training or base_name(op) in _UPDATING):
         return mutated_arguments(op)
     names = enumerate(argument_names(op))
-    hidden = {p for p, name in names if name in _STATISTICS and given.get(name) is not None}
+    hidden = {p for p, name in names if name in _STATISTICS and arguments.get(name) is not None}
     return tuple(sorted({*mutated_arguments(op), *hidden}))
 
 
@@ -220,7 +220,7 @@ class InnerOps:
     """Finds the ops that other ops call, by running these once on the meta device."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[OpOverload, str], frozenset[str]] = {}
+        self._names: dict[tuple[OpOverload, str], frozenset[str]] = {}
 
     def mentioned(
         self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]
@@ -235,25 +235,25 @@ class InnerOps:
         if composite_kernel(op) is None or is_view(op) or inner_op(op_name(op)) is not None:
             return False
         key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
-        if key not in self._found:
-            self._found[key] = _inner_ops(op, args, kwargs)
-        return bool(self._found[key] & (names if is_composite(op) else names & _PRODUCTS))
+        if key not in self._names:
+            self._names[key] = _inner_ops(op, args, kwargs)
+        return bool(self._names[key] & (names if is_composite(op) else names & _PRODUCTS))
 
 
 def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
     """Return the policy names of the ops that a composite op calls before it reads values."""
     kernel = composite_kernel(op)
-    seen = _Names()
+    recorder = _OpNames()
     if kernel is None:
         return frozenset()
-    with without_modes(), torch.no_grad(), without_autocast(), seen:
+    with without_modes(), torch.no_grad(), without_autocast(), recorder:
         try:
-            given = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
-            given = pytree.tree_map_only(torch.SymInt, example_size, given)
-            kernel(*given[0], **given[1])
+            meta_args = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+            meta_args = pytree.tree_map_only(torch.SymInt, example_size, meta_args)
+            kernel(*meta_args[0], **meta_args[1])
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             pass
-    return frozenset(seen.found)
+    return frozenset(recorder.names)
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,15 +272,15 @@ def example_size(size: int | torch.SymInt) -> Any:
     return size.node.maybe_as_int() if size.node.hint is None else size.node.hint
 
 
-class _Names(TorchDispatchMode):
+class _OpNames(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note one inner op."""
         del types
-        self.found.add(op_name(func))
+        self.names.add(op_name(func))
         return func(*args, **(kwargs or {}))

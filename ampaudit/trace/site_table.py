@@ -45,9 +45,9 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
 
 def _number(value: Any) -> torch.Tensor | None:
     """Return the first floating-point tensor, or else the first complex one."""
-    found = float_value(value)
-    if found is not None:
-        return found
+    number = float_value(value)
+    if number is not None:
+        return number
     items = value if isinstance(value, list | tuple) else (value,)
     return next((item for item in items if isinstance(item, torch.Tensor) and item.is_complex()), None)
 
@@ -68,13 +68,13 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
         short = f"cast({weight.name.rsplit('.', 1)[-1]})"
     elif role is Role.INSERTED_CAST:
         short = "cast"
-    given = record.site if record is not None and role is not Role.WEIGHT_CAST else None
+    site_id = record.site if record is not None and role is not Role.WEIGHT_CAST else None
     value = _number(results_of(node))
     source, caller = source_lines(meta.get("stack_trace"))
     if record is not None and record.twin is not None:
         caller = record.twin.called_at
     return Site(
-        id=given or numbering.next_id(layer, short),
+        id=site_id or numbering.next_id(layer, short),
         node=node.name,
         layer=layer,
         layer_type=layer_type,
@@ -96,8 +96,8 @@ def results_of(node: fx.Node) -> Any:
     """Return the (fake) results of a node, which an op that returns nothing writes to its arguments."""
     if not isinstance(node.target, OpOverload) or node.target._schema.returns:
         return node.meta.get("val")
-    found = written_values(node.target, node.args, dict(node.kwargs))
-    return [value.meta.get("val") for value in found if isinstance(value, fx.Node)]
+    values = written_values(node.target, node.args, dict(node.kwargs))
+    return [value.meta.get("val") for value in values if isinstance(value, fx.Node)]
 
 
 def _cast_weight(node: fx.Node, weights: dict[str, Placeholder]) -> Placeholder | None:

@@ -38,9 +38,9 @@ def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine
     model = [frame for frame in frames if not is_tool_file(frame.file)]
     if not model:
         return None, None
-    own = [frame for frame in model if not is_library(frame.file)]
+    user_lines = [frame for frame in model if not is_library(frame.file)]
     innermost = model[-1]
-    caller = own[-1] if own and own[-1] != innermost else None
+    caller = user_lines[-1] if user_lines and user_lines[-1] != innermost else None
     return innermost, caller
 
 
@@ -56,8 +56,10 @@ def running_lines() -> tuple[SourceLine | None, SourceLine | None]:
     model = [(file, line) for file, line, _ in inside if not (is_tool_file(file) or file.startswith("<"))]
     if not model:
         return None, None
-    own = next((place for place in model if not is_library(place[0])), None)
-    return code_line(*model[0]), code_line(*own) if own is not None and own != model[0] else None
+    user_line = next((place for place in model if not is_library(place[0])), None)
+    return code_line(*model[0]), code_line(*user_line) if user_line is not None and user_line != model[
+        0
+    ] else None
 
 
 def calling_line() -> SourceLine | None:
@@ -70,12 +72,12 @@ def _frames(stack_trace: str) -> list[SourceLine]:
     frames: list[SourceLine] = []
     lines = stack_trace.splitlines()
     for index, text in enumerate(lines):
-        found = _FRAME.match(text)
-        if not found:
+        match = _FRAME.match(text)
+        if not match:
             continue
         following = lines[index + 1].strip() if index + 1 < len(lines) else ""
         code = "" if _FRAME.match(following) else following
-        frames.append(SourceLine(forward_slashes(found["file"]), int(found["line"]), code))
+        frames.append(SourceLine(forward_slashes(match["file"]), int(match["line"]), code))
     return frames
 
 

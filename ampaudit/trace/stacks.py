@@ -70,14 +70,14 @@ class StackChoice:
         return used
 
 
-def parameter_use(graphs: Collection[TracedModel], chosen: Mapping[str, Collection[int]]) -> ParameterUse:
-    """Return what graphs use of the parameters.
+def parameter_use(graphs: Collection[TracedModel], choices: Mapping[str, Collection[int]]) -> ParameterUse:
+    """Return which parameters, and which parts of stacks, are used by any of the graphs.
 
-    A tied parameter counts for the first layer that has it, and is used if it is under any name.
+    A tied parameter counts for the first layer that has it, and is used if any of its names is.
 
     Args:
-        graphs: of all batches.
-        chosen: by name of a stack, the numbers of the matrices that tensors chose in a run.
+        graphs: Graphs of all batches.
+        choices: Numbers of the matrices that tensors chose in a run, by name of the stack.
     """
     used: set[str] = set()
     sizes: dict[str, int] = {}
@@ -95,13 +95,13 @@ def parameter_use(graphs: Collection[TracedModel], chosen: Mapping[str, Collecti
                 counted.add(id(tensor))
                 if tensor.dim() > 2 and id(tensor) in read:
                     stacks[place.name] = tensor
-    taken = {part for each in graphs for part in slices_taken(each)}
-    taken |= {(name, number) for name, numbers in chosen.items() for number in numbers}
+    slices = {part for each in graphs for part in slices_taken(each)}
+    slices |= {(name, number) for name, numbers in choices.items() for number in numbers}
     parts: dict[str, UnusedSlices] = {}
     for name, tensor in stacks.items():
         layer = name.rpartition(".")[0]
-        unused = sum((name, number) not in taken for number in range(len(tensor)))
-        if unused and (name, None) not in taken:
+        unused = sum((name, number) not in slices for number in range(len(tensor)))
+        if unused and (name, None) not in slices:
             before = parts[layer].elements if layer in parts else 0
             parts[layer] = UnusedSlices(unused, len(tensor), before + unused * tensor[0].numel())
     return ParameterUse(frozenset(used), sizes, parts)
@@ -115,23 +115,23 @@ def slices_taken(traced: TracedModel) -> set[tuple[str, int | None]]:
 
 def stack_choices(traced: TracedModel) -> dict[fx.Node, StackChoice]:
     """Return the calls in which a tensor chooses."""
-    found: dict[fx.Node, StackChoice] = {}
+    choices: dict[fx.Node, StackChoice] = {}
     for name, count, stack, user in _reads(traced):
         op = overload_of(user.target)
         if op is None:
             continue
-        given, base = named_arguments(op, user.args, dict(user.kwargs)), base_name(op)
+        arguments, base = named_arguments(op, user.args, dict(user.kwargs)), base_name(op)
         index: Any = None
         grouped = "grouped_mm" in base
-        if grouped and given.get("mat2", given.get("weight")) is stack:
-            index = given.get("offs")
-        elif base == "index" and given["self"] is stack:
-            index = given["indices"][0]
-        elif base == "index_select" and given["dim"] == 0:
-            index = given["index"]
+        if grouped and arguments.get("mat2", arguments.get("weight")) is stack:
+            index = arguments.get("offs")
+        elif base == "index" and arguments["self"] is stack:
+            index = arguments["indices"][0]
+        elif base == "index_select" and arguments["dim"] == 0:
+            index = arguments["index"]
         if isinstance(index, fx.Node):
-            found[user] = StackChoice(name, count, grouped, index)
-    return found
+            choices[user] = StackChoice(name, count, grouped, index)
+    return choices
 
 
 def _reads(traced: TracedModel) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:

@@ -74,19 +74,19 @@ class PythonState:
         self._constants: list[torch.Tensor] = []
         self._arrays: list[tuple[Any, bytes]] = []
         self._never = False
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         for table in global_hooks:
             self._add(table, dict(table), "torch.nn")
         for path, module in model.named_modules():
             self._module(module, path)
-        self._held = [t for table in self._tables for t in table.values() if t is not None]
-        self._dtypes = [t.dtype for t in self._held]
+        self._table_tensors = [t for table in self._tables for t in table.values() if t is not None]
+        self._dtypes = [t.dtype for t in self._table_tensors]
         self._versions = [t._version for t in self._constants]
-        del self._seen
+        del self._visited
 
     def unchanged(self) -> bool:
         """Return whether the model is still in the state of the snapshot."""
-        if self._never or [t.dtype for t in self._held] != self._dtypes:
+        if self._never or [t.dtype for t in self._table_tensors] != self._dtypes:
             return False
         if [t._version for t in self._constants] != self._versions:
             return False
@@ -108,9 +108,9 @@ class PythonState:
                 yield StateChange(number, name or self.names[number], then, _shallow(now), plain, stale)
 
     def _module(self, module: nn.Module, path: str) -> None:
-        if id(module) in self._seen:
+        if id(module) in self._visited:
             return
-        self._seen.add(id(module))
+        self._visited.add(id(module))
         attributes = vars(module)
         self._add(attributes, dict(attributes), path)
         for name, value in attributes.items():
@@ -128,12 +128,12 @@ class PythonState:
         self.names.append(name)
 
     def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, _SKIPPED) or id(value) in self._seen:
+        if isinstance(value, _SKIPPED) or id(value) in self._visited:
             return
         if isinstance(value, nn.Module):
             self._module(value, name)
             return
-        self._seen.add(id(value))
+        self._visited.add(id(value))
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self._constants.append(value)
@@ -158,8 +158,8 @@ class PythonState:
         if isinstance(value, types.MethodType):
             self._visit(value.__self__, name)
         for cell in getattr(value, "__closure__", None) or ():
-            if id(cell) not in self._seen and cell != types.CellType():
-                self._seen.add(id(cell))
+            if id(cell) not in self._visited and cell != types.CellType():
+                self._visited.add(id(cell))
                 self._add(cell, types.CellType(cell.cell_contents), name)
                 self._visit(cell.cell_contents, name)
         attributes = getattr(value, "__dict__", None)
@@ -184,8 +184,10 @@ def _repeat(then: Any, now: Any, container: Any) -> None:
         new = {key: copy.deepcopy(value) for key, value in now.items() if _differs(then, key, value)}
         container.update(new)
     elif isinstance(now, list):
-        kept = [old is new for old, new in zip(then, now, strict=False)]
-        container[:] = [container[i] if i < len(kept) and kept[i] else item for i, item in enumerate(now)]
+        unchanged = [old is new for old, new in zip(then, now, strict=False)]
+        container[:] = [
+            container[i] if i < len(unchanged) and unchanged[i] else item for i, item in enumerate(now)
+        ]
     else:
         container.clear()
         (container.update if isinstance(now, set) else container.extend)(now)

@@ -55,7 +55,7 @@ def rounded_names(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 
 
 def _stored(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    stored = _chosen(model, weights, low_dtype)
+    stored = _policy_dtypes(model, weights, low_dtype)
     apart = {name for names in _tied_apart(model, stored) for name in names}
     return {name: dtype for name, dtype in stored.items() if name not in apart}
 
@@ -64,13 +64,13 @@ def split_ties(
     model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype
 ) -> tuple[tuple[str, ...], ...]:
     """Return groups of names of one tensor that the policy would store differently."""
-    return _tied_apart(model, _chosen(model, weights, low_dtype))
+    return _tied_apart(model, _policy_dtypes(model, weights, low_dtype))
 
 
-def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _policy_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
     if weights.storage == "float32":
         return {}
-    listed = _kept_in_fp32(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
+    listed = _fp32_modules(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
     rules = [rule for rule in weights.keep if not rule.dtype or dtype_name(low_dtype) in rule.dtype]
     rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -78,8 +78,12 @@ def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> 
     if convert is None:
         cast = {name: low_dtype for name, tensor in tensors.items() if is_cast(tensor.dtype, weights)}
     else:
-        made = named_tensors(without_data(model, convert))
-        cast = {n: made[n].dtype for n, t in tensors.items() if n in made and made[n].dtype != t.dtype}
+        new_tensors = named_tensors(without_data(model, convert))
+        cast = {
+            n: new_tensors[n].dtype
+            for n, t in tensors.items()
+            if n in new_tensors and new_tensors[n].dtype != t.dtype
+        }
     return {
         name: dtype
         for name, dtype in cast.items()
@@ -91,7 +95,7 @@ def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> 
 
 def kept_by_author(model: nn.Module, low_dtype: torch.dtype) -> Callable[[str], bool]:
     """Return a test for parameters that the model's class keeps in FP32."""
-    listed = _kept_in_fp32(model, low_dtype)
+    listed = _fp32_modules(model, low_dtype)
     return lambda name: _is_listed(name, listed)
 
 
@@ -109,7 +113,7 @@ def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tu
 
 def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> tuple[str, ...]:
     """Describe which modules the model asks to keep in FP32, and whether the policy does."""
-    listed = _kept_in_fp32(model, low_dtype)
+    listed = _fp32_modules(model, low_dtype)
     if weights.storage == "float32" or not listed:
         return ()
     respected = weights.keep_fp32_modules == "respect"
@@ -122,7 +126,7 @@ def _is_loaded(name: str, module: nn.Module) -> bool:
     return name.rpartition(".")[2] not in module._non_persistent_buffers_set
 
 
-def _kept_in_fp32(model: nn.Module, low_dtype: torch.dtype) -> tuple[str, ...]:
+def _fp32_modules(model: nn.Module, low_dtype: torch.dtype) -> tuple[str, ...]:
     """Return the names of modules that the model asks to keep in FP32.
 
     Transformers heeds ``_keep_in_fp32_modules`` for float16 only, and the strict list for both formats.

@@ -41,8 +41,8 @@ def structural_copy(model: Module, replace: Mapping[int, Any] | None = None) -> 
         replace: replacements by the ``id`` of a tensor or a module; other tensors are cloned. A mapping of
             each parameter to itself makes a copy that shares parameters and has buffers of its own.
     """
-    made: Module = _Copier(replace or {}).copied(model)
-    return made
+    clone: Module = _Copier(replace or {}).copied(model)
+    return clone
 
 
 class _Copier:
@@ -72,75 +72,75 @@ class _Copier:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if value.is_leaf:
             with contextlib.suppress(Exception):
-                made: torch.Tensor = copy.deepcopy(value, self._memo)  # views of one storage stay so
-                return made
+                tensor: torch.Tensor = copy.deepcopy(value, self._memo)  # views of one storage stay so
+                return tensor
         return value.detach().clone()
 
-    def _filled(self, made: Any, value: Any) -> Any:
+    def _filled(self, target: Any, value: Any) -> Any:
         """Fill an empty object with copies of another one's attributes."""
-        self._memo[id(value)] = made
+        self._memo[id(value)] = target
         for name, item in getattr(value, "__dict__", {}).items():
-            made.__dict__[name] = self.copied(item)
+            target.__dict__[name] = self.copied(item)
         for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
             with contextlib.suppress(AttributeError):
-                object.__setattr__(made, name, self.copied(getattr(value, name)))
-        return made
+                object.__setattr__(target, name, self.copied(getattr(value, name)))
+        return target
 
     def _object(self, value: Any) -> Any:
         """Copy by the object's own protocol, else attribute by attribute, else share it."""
         if hasattr(type(value), "__del__"):
             return value
-        known = len(self._memo)
+        size_before = len(self._memo)
         for attempt in (self._by_protocol, self._by_attributes):
             try:
                 return attempt(value)
             except Exception:
-                while len(self._memo) > known:  # a half-made copy, and what refers to it
+                while len(self._memo) > size_before:  # a half-made copy, and what refers to it
                     self._memo.popitem()
         return value
 
     def _by_protocol(self, value: Any) -> Any:
         """Copy as ``copy.deepcopy`` does, but share parts that cannot be copied."""
-        own = getattr(value, "__deepcopy__", None)
-        if own is not None:
-            return own(self._memo)
+        deepcopy = getattr(value, "__deepcopy__", None)
+        if deepcopy is not None:
+            return deepcopy(self._memo)
         reduce = copyreg.dispatch_table.get(type(value))
         reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
         if isinstance(reduced, str):
             return value
         make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        made = make(*map(self.copied, args))
-        self._memo[id(value)] = made
+        instance = make(*map(self.copied, args))
+        self._memo[id(value)] = instance
         if state is not None:
-            _set_state(made, self.copied(state))
+            _set_state(instance, self.copied(state))
         for item in items or ():
-            made.append(self.copied(item))
+            instance.append(self.copied(item))
         for key, item in pairs or ():
-            made[self.copied(key)] = self.copied(item)
-        return made
+            instance[self.copied(key)] = self.copied(item)
+        return instance
 
     def _by_attributes(self, value: Any) -> Any:
         """Copy a plain Python object that cannot be pickled; ``__new__`` fails for others."""
         return self._filled(object.__new__(type(value)), value)
 
     def list(self, value: list[Any]) -> Any:
-        made: list[Any] = []
-        self._memo[id(value)] = made
-        made.extend(map(self.copied, value))
-        return made
+        items: list[Any] = []
+        self._memo[id(value)] = items
+        items.extend(map(self.copied, value))
+        return items
 
     def dict(self, value: dict[Any, Any]) -> Any:
-        made: dict[Any, Any] = {}
-        self._memo[id(value)] = made
-        made.update((self.copied(key), self.copied(item)) for key, item in value.items())
-        return made
+        items: dict[Any, Any] = {}
+        self._memo[id(value)] = items
+        items.update((self.copied(key), self.copied(item)) for key, item in value.items())
+        return items
 
     def set(self, value: set[Any]) -> Any:
         return set(map(self.copied, value))
 
     def tuple(self, value: tuple[Any, ...]) -> Any:
-        made = tuple(map(self.copied, value))
-        return value if all(new is old for new, old in zip(made, value, strict=True)) else made
+        items = tuple(map(self.copied, value))
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
 
     def method(self, value: types.MethodType) -> Any:
         return types.MethodType(value.__func__, self.copied(value.__self__))
@@ -155,18 +155,18 @@ class _Copier:
         if not value.__closure__:
             return value
         cells = tuple(map(self.copied, value.__closure__))
-        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
-        self._memo[id(value)] = made
+        function = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        self._memo[id(value)] = function
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-            setattr(made, name, self.copied(getattr(value, name)))
-        made.__qualname__, made.__module__ = value.__qualname__, value.__module__
-        return made
+            setattr(function, name, self.copied(getattr(value, name)))
+        function.__qualname__, function.__module__ = value.__qualname__, value.__module__
+        return function
 
     def cell(self, value: types.CellType) -> Any:
-        self._memo[id(value)] = made = types.CellType()
+        self._memo[id(value)] = cell = types.CellType()
         with contextlib.suppress(ValueError):  # an empty one
-            made.cell_contents = self.copied(value.cell_contents)
-        return made
+            cell.cell_contents = self.copied(value.cell_contents)
+        return cell
 
     def weak(self, value: weakref.ref[Any]) -> Any:
         target = value()
@@ -186,11 +186,11 @@ _SPECIAL: Mapping[type, Callable[[_Copier, Any], Any]] = {
 }
 
 
-def _set_state(made: Any, state: Any) -> None:
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
+def _set_state(instance: Any, state: Any) -> None:
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
         return
     attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    made.__dict__.update(attributes or {})
+    instance.__dict__.update(attributes or {})
     for name, item in (slots or {}).items():
-        setattr(made, name, item)
+        setattr(instance, name, item)

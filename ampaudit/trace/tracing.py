@@ -104,14 +104,16 @@ def trace(
     fp32_trace = capture(model, args, kwargs, replace(config, rules=uncast, author_rules=uncast, planned={}))
     sites = _plan_sites(fp32_trace)
     decisions = plan_graph(rules, sites)
-    own = {SiteId(site.facts.site): made for site, made in zip(sites, decisions, strict=True)}
+    own_decisions = {
+        SiteId(site.facts.site): decision for site, decision in zip(sites, decisions, strict=True)
+    }
     replay = Fp32Replay(model, fp32_trace)
     replay.training = model.training
     inputs = tuple(tensor_leaves(args, kwargs))
     config = replace(
         config,
         author_rules=uncast,
-        planned={**own, **config.planned},
+        planned={**own_decisions, **config.planned},
         edits={},
         follow_backward=None,
         path=PathTracing.OFF if fp32_trace.path is None else PathTracing.ON,
@@ -136,17 +138,17 @@ def trace(
 def _plan_sites(traced: TracedModel) -> list[PlanSite]:
     """List the ops of a graph as the policy sees them, with the flow of floats between them."""
     index: dict[fx.Node, int] = {}
-    found: list[PlanSite] = []
+    sites: list[PlanSite] = []
     by_node = traced.site_of_node
     for node in traced.graph.nodes:
         sources = {index[n] for n in node.all_input_nodes if n in index and _is_float(n)}
         site = by_node.get(node.name)
         if site is not None and site.facts is not None:
-            index[node] = len(found)
-            found.append(PlanSite(site.facts, tuple(sorted(sources))))
+            index[node] = len(sites)
+            sites.append(PlanSite(site.facts, tuple(sorted(sources))))
         elif len(sources) == 1:
             index[node] = sources.pop()  # a cast, or one item of a result
-    return found
+    return sites
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -70,24 +70,24 @@ def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any],
         TwinFailed: it raises, changes an argument that the op does not, or its results are of another kind.
     """
     expected = _described(called)
-    written = {id(value) for value in written_values(called.op, called.args, called.kwargs)}
-    given = [t for t in _tensors((called.args, called.kwargs)) if id(t) not in written]
-    before = [writes(tensor) for tensor in given]
+    written_ids = {id(value) for value in written_values(called.op, called.args, called.kwargs)}
+    unwritten = [t for t in _tensors((called.args, called.kwargs)) if id(t) not in written_ids]
+    before = [writes(tensor) for tensor in unwritten]
     with mode:
         result = as_returned(twin, called.op, twin(called.op, called.args, called.kwargs))
-        if [writes(tensor) for tensor in given] != before:
+        if [writes(tensor) for tensor in unwritten] != before:
             raise twin.failed("changes an argument that the op leaves alone")
         if expected is not None:
             compare_kinds(twin, expected, result)
-        taken = {storage_id(tensor) for tensor in _tensors((called.args, called.kwargs))}
+        used_memory = {storage_id(tensor) for tensor in _tensors((called.args, called.kwargs))}
 
         leaves, structure = pytree.tree_flatten(result)
         kinds = leaves if expected is None else pytree.tree_leaves(expected)
         for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 dense = leaf.contiguous() if kind.is_contiguous() else leaf
-                leaves[index] = dense.clone() if storage_id(dense) in taken else dense
-                taken.add(storage_id(leaves[index]))
+                leaves[index] = dense.clone() if storage_id(dense) in used_memory else dense
+                used_memory.add(storage_id(leaves[index]))
         return pytree.tree_unflatten(leaves, structure)
 
 
@@ -119,11 +119,11 @@ def compare_kinds(twin: Twin, expected: Any, result: Any) -> None:
         raise twin.failed(
             f"returns {len(_tensors(result))} tensors; the op returns {len(_tensors(expected))}"
         )
-    for op, own in pairs:
-        sizes = zip(sizes_of(op), sizes_of(own), strict=False)
-        alike = all(a == b or UNKNOWN_SIZE in (a, b) for a, b in sizes) and op.ndim == own.ndim
-        if not alike or op.dtype != own.dtype:
-            raise twin.failed(f"returns {_kind(own)}; the op returns {_kind(op)}")
+    for op, actual in pairs:
+        sizes = zip(sizes_of(op), sizes_of(actual), strict=False)
+        alike = all(a == b or UNKNOWN_SIZE in (a, b) for a, b in sizes) and op.ndim == actual.ndim
+        if not alike or op.dtype != actual.dtype:
+            raise twin.failed(f"returns {_kind(actual)}; the op returns {_kind(op)}")
 
 
 def _described(called: OpCalled) -> Any:

@@ -41,11 +41,11 @@ class TwinCheck(TorchDispatchMode):
         super().__init__()
         self.unchecked: dict[str, str] = {}
         self.checked: set[str] = set()
-        self._seen: set[tuple[Any, ...]] = set()
+        self._compared_calls: set[tuple[Any, ...]] = set()
 
     def begin_batch(self) -> None:
         """Compare every op again, with the values of another batch."""
-        self._seen.clear()
+        self._compared_calls.clear()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,25 +56,28 @@ class TwinCheck(TorchDispatchMode):
         if twin is None:
             return func(*args, **kwargs)
         key = (func, repr(pytree.tree_map_only(torch.Tensor, _kind, (args, kwargs))))
-        if key in self._seen and twin.op not in self.unchecked:
+        if key in self._compared_calls and twin.op not in self.unchecked:
             return func(*args, **kwargs)
-        self._seen.add(key)
+        self._compared_calls.add(key)
         return self._compared(twin, func, args, kwargs)
 
     def _compared(self, twin: Twin, op: OpOverload, args: Any, kwargs: Any) -> Any:
         own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         with preserved():  # so that a kernel that draws random numbers draws the same
-            made = as_returned(twin, op, twin(op, own_args, own_kwargs))
-        given, written = written_values(op, args, kwargs), written_values(op, own_args, own_kwargs)
+            twin_result = as_returned(twin, op, twin(op, own_args, own_kwargs))
+        kernel_outputs, twin_outputs = (
+            written_values(op, args, kwargs),
+            written_values(op, own_args, own_kwargs),
+        )
         try:
             result = op(*args, **kwargs)
         except Exception as error:  # whatever a kernel raises that this device cannot run
             self.unchecked[twin.op] = _reason(error)
-            for kept, value in zip(given, written, strict=True):
-                kept.copy_(value)
-            return made
-        compare_kinds(twin, result, made)
-        _compare_values(twin, result, made, "")
+            for output, value in zip(kernel_outputs, twin_outputs, strict=True):
+                output.copy_(value)
+            return twin_result
+        compare_kinds(twin, result, twin_result)
+        _compare_values(twin, result, twin_result, "")
         _compare_values(twin, (args, kwargs), (own_args, own_kwargs), "what it leaves in its arguments: ")
         self.checked.add(twin.op)
         return result
@@ -95,27 +98,27 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-def _compare_values(twin: Twin, expected: Any, made: Any, where: str) -> None:
+def _compare_values(twin: Twin, expected: Any, results: Any, where: str) -> None:
     """Compare results within the rounding of FP32.
 
     Raises:
         TwinFailed: one differs by more.
     """
-    for op, own in zip(pytree.tree_leaves(expected), pytree.tree_leaves(made), strict=True):
-        if not isinstance(op, torch.Tensor) or torch.equal(op, own):
+    for op, actual in zip(pytree.tree_leaves(expected), pytree.tree_leaves(results), strict=True):
+        if not isinstance(op, torch.Tensor) or torch.equal(op, actual):
             continue
-        wrong = _differing(op, own).flatten()
+        wrong = _differing(op, actual).flatten()
         if bool(wrong.any()):
             index = int(wrong.nonzero()[0])
-            pair = (format_number(float(_real(tensor).flatten()[index])) for tensor in (own, op))
+            pair = (format_number(float(_real(tensor).flatten()[index])) for tensor in (actual, op))
             of = f"{int(wrong.sum()):,} of {wrong.numel():,} values differ"
             raise twin.failed(f"computes something else: {where}{' instead of '.join(pair)} ({of})")
 
 
-def _differing(op: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _differing(op: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     """Return which elements differ by more than rounding."""
     eps = torch.finfo(op.dtype).eps if inexact(op) else 0.0
-    first, second = _real(op), _real(own)
+    first, second = _real(op), _real(actual)
     if not eps:
         return first != second
     sized = first[first.abs() < _MASK]

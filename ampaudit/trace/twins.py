@@ -139,16 +139,16 @@ def twin(op: str, function: Function | None = None) -> Any:
     Raises:
         UsageError: there is no such op, it has a twin already, or the function is none.
     """
-    found = _overload(op)
+    op_overload = _overload(op)
     if function is None:
         return lambda decorated: twin(op, decorated)
     if not callable(function) or isinstance(function, type):
         raise UsageError(f"the twin of {op} is of type {type(function).__name__}", hint=_HOW)
-    made, old = Twin(op_name(found), function), _TWINS.get(str(found))
-    if old is not None and old.place != made.place:
+    new, old = Twin(op_name(op_overload), function), _TWINS.get(str(op_overload))
+    if old is not None and old.place != new.place:
         name = getattr(old.function, "__qualname__", "another function")
         raise UsageError(f"{op} has a twin already: {describe(name)}", hint="register one function per op")
-    _TWINS[str(found)] = made
+    _TWINS[str(op_overload)] = new
     return function
 
 
@@ -159,16 +159,18 @@ def _overload(op: Any) -> OpOverload:
     space, _, name = op.partition("::")
     packet, _, rest = name.partition(".")
     namespace = getattr(torch.ops, space)
-    known = getattr(namespace, packet, None) if packet.isidentifier() else None
-    found = getattr(known, rest or "default", None) if known is not None else None
-    if not isinstance(found, OpOverload):
+    op_packet = getattr(namespace, packet, None) if packet.isidentifier() else None
+    op_overload = getattr(op_packet, rest or "default", None) if op_packet is not None else None
+    if not isinstance(op_overload, OpOverload):
         others = [name.partition(".")[0] for name in registered_ops() if name.startswith(f"{space}::")]
-        others += [f"{space}::{packet}.{name}" for name in known.overloads()] if known is not None else []
+        others += (
+            [f"{space}::{packet}.{name}" for name in op_packet.overloads()] if op_packet is not None else []
+        )
         hint = f"{did_you_mean(op, others)}import the library that registers the op first"
         raise UsageError(f"there is no op {describe(op)}", hint=hint)
-    if not is_foreign(found) or is_composite(found):
+    if not is_foreign(op_overload) or is_composite(op_overload):
         raise UsageError(f"{op} needs no twin", hint="its parts are audited without one")
-    return found
+    return op_overload
 
 
 def known_twins() -> tuple[int, ...]:
@@ -200,13 +202,13 @@ def _with_defaults(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the defaults of the op's schema, which the dispatcher leaves out."""
-    left = op._schema.arguments[len(args) :]
-    named = {a.name: a.default_value for a in left if a.kwarg_only and a.has_default_value()}
-    return (*args, *(a.default_value for a in left if not a.kwarg_only)), {**named, **kwargs}
+    missing = op._schema.arguments[len(args) :]
+    keywords = {a.name: a.default_value for a in missing if a.kwarg_only and a.has_default_value()}
+    return (*args, *(a.default_value for a in missing if not a.kwarg_only)), {**keywords, **kwargs}
 
 
 def _line_of(error: Exception) -> str:
     """Return the innermost line of the twin, or of what it called outside PyTorch."""
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_tool_file(frame.filename)]
-    return f"{forward_slashes(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    user_frames = [frame for frame in frames if not is_tool_file(frame.filename)]
+    return f"{forward_slashes(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else ""

@@ -113,7 +113,7 @@ def sizes_of(value: Any) -> tuple[int, ...]:
 def fits(value: torch.Tensor, sizes: tuple[int, ...]) -> bool:
     """Return whether a value of a run has the known sizes of its traced counterpart."""
     return value.ndim == len(sizes) and all(
-        known in (UNKNOWN_SIZE, size) for size, known in zip(value.shape, sizes, strict=True)
+        expected in (UNKNOWN_SIZE, size) for size, expected in zip(value.shape, sizes, strict=True)
     )
 
 

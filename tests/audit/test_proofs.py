@@ -100,7 +100,7 @@ def wrong_transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float, flo
         target = getattr(getattr(torch.ops.aten, name), overload or "default")
 
         def claimed(call: OpCall) -> Interval:
-            call.ignore(*call.given)
+            call.ignore(*call.arguments)
             return between(call.shape, low, high)
 
         monkeypatch.setitem(TRANSFERS, target, RegisteredTransfer(claimed))

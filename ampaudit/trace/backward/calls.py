@@ -89,26 +89,28 @@ class FunctionApplication:
         tensors = tuple(i for i, arg in enumerate(self.args) if isinstance(arg, torch.Tensor))
         return FunctionCall(self.function, fixed, tensors, self.differentiable)
 
-    def returned(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
+    def trace_gradients(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
         """Trace the backward, and return the gradients of the inputs."""
         indices = reached.get(id(self.context), frozenset(self.differentiable if self.dirty else ()))
-        given = tuple(self._given(index, output, indices) for index, output in enumerate(self.outputs))
+        incoming = tuple(
+            self._output_gradient(index, output, indices) for index, output in enumerate(self.outputs)
+        )
         for hook in self.before.values():
-            given = _or_before(hook(given), given)
-        found: Any = self.context.apply(*given)
-        found = found if isinstance(found, tuple | list) else (found,)
+            incoming = _result_or_input(hook(incoming), incoming)
+        results: Any = self.context.apply(*incoming)
+        results = results if isinstance(results, tuple | list) else (results,)
         tensors = [index for index, arg in enumerate(self.args) if isinstance(arg, torch.Tensor)]
-        made = tuple(found[index] if index < len(found) else None for index in tensors)
+        gradients = tuple(results[index] if index < len(results) else None for index in tensors)
         for hook in self.after.values():
-            made = _or_before(hook(made, given), made)
-        return [_fitting(gradient, value) for gradient, value in zip(made, self.inputs, strict=True)]
+            gradients = _result_or_input(hook(gradients, incoming), gradients)
+        return [_fitting(gradient, value) for gradient, value in zip(gradients, self.inputs, strict=True)]
 
-    def _given(self, index: int, output: Any, reached: frozenset[int]) -> torch.Tensor | None:
+    def _output_gradient(self, index: int, output: Any, reached: frozenset[int]) -> torch.Tensor | None:
         if not isinstance(output, torch.Tensor):
             return None
         if index in self.differentiable and index in reached:
-            made: torch.Tensor = OUTPUT_GRADIENT(output, self.number, self.differentiable.index(index))
-            return made
+            gradient: torch.Tensor = OUTPUT_GRADIENT(output, self.number, self.differentiable.index(index))
+            return gradient
         return (
             torch.zeros(output.shape, dtype=output.dtype, device=output.device) if self.materializes else None
         )
@@ -142,15 +144,15 @@ class TensorHook:
         """The line that defines the hook."""
         return next((_definition(hook) for hook in self.hooks.values()), None)
 
-    def returned(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
+    def trace_gradients(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
         """Trace the hooks, and return the gradient that autograd passes on."""
         del reached
         gradient = OUTPUT_GRADIENT(self.value, self.number, 0)
         for hook in self.hooks.values():
             if _is_tool_code(hook):
                 continue  # it collects gradients, or sends them elsewhere
-            made = hook(gradient)
-            gradient = gradient if made is None else made
+            result = hook(gradient)
+            gradient = gradient if result is None else result
         return [_fitting(gradient, self.value)]
 
 
@@ -167,11 +169,11 @@ def _is_tool_code(function: Any) -> bool:
 
 
 def _code(function: Any) -> CodeType | None:
-    found = getattr(inspect.unwrap(function), "__code__", None)
-    return found if isinstance(found, CodeType) else None
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
-def _or_before(result: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
+def _result_or_input(result: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the result of a hook, or its input if it returns nothing."""
     if result is None:
         return before
@@ -182,5 +184,5 @@ def _fitting(gradient: Any, value: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient as autograd uses it: summed over broadcast axes, in the value's dtype."""
     if gradient is None:
         return None
-    found: torch.Tensor = gradient if gradient.shape == value.shape else gradient.sum_to_size(value.shape)
-    return found if found.dtype == value.dtype else found.to(value.dtype)
+    total: torch.Tensor = gradient if gradient.shape == value.shape else gradient.sum_to_size(value.shape)
+    return total if total.dtype == value.dtype else total.to(value.dtype)

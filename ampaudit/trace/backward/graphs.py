@@ -49,13 +49,13 @@ def separate_backwards(traced: TracedModel) -> TracedModel:
     """Move custom backwards into graphs of their own; a mark saves the values that each of them needs."""
     if not traced.custom_backwards:
         return traced
-    sections = {mark_number(found.end): found for found in _sections(traced.graph)}
-    owner = {node: number for number, found in sections.items() for node in found.nodes}
-    for number, found in sections.items():
-        used = dict.fromkeys(n for node in found.nodes for n in node.all_input_nodes)
-        used |= dict.fromkeys(node for node in found.gradients if node is not None)
-        found.values = [node for node in used if owner.get(node) != number]
-        for node in found.values:
+    sections = {mark_number(section.end): section for section in _sections(traced.graph)}
+    owner = {node: number for number, section in sections.items() for node in section.nodes}
+    for number, section in sections.items():
+        used = dict.fromkeys(n for node in section.nodes for n in node.all_input_nodes)
+        used |= dict.fromkeys(node for node in section.gradients if node is not None)
+        section.values = [node for node in used if owner.get(node) != number]
+        for node in section.values:
             if node in owner and node not in sections[owner[node]].shared:
                 sections[owner[node]].shared.append(node)
     followed = list(_followed(traced, sections, owner))
@@ -84,11 +84,11 @@ def _followed(
     for backward in traced.custom_backwards:
         values = sections[backward.number].values
         broken = next((failed[owner[node]] for node in values if owner.get(node) in failed), None)
-        lost = any(isinstance(traced.tensors.get(node.name), FakeTensor) for node in values)
-        found = replace(backward, failure=backward.failure or broken or (_LOST if lost else None))
-        if found.failure is not None:
-            failed[backward.number] = found.failure
-        yield found
+        unknown = any(isinstance(traced.tensors.get(node.name), FakeTensor) for node in values)
+        result = replace(backward, failure=backward.failure or broken or (_LOST if unknown else None))
+        if result.failure is not None:
+            failed[backward.number] = result.failure
+        yield result
 
 
 def _sections(graph: fx.Graph) -> Iterator[_Section]:
@@ -108,22 +108,22 @@ def _without(
     graph: fx.Graph, sections: dict[int, _Section], owner: dict[fx.Node, int]
 ) -> tuple[fx.Graph, dict[int, tuple[int, ...]]]:
     """Return the graph with marks for each backward's saved values, and the positions of leaves."""
-    made = fx.Graph()
+    forward = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     positions: dict[int, tuple[int, ...]] = {}
     for node in graph.nodes:
         if node.target is BACKWARD_END:
             number = mark_number(node)
-            kept = [value for value in sections[number].values if value not in owner]
+            saved_nodes = [value for value in sections[number].values if value not in owner]
             leaves = sections[number].leaves
-            positions[number] = tuple(range(len(kept), len(kept) + len(leaves)))
-            made.call_function(saved_values, ([env[value] for value in (*kept, *leaves)], number))
+            positions[number] = tuple(range(len(saved_nodes), len(saved_nodes) + len(leaves)))
+            forward.call_function(saved_values, ([env[value] for value in (*saved_nodes, *leaves)], number))
         elif node.op == "output":
-            made.output(fx.node.map_arg(node.args[0], lambda n: env[n]))
+            forward.output(fx.node.map_arg(node.args[0], lambda n: env[n]))
         elif node not in owner and node.target is not BACKWARD_START:
-            env[node] = made.node_copy(node, lambda n: env[n])
-    made.lint()
-    return made, positions
+            env[node] = forward.node_copy(node, lambda n: env[n])
+    forward.lint()
+    return forward, positions
 
 
 def _separated(
@@ -138,7 +138,7 @@ def _separated(
     inputs: list[tuple[str, int | str]] = []
     placeholders: list[Placeholder] = []
     gradients = [node for node in section.nodes if node.target is OUTPUT_GRADIENT]
-    kept = [node for node in section.values if node not in owner]
+    saved_nodes = [node for node in section.values if node not in owner]
     for node in (*gradients, *section.values):
         env[node] = graph.create_node("placeholder", node.name, (), {}, name=node.name)
         env[node].meta = dict(node.meta)
@@ -147,17 +147,17 @@ def _separated(
         if node in owner:
             source = ("gradient", node.args[2]) if node in gradients else ("shared", node.name)
         else:
-            source = ("value", kept.index(node))
+            source = ("value", saved_nodes.index(node))
         inputs.append(source)  # type: ignore[arg-type]
     for node in section.nodes:
         if node not in env:
             env[node] = graph.node_copy(node, lambda n: env[n])
     returned = section.gradients
     count = len(returned) - len(section.leaves)
-    made = [node for node in returned[:count] if node is not None]
-    numbers = iter(range(len(made)))
+    gradient_nodes = [node for node in returned[:count] if node is not None]
+    numbers = iter(range(len(gradient_nodes)))
     returns = tuple(None if node is None else next(numbers) for node in returned[:count])
-    graph.output(tuple(env[node] for node in (*made, *returned[count:], *section.shared)))
+    graph.output(tuple(env[node] for node in (*gradient_nodes, *returned[count:], *section.shared)))
     graph.eliminate_dead_code(has_effect)
     graph.lint()
     sites = tuple(replace(site, layer=backward.layer) for site in build_sites(graph, placeholders))

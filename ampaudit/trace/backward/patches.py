@@ -59,14 +59,14 @@ def watch_custom_backwards(tracer: BackwardTracer | None, layer: Callable[[], st
     """
     watch = _Watch(tracer, layer)
     with patched(watch.replacements()):
-        yield watch.seen
+        yield watch.code
 
 
 class _Watch:
     """Defines the replacements and collects their findings."""
 
     def __init__(self, tracer: BackwardTracer | None, layer: Callable[[], str]) -> None:
-        self.seen = CustomCode()
+        self.code = CustomCode()
         self._tracer = tracer
         self._layer = layer
         self._open_checkpoints = 0
@@ -80,14 +80,14 @@ class _Watch:
         yield from _tensor_attributes(lambda: self._note(ON_NODES))
 
     def _note(self, text: str) -> None:
-        self.seen.notes[text] = None
+        self.code.notes[text] = None
 
     def _function_calls(self) -> Iterator[Replacement]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call(cls, function_apply.__get__(None, cls), args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            self.seen.names[CHECKPOINT] = None
+            self.code.names[CHECKPOINT] = None
             with self._checkpoint():
                 yield from recompute(*args, **kwargs)
 
@@ -95,15 +95,15 @@ class _Watch:
         yield Replacement(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed)
 
     def _call(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.seen.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
+        self.code.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
         tracer = self._tracer
         needs_gradient = torch.is_grad_enabled() and any(
             isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
         )
         if cls is CheckpointFunction and needs_gradient and not (tracer is not None and tracer.tracing):
-            run, _preserve, *given = args
+            run, _preserve, *inputs = args
             with self._checkpoint():
-                return run(*given)  # recomputing gives the same values
+                return run(*inputs)  # recomputing gives the same values
         if tracer is None or tracer.tracing or not needs_gradient:
             return self._run(None, call, args, kwargs)
         application = tracer.enter(cls, args, self._layer())
@@ -138,7 +138,7 @@ class _Watch:
         hook, retain, enter = tensor.register_hook, tensor.retain_grad, saved_tensors_hooks.__enter__
 
         def register_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.seen.names[HOOK] = None
+            self.code.names[HOOK] = None
             if self._tracer is None and not value.requires_grad:
                 return RemovableHandle(Hooks())  # this trace has no gradients; training does
             if self._tracer is None or self._tracer.tracing or not value.requires_grad:
@@ -152,7 +152,7 @@ class _Watch:
                 retain(value)
 
         def register_post_accumulate_grad_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.seen.names[HOOK] = None
+            self.code.names[HOOK] = None
             self._note(AFTER_ACCUMULATION)
             return RemovableHandle(Hooks())
 
@@ -187,16 +187,18 @@ class _Watch:
             materialize(ctx, value)
 
         def saved_tensors(ctx: Any) -> Any:
-            found = self._application(ctx)
-            return saved.__get__(ctx) if found is None or found.saved is None else found.saved
+            application = self._application(ctx)
+            return (
+                saved.__get__(ctx) if application is None or application.saved is None else application.saved
+            )
 
         def register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
-            found = self._application(ctx)
-            return after(ctx, hook) if found is None else found.after.added(hook)
+            application = self._application(ctx)
+            return after(ctx, hook) if application is None else application.after.added(hook)
 
         def register_prehook(ctx: Any, hook: Callable[..., Any]) -> Any:
-            found = self._application(ctx)
-            return before(ctx, hook) if found is None else found.before.added(hook)
+            application = self._application(ctx)
+            return before(ctx, hook) if application is None else application.before.added(hook)
 
         yield Replacement(context, "save_for_backward", save_for_backward)
         yield Replacement(context, "mark_dirty", mark_dirty)
@@ -212,8 +214,8 @@ class _Watch:
             setattr(application, name, value)
 
     def _application(self, ctx: Any) -> FunctionApplication | None:
-        found = () if self._tracer is None else self._tracer.found
-        return next((a for a in found if isinstance(a, FunctionApplication) and a.context is ctx), None)
+        records = () if self._tracer is None else self._tracer.records
+        return next((a for a in records if isinstance(a, FunctionApplication) and a.context is ctx), None)
 
 
 def _tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
@@ -238,8 +240,8 @@ def _tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
 
     def get_grad_fn(value: torch.Tensor) -> Any:
         node = grad_fn.__get__(value)
-        own = is_tool_file(sys._getframe(1).f_code.co_filename)
-        return node if node is None or own else _Node(node, hooked)
+        from_tool = is_tool_file(sys._getframe(1).f_code.co_filename)
+        return node if node is None or from_tool else _Node(node, hooked)
 
     yield Replacement(tensor, "data", property(get_data, set_data))
     yield Replacement(tensor, "grad_fn", property(get_grad_fn))

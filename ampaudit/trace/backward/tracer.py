@@ -42,14 +42,14 @@ class BackwardTracer:
     def __init__(self, follow: bool = True) -> None:
         self.follow = follow
         self.tracing = False
-        self.found: list[FunctionApplication | TensorHook] = []
+        self.records: list[FunctionApplication | TensorHook] = []
         self.backwards: list[CustomBackward] = []
 
     def enter(self, function: Any, args: tuple[Any, ...], layer: str) -> FunctionApplication:
         """Register a call of a custom function before it runs."""
-        application = FunctionApplication(len(self.found), layer, function, args)
+        application = FunctionApplication(len(self.records), layer, function, args)
         FUNCTION_INPUTS(application.inputs, application.number)
-        self.found.append(application)
+        self.records.append(application)
         return application
 
     def leave(self, application: FunctionApplication, result: Any) -> None:
@@ -69,9 +69,9 @@ class BackwardTracer:
 
     def hook(self, value: torch.Tensor, function: Callable[..., Any], layer: str) -> RemovableHandle:
         """Register a hook on a tensor's gradient."""
-        item = TensorHook(len(self.found), layer, value)
+        item = TensorHook(len(self.records), layer, value)
         TENSOR_HOOK([value], item.number)
-        self.found.append(item)
+        self.records.append(item)
         return item.hooks.added(function)
 
     def trace(
@@ -100,17 +100,17 @@ class BackwardTracer:
         parameters: Sequence[torch.Tensor],
         within: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        for item in reversed(self.found):
+        for item in reversed(self.records):
             if isinstance(item, FunctionApplication) and item.context is None:
                 continue  # none of its inputs requires a gradient
             failure, line = None, None
             BACKWARD_START(item.inputs[:1], item.number)
             with within(f"{item.layer}/{item.name}" if item.layer else item.name):
-                made, leaves = self._traced(item, reached, parameters)
-            if isinstance(made, Exception):
-                failure, line = plain_reason(made), failing_line(made.__traceback__)
-                made, leaves = [], []
-            BACKWARD_END(made, leaves, item.number)
+                gradients, leaves = self._traced(item, reached, parameters)
+            if isinstance(gradients, Exception):
+                failure, line = plain_reason(gradients), failing_line(gradients.__traceback__)
+                gradients, leaves = [], []
+            BACKWARD_END(gradients, leaves, item.number)
             self.backwards.append(
                 CustomBackward(item.number, item.name, item.layer, line or item.source, failure, item.call)
             )
@@ -127,9 +127,9 @@ class BackwardTracer:
         if isinstance(item, FunctionApplication) and not item.dirty and id(item.context) not in reached:
             return RuntimeError("autograd does not reach it from the loss"), []
         try:
-            made: list[torch.Tensor | None] = item.returned(reached)
+            gradients: list[torch.Tensor | None] = item.trace_gradients(reached)
             leaves = [parameter for parameter in parameters if parameter.grad is not None]
-            return [*made, *(leaf.grad for leaf in leaves)], leaves
+            return [*gradients, *(leaf.grad for leaf in leaves)], leaves
         except Exception as error:  # the model's code may raise anything on tensors without values
             return error, []
         finally:
@@ -139,26 +139,26 @@ class BackwardTracer:
 
 def _reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
     """Map each autograd node behind a value, by identity, to its outputs with a gradient."""
-    found: defaultdict[int, set[int]] = defaultdict(set)
+    outputs: defaultdict[int, set[int]] = defaultdict(set)
     for node in _behind(loss):
         for following, index in node.next_functions:
             if following is not None:
-                found[id(following)].add(index)
+                outputs[id(following)].add(index)
     if loss.grad_fn is not None:
-        found[id(loss.grad_fn)].add(loss.output_nr)
-    return {key: frozenset(indices) for key, indices in found.items()}
+        outputs[id(loss.grad_fn)].add(loss.output_nr)
+    return {key: frozenset(indices) for key, indices in outputs.items()}
 
 
 def _behind(*values: torch.Tensor) -> list[Any]:
     """List the autograd nodes behind some values; the list keeps them alive."""
-    waiting: list[Any] = [value.grad_fn for value in values if value.grad_fn is not None]
-    seen: dict[int, Any] = {}
-    while waiting:
-        node = waiting.pop()
-        if id(node) not in seen:
-            seen[id(node)] = node
-            waiting += [following for following, _ in node.next_functions if following is not None]
-    return list(seen.values())
+    pending: list[Any] = [value.grad_fn for value in values if value.grad_fn is not None]
+    visited: dict[int, Any] = {}
+    while pending:
+        node = pending.pop()
+        if id(node) not in visited:
+            visited[id(node)] = node
+            pending += [following for following, _ in node.next_functions if following is not None]
+    return list(visited.values())
 
 
 class Tracked:
@@ -180,7 +180,7 @@ class Tracked:
         if tensor in self._tensors or not isinstance(tensor, FakeTensor):
             return tensor
         if _memory(tensor) not in self._known:
-            self._known = {_memory(known): known for known in self._tensors}
+            self._known = {_memory(value): value for value in self._tensors}
         return self._known.get(_memory(tensor), tensor)
 
 

@@ -21,35 +21,35 @@ class PathNumbering(SiteNumbering):
         known: sites of earlier paths.
     """
 
-    def __init__(self, known: Sequence[Site]) -> None:
-        super().__init__(site.id for site in known)
-        self._known = _ids_by_place(known)
+    def __init__(self, earlier: Sequence[Site]) -> None:
+        super().__init__(site.id for site in earlier)
+        self._known = _ids_by_place(earlier)
 
     def next_id(self, layer: str, op: str) -> SiteId:
         """Return the id that an earlier path has here, or one that none has."""
         if not self._known:
             return super().next_id(layer, op)
-        known = self._known[(f"{layer or '(top)'}/{op}", *map(_position, running_lines()), None)]
-        return known.popleft() if known else super().next_id(layer, op)
+        earlier_ids = self._known[(f"{layer or '(top)'}/{op}", *map(_position, running_lines()), None)]
+        return earlier_ids.popleft() if earlier_ids else super().next_id(layer, op)
 
 
-def with_known_casts(traced: TracedModel, known: Sequence[Site]) -> TracedModel:
+def with_known_casts(traced: TracedModel, earlier: Sequence[Site]) -> TracedModel:
     """Give the casts of another path, which get their ids after the trace, those of earlier paths."""
-    ids, ops = _ids_by_place(known), [site for site in traced.sites if site.facts is not None]
-    numbering = SiteNumbering(site.id for site in (*known, *ops))
+    ids, ops = _ids_by_place(earlier), [site for site in traced.sites if site.facts is not None]
+    numbering = SiteNumbering(site.id for site in (*earlier, *ops))
     sites = []
     for site in traced.sites:
         if site.facts is None:
             same, (around, _, name) = ids[_place(site)], site.id.rpartition("/")
-            made = same.popleft() if same else numbering.next_id(around, name.partition("#")[0])
-            site = replace(site, id=made)
+            site_id = same.popleft() if same else numbering.next_id(around, name.partition("#")[0])
+            site = replace(site, id=site_id)
         sites.append(site)
     return replace(traced, sites=tuple(sites))
 
 
-def _ids_by_place(known: Sequence[Site]) -> defaultdict[tuple[Any, ...], deque[SiteId]]:
+def _ids_by_place(sites: Sequence[Site]) -> defaultdict[tuple[Any, ...], deque[SiteId]]:
     ids: defaultdict[tuple[Any, ...], deque[SiteId]] = defaultdict(deque)
-    for site in known:
+    for site in sites:
         ids[_place(site)].append(site.id)
     return ids
 

@@ -114,11 +114,11 @@ class ReadValues:
         """Return what Python gets: a float records what is decided on it."""
         if not isinstance(value, float):
             return value
-        return ReadNumber.made(value, self, (read.number,), operator.itemgetter(read.number))
+        return ReadNumber.create(value, self, (read.number,), operator.itemgetter(read.number))
 
-    def decide(self, numbers: Sequence[int], taken: Any, evaluate: Callable[[Values], Any]) -> None:
+    def decide(self, numbers: Sequence[int], result: Any, evaluate: Callable[[Values], Any]) -> None:
         """Record a decision on floats that were read."""
-        self.reads[numbers[-1]].decided.append(Decided(taken, *running_lines(), evaluate))
+        self.reads[numbers[-1]].decided.append(Decided(result, *running_lines(), evaluate))
 
 
 class ReadNumber(float):
@@ -133,7 +133,7 @@ class ReadNumber(float):
     evaluate: Callable[[Values], Any]
 
     @classmethod
-    def made(
+    def create(
         cls, value: float, reads: ReadValues, numbers: tuple[int, ...], evaluate: Callable[[Values], Any]
     ) -> ReadNumber:
         """Make a number from its value and how it follows from the reads."""
@@ -173,7 +173,9 @@ def _method(name: str, function: Callable[..., Any], *, decides: bool, swapped: 
         if decides:
             self.reads.decide(numbers, result, evaluate)
             return result
-        return ReadNumber.made(result, self.reads, numbers, evaluate) if isinstance(result, float) else result
+        return (
+            ReadNumber.create(result, self.reads, numbers, evaluate) if isinstance(result, float) else result
+        )
 
     setattr(ReadNumber, name, method)
 

@@ -103,14 +103,14 @@ class PathRecorder:
         self,
         model: nn.Module,
         fake_model: nn.Module,
-        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         fakes: Sequence[torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Give the weights and inputs of a trace their values."""
         with computing():
             self.values.give_model(model, fake_model, buffers)
-            for fake, tensor in zip(fakes, given, strict=True):
+            for fake, tensor in zip(fakes, inputs, strict=True):
                 self.values.give_input(fake, tensor)
         for fake in (*fakes, *fake_model.parameters()):
             if isinstance(fake, FakeTensor):
@@ -154,15 +154,17 @@ class PathRecorder:
         """Return the FP32 value of a tensor to Python code, and mark where it was read."""
         with computing():
             value = self.values.of(tensor).detach().to("cpu", copy=True)  # the code may write to an array
-            own = value.to(tensor.dtype) if tensor.dtype is torch.bfloat16 and name == "numpy" else value
-            found = python_value(name, own)  # raises as torch does, for several values or bfloat16
+            own_value = (
+                value.to(tensor.dtype) if tensor.dtype is torch.bfloat16 and name == "numpy" else value
+            )
+            result = python_value(name, own_value)  # raises as torch does, for several values or bfloat16
             if name == "numpy" and tensor.dtype is torch.float16:
-                found = found.view(HalfArray)
+                result = result.view(HalfArray)
         if recording_mode() is None or getattr(tensor, "constant", None) is not None:
-            return found
+            return result
         read = self.reads.add(name, self._layer(), value)
         VALUE_READ([tensor], read.number)
-        return self.reads.tracked(read, found)
+        return self.reads.tracked(read, result)
 
     def record(
         self, mode: ProxyTorchDispatchMode, called: OpCalled, original_args: Mapping[int | str, Any]
@@ -182,8 +184,8 @@ class PathRecorder:
         result = pytree.tree_map_only(torch.Tensor, fake_of, described)
         proxies = [proxy_of(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(proxies, structure)
-        made = mode.tracer.create_proxy("call_function", called.op, args, kwargs, name=base_name(called.op))
-        result = track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
+        proxy = mode.tracer.create_proxy("call_function", called.op, args, kwargs, name=base_name(called.op))
+        result = track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
         self.values.give_result(result, values)
         self.keep(mode, result)  # Python may branch on the size
         return result
@@ -205,11 +207,11 @@ class PathRecorder:
 
         with computing():
             args, kwargs = pytree.tree_map_only(torch.Tensor, real, (called.args, called.kwargs))
-            made = called.op(*args, **kwargs)
-        shapes = [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(made)]
+            results = called.op(*args, **kwargs)
+        shapes = [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(results)]
         if shapes == [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(values)]:
-            return made
-        dtypes = [getattr(leaf, "dtype", None) for leaf in pytree.tree_leaves(made)]
+            return results
+        dtypes = [getattr(leaf, "dtype", None) for leaf in pytree.tree_leaves(results)]
         leaves, structure = pytree.tree_flatten(values)
         placed = [v if d is None else v.to(d) for v, d in zip(leaves, dtypes, strict=True)]
         return pytree.tree_unflatten(placed, structure)
@@ -287,9 +289,9 @@ def tensor_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(data, HalfArray):
             return function(data, *args, **kwargs)
-        made = function(np.asarray(data), *args, **kwargs)
-        asked = args or kwargs.get("dtype") is not None
-        return made.to(torch.float16) if made.dtype is torch.float32 and not asked else made
+        tensor = function(np.asarray(data), *args, **kwargs)
+        has_dtype = args or kwargs.get("dtype") is not None
+        return tensor.to(torch.float16) if tensor.dtype is torch.float32 and not has_dtype else tensor
 
     return make
 
@@ -378,8 +380,8 @@ class Fp32Values:
         if isinstance(tensor, FakeTensor):
             if _VALUE not in vars(tensor):
                 raise RuntimeError(NO_VALUE)  # made by a fake kernel: the op stays whole
-            found: torch.Tensor = vars(tensor)[_VALUE]
-            return found
+            value: torch.Tensor = vars(tensor)[_VALUE]
+            return value
         if id(tensor) not in self._constants:
             self._constants[id(tensor)] = tensor, writable(tensor, None)
         return self._constants[id(tensor)][1]
@@ -431,19 +433,19 @@ class Fp32Values:
 
     def give_result(self, result: Any, values: Any) -> None:
         """Give the fake tensors among an op's results their values."""
-        fakes, found = pytree.tree_leaves(result), pytree.tree_leaves(values)
-        for fake, value in zip(fakes, found, strict=True):
+        fakes, leaves = pytree.tree_leaves(result), pytree.tree_leaves(values)
+        for fake, value in zip(fakes, leaves, strict=True):
             if isinstance(fake, torch.Tensor):
                 vars(fake)[_VALUE] = value
 
     def _keep_own_weights(self, called: OpCalled) -> None:
         """Copy a weight of the user before an op writes to it."""
-        for written in written_values(called.op, called.args, called.kwargs):
-            if not isinstance(written, FakeTensor):
+        for fake in written_values(called.op, called.args, called.kwargs):
+            if not isinstance(fake, FakeTensor):
                 continue
-            value = self.of(written)
+            value = self.of(fake)
             if storage_id(value) in self._shared:
-                vars(written)[_VALUE] = value.clone()
+                vars(fake)[_VALUE] = value.clone()
 
 
 def refuse_path(traced: TracedModel, what: str) -> None:

@@ -50,9 +50,9 @@ def _given(**arguments: Any) -> Wrap:
     """The call with other arguments than it has."""
 
     def wrap(transfer: Callable[[OpCall], Any], call: OpCall) -> Any:
-        changed = {name: value for name, value in arguments.items() if name in call.given}
+        changed = {name: value for name, value in arguments.items() if name in call.arguments}
         call.ignore(*changed)
-        return transfer(replace(call, given={**call.given, **changed}))
+        return transfer(replace(call, arguments={**call.arguments, **changed}))
 
     return wrap
 
