@@ -42,14 +42,13 @@ _REGISTERED = (elements, elementwise, functions, norms, products, reductions, sh
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
     """Bound every site of a graph.
 
-    A value of an op in 16 bits that is not proved is taken to lie within the format from there on: were it
-    not, it would be infinite, and that is the fault of its site alone. So a proof says: as long as nothing
-    before it has overflowed, this site does not.
+    After a site that is not proved, its value is assumed to lie within the format, since an overflow there is
+    the fault of that site alone. So a proof says that a site does not overflow unless an earlier one does.
 
     Args:
-        traced: the graph, with its weights.
-        domain: ranges of the inputs, by placeholder.
-        form: the 16-bit format of the run.
+        traced: The graph with its weights.
+        domain: Ranges of the inputs, by placeholder.
+        form: The 16-bit format of the run.
     """
     with torch.no_grad():
         return _BoundPass(traced, domain, form).run()
@@ -59,9 +58,9 @@ class _BoundPass:
     """One walk through a graph without writes in place.
 
     Args:
-        traced: the graph.
-        domain: ranges of its inputs.
-        form: the 16-bit format.
+        traced: The graph.
+        domain: Ranges of its inputs.
+        form: The 16-bit format.
     """
 
     def __init__(self, traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> None:
@@ -266,12 +265,12 @@ def _dtypes(value: Any) -> list[torch.dtype | None]:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What is proved about one site.
+    """The bound that is proved for one site.
 
     Attributes:
-        peak: no finite input of the site makes a larger value before it is rounded; infinity if unknown.
-        proved: whether that is within the format of the site.
-        inside: of a norm or variance, a bound on the largest square that it computes; ``None`` of other ops.
+        peak: Bound on the magnitude of the values for finite inputs, before rounding; infinity if unknown.
+        proved: Whether the peak is within the format of the site.
+        inside: Bound on the largest square that a norm or variance computes; ``None`` for other ops.
     """
 
     peak: float
@@ -279,7 +278,7 @@ class Bound:
     inside: float | None = None
 
     def joined(self, other: Bound) -> Bound:
-        """What holds in two graphs that have the site."""
+        """Return the bound that holds in two graphs that have the site."""
         insides = [each.inside for each in (self, other) if each.inside is not None]
         both = self.proved and other.proved
         return Bound(max(self.peak, other.peak), both, max(insides, default=None))
@@ -290,12 +289,12 @@ class BoundTable:
     """The result of a bound pass.
 
     Attributes:
-        bounds: by site.
-        intervals: by node name, for tests and for the search of ``--stress``.
-        assumed: what the proof rests on.
-        uncovered: ops without a transfer function, or called in a way that it does not know; their values are
-            taken to be anything.
-        failed: ops whose transfer function broke its contract: a defect, which tests look for.
+        bounds: Bounds by site.
+        intervals: Intervals by node name, for tests and for the search of ``--stress``.
+        assumed: Assumptions about the inputs.
+        uncovered: Ops without a transfer function, or called in a way that it does not support; their values
+            are unbounded.
+        failed: Ops whose transfer function broke its contract, which is a defect.
     """
 
     bounds: dict[SiteId, Bound]
@@ -305,7 +304,7 @@ class BoundTable:
     failed: tuple[str, ...] = ()
 
     def joined(self, other: BoundTable) -> BoundTable:
-        """What holds for this graph and another one of the same model; intervals are this one's."""
+        """Return bounds that hold for this graph and another one of the model; intervals are this one's."""
         bounds = dict(self.bounds)
         for site, site_bound in other.bounds.items():
             bounds[site] = bounds[site].joined(site_bound) if site in bounds else site_bound

@@ -20,12 +20,12 @@ def assumptions(
     """Return the range of each input of the graph, by placeholder.
 
     Args:
-        traced: the graph.
-        batches: each batch's tensors, in the order of the graph's inputs.
-        stated: what the user assumes, as text.
+        traced: The graph.
+        batches: Tensors of each batch, in the order of the graph's inputs.
+        stated: The user's assumptions as text.
 
     Raises:
-        UsageError: an assumption about an input that the model does not have.
+        UsageError: An assumption is about an input that the model does not have.
     """
     places = [place for place in traced.placeholders if place.slot is Slot.INPUT]
     ranges = {name: (low, high) for name, low, high in map(parse_assumption, stated)}

@@ -34,14 +34,14 @@ def _monotone(
     """Register an increasing function, which maps ends to ends.
 
     Args:
-        op: its overload.
-        function: it.
-        low: the least of its values.
-        high: the largest.
-        start: where it begins: below, it is NaN.
-        shrinks: whether it is nowhere larger in magnitude than its input, so that norms stay.
-        absolute: error of a library's polynomial near 0.
-        exact: whether its values are exact.
+        op: The op's overload.
+        function: The function of its ends.
+        low: Smallest value of the function.
+        high: Largest value of the function.
+        start: Start of its domain, below which it is NaN.
+        shrinks: Whether its magnitude never exceeds that of its input, so that norms stay valid.
+        absolute: Error of a library's polynomial near 0.
+        exact: Whether its values are exact.
     """
 
     @transfer(op, exact=exact)
@@ -57,7 +57,7 @@ def _monotone(
 
 
 def _above(limit: float) -> float:
-    """Let a library's tanh reach its limit, and one float32 beyond."""
+    """Return the limit with a margin, since a library's tanh may exceed it by one float32."""
     return limit * (1 + ELEMENTARY) if limit > 0 else limit
 
 

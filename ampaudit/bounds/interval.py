@@ -22,18 +22,18 @@ Axes = Mapping[int, torch.Tensor]
 OUTWARD = 2.0**-40
 
 
-@dataclass(frozen=True)  # without slots, so that what is asked for again and again can be kept
+@dataclass(frozen=True)  # without slots, so that results can be cached
 class Interval:
     """The known bounds of a value of a given shape.
 
     Attributes:
-        shape: of the value.
-        low: lower ends, broadcastable to the shape.
-        high: upper ends.
-        norms: by axis (from 0), a bound on the L2 norm along it; size 1 there.
-        sums: by axis, a bound on the sum of magnitudes along it.
-        mean: a bound on the magnitude of the mean along the last axis; ``None`` if nothing better is known
-            than what the others say.
+        shape: Shape of the value.
+        low: Lower ends, broadcastable to the shape.
+        high: Upper ends, broadcastable to the shape.
+        norms: Bounds on the L2 norm along an axis, by axis (from 0); of size 1 along that axis.
+        sums: Bounds on the sum of magnitudes along an axis, by axis.
+        mean: Bound on the magnitude of the mean along the last axis; ``None`` if the other bounds are as
+            sharp.
     """
 
     shape: tuple[int, ...]

@@ -235,11 +235,11 @@ def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int
     """Return the memory that some op of a graph writes to.
 
     Args:
-        graph: with in-place ops, or with copies for them.
-        memory: of its values.
+        graph: A graph with in-place ops, or with copies in their place.
+        memory: Memory of its values.
 
     Returns:
-        What in-place ops write to, and what is written in other ways (``out=``, statistics of a norm).
+        Memory that in-place ops write to, and memory written in other ways (``out=``, statistics of a norm).
     """
     in_place: set[int] = set()
     hidden: set[int] = set()

@@ -73,8 +73,8 @@ def rounding(dtype: torch.dtype) -> tuple[float, float]:
 def stored(interval: Interval, dtype: torch.dtype | None) -> Interval:
     """Return the interval of an op's float32 result, rounded to its dtype.
 
-    A result beyond the format is infinite, which is the fault of that op alone; what follows is bounded for
-    finite values. Integers wrap around: a range that leaves the dtype is all of it.
+    A result beyond the format is infinite, which is the fault of that op alone, so the interval is clipped to
+    finite values. Integers wrap around, so a range that exceeds the dtype becomes its whole range.
     """
     if dtype is None or dtype.is_complex:
         return any_value(interval.shape, dtype)
@@ -92,13 +92,7 @@ def stored(interval: Interval, dtype: torch.dtype | None) -> Interval:
 
 
 def converted(interval: Interval, source: torch.dtype, dtype: torch.dtype) -> Interval:
-    """Return the interval of an operand as read by an op in ``dtype``; infinite if it overflows.
-
-    Args:
-        interval: of the operand.
-        source: its own dtype.
-        dtype: what it is converted to.
-    """
+    """Return the interval of an operand that is converted from one dtype to another; infinite on overflow."""
     if source is dtype:
         return interval
     if dtype.is_complex:

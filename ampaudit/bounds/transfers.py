@@ -1,8 +1,8 @@
 """The registry of transfer functions, which map the intervals of an op's inputs to that of its output.
 
 A transfer function is registered for exact overloads. It takes its arguments from an ``OpCall`` by the names
-of ATen's schema; if it leaves one unread that differs from its default, its result counts for nothing. So an
-argument that a transfer function ignores by mistake makes a value unbounded, and never wrong.
+of ATen's schema; its result is discarded if an argument that differs from its default was not read. So an
+argument that a transfer function ignores by mistake makes a value unbounded, never wrong.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class KnownTensor:
     """A weight or constant whose value is known.
 
     Attributes:
-        tensor: the value, before the graph rounds it.
-        relative: with ``absolute``, how far the graph's value may be from it.
+        tensor: The value, before the graph rounds it.
+        relative: With ``absolute``, how far the graph's value may be from it.
     """
 
     tensor: torch.Tensor
@@ -76,14 +76,14 @@ class OpCall:
     """One op and the bounds of its inputs.
 
     Attributes:
-        node: of the graph.
-        op: the overload that it calls.
-        arguments: its arguments by name, defaults included; nodes where a value is meant.
-        intervals: what is known about each node.
-        known: weights and constants by node.
-        limit: largest finite value of the 16-bit format: sharper bounds are sought beyond it only.
-        shapes: of its outputs.
-        read: names of the arguments that were asked for.
+        node: Node of the graph.
+        op: The overload that the node calls.
+        arguments: Arguments by name, including defaults; values of the graph are nodes.
+        intervals: Interval, or list of intervals, of each node.
+        known: Weights and constants by node.
+        limit: Largest finite value of the 16-bit format; sharper bounds are sought only beyond it.
+        shapes: Shapes of the outputs.
+        read: Names of the arguments that the transfer function has read.
     """
 
     node: fx.Node
@@ -204,11 +204,11 @@ class RegisteredTransfer:
     """A transfer function, and the ops that it applies to.
 
     Attributes:
-        function: the transfer.
-        integers: whether it also describes the op on integers, apart from their wrap-around.
-        exact: whether the op gives the same bits on every device, so that constants can be computed.
-        moves: whether every output element is an element of the input: a weight stays known through it.
-        empty: whether it can take operands without elements.
+        function: The transfer function.
+        integers: Whether it also describes the op on integers, apart from their wrap-around.
+        exact: Whether the op gives the same bits on every device, so that constants can be computed.
+        moves: Whether every output element is an element of the input, so that a weight stays known.
+        empty: Whether it accepts operands without elements.
     """
 
     function: Transfer
@@ -227,8 +227,8 @@ def transfer(
     """Register a function for ATen overloads such as ``add.Tensor``, and for their in-place forms.
 
     Raises:
-        DuplicateTransfer: there is one for an overload already.
-        AttributeError: there is no such overload.
+        DuplicateTransfer: An overload already has a transfer function.
+        AttributeError: There is no such overload.
     """
 
     def register(function: Transfer) -> Transfer:

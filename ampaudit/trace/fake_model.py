@@ -45,7 +45,7 @@ def without_data(model: nn.Module, convert: Callable[[nn.Module], object]) -> nn
     """Copy a model without the data of its parameters and buffers, and convert the copy.
 
     Raises:
-        TraceFailed: the method needs data, or fails.
+        TraceFailed: The method needs data, or fails.
     """
     empty: dict[int, torch.Tensor] = {}
     for tensor in named_tensors(model).values():
@@ -76,13 +76,13 @@ def make_fake_model(
     """Copy a model with fake tensors as its parameters and buffers.
 
     Args:
-        model: the user's model; not changed.
-        mode: the fake mode that the trace will use.
-        dtypes: dtypes of stored parameters and buffers by name; the others keep theirs.
-        convert: the model's own method that converts it to 16 bits, if the policy calls one: the copy gets
+        model: The user's model; not changed.
+        mode: The fake mode that the trace will use.
+        dtypes: Dtypes of stored parameters and buffers by name; the others keep theirs.
+        convert: The model's own method that converts it to 16 bits, if the policy calls one: the copy gets
             its other effects as well.
-        trained: whether parameters keep ``requires_grad``.
-        hooked: whether to copy the hooks of parameters.
+        trained: Whether parameters keep ``requires_grad``.
+        hooked: Whether to copy the hooks of parameters.
     """
     originals = named_tensors(model)
     source = model if convert is None else without_data(model, convert)

@@ -23,8 +23,8 @@ class Flow:
     """Answers questions about the flow of values through a traced graph.
 
     Args:
-        traced: the graph.
-        others: graphs of other batches of the model, for sites that the first one lacks.
+        traced: The graph.
+        others: Graphs of other batches of the model, for sites that the first one lacks.
     """
 
     def __init__(self, traced: TracedModel, *others: TracedModel) -> None:

@@ -70,13 +70,13 @@ def overload_of(target: Any) -> OpOverload | None:
 
 
 def functionalized(traced: TracedModel, *, write_back: bool = False) -> TracedModel:
-    """Replace every in-place op of a traced model; node names, and therefore sites, stay.
+    """Replace every in-place op of a traced model, keeping node names and therefore sites.
 
-    An op whose schema hides its writes (``batch_norm``'s running statistics) is left as it is.
+    An op whose schema hides its writes (``batch_norm``'s running statistics) stays as it is.
 
     Args:
-        traced: the model.
-        write_back: whether to write new values of buffers back at the end.
+        traced: The model.
+        write_back: Whether to write new values of buffers back at the end.
     """
     if not any(writes_in_place(node) for node in traced.graph.nodes):
         return traced

@@ -56,10 +56,10 @@ class Placeholder:
     """One input of the graph.
 
     Attributes:
-        node: the placeholder's node name.
-        slot: the kind of value.
-        name: the parameter's or buffer's path, the constant's name, or ``input[i]``.
-        dtype: dtype in the converted model (of weights: the stored one).
+        node: The placeholder's node name.
+        slot: The kind of value.
+        name: The parameter's or buffer's path, the constant's name, or ``input[i]``.
+        dtype: Dtype in the converted model (of weights: the stored one).
     """
 
     node: str
@@ -73,20 +73,21 @@ class Site:
     """One op of one layer.
 
     Attributes:
-        id: stable across runs: layer path, op name and, from the second on, its number.
-        node: name of its node in the graph.
-        layer: module path; empty for the top module.
-        layer_type: class name of that module; of an ONNX node, its operator and its module if known.
-        op: the ATen op, such as ``aten.linear.default``.
-        dtype: dtype of its (first floating-point) output, ``None`` where it has none.
-        shape: shape of that output.
-        decision: what the policy did and why.
-        source: line of the model's code.
-        caller: the user's own line, if that is another one.
-        weight: name of the parameter, buffer or constant, for a weight cast.
-        facts: what the decision was made from; ``None`` for sites that the policy or the tracer added.
-        original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
-        twin: the call of a custom op whose twin it is part of.
+        id: Id that is stable across runs: layer path, op name and, from the second op on, a number.
+        node: Name of the node in the graph.
+        layer: Path of the module; empty for the top module.
+        layer_type: Class name of the module; for an ONNX node, its operator and, if known, its module.
+        op: Name of the ATen op, such as ``aten.linear.default``.
+        role: What the op does to its input.
+        dtype: Dtype of the (first floating-point) output; ``None`` without output.
+        shape: Shape of that output.
+        decision: The policy's decision and its reason.
+        source: Line of the model's code.
+        caller: The user's line that calls it, if that is another one.
+        weight: Name of the parameter, buffer or constant, for a weight cast.
+        facts: Facts on which the decision is based; ``None`` for sites that the policy or the tracer added.
+        original_args: FP32 values of the arguments that the policy changed, by position or name.
+        twin: The call of a custom op whose twin contains the op.
     """
 
     id: SiteId
@@ -111,10 +112,10 @@ class FunctionCall:
     """A call of a custom autograd function, repeatable on other tensors.
 
     Attributes:
-        function: the function's class.
-        args: its arguments, with ``None`` in place of each tensor.
-        tensors: positions of the tensors among the arguments.
-        outputs: positions of the outputs that require a gradient.
+        function: The function's class.
+        args: Its arguments, with ``None`` in place of each tensor.
+        tensors: Positions of the tensors among the arguments.
+        outputs: Positions of the outputs that require a gradient.
     """
 
     function: Any
@@ -128,19 +129,19 @@ class CustomBackward:
     """The backward of one call of a custom autograd function, or the hooks of one tensor.
 
     Attributes:
-        number: its number in the graph's marks.
-        name: such as ``Scale.backward``.
-        layer: the layer that called the function or registered the hook.
-        source: where it is defined, or the line that could not be traced.
-        failure: why it could not be traced; ``None`` if it could.
-        call: how to call the function as a whole, where that is possible.
-        traced: its graph, separated from the model's. The outputs are the gradients it returns, then those of
+        number: Number in the graph's marks.
+        name: Name for messages, such as ``Scale.backward``.
+        layer: Path of the layer that called the function or registered the hook.
+        source: The line that defines the backward, or the line that could not be traced.
+        failure: Why it could not be traced; ``None`` if it was.
+        call: The function call to repeat, if it can be repeated as a whole.
+        traced: Its graph, separated from the model's. The outputs are the gradients it returns, then those of
             leaves, then values that other custom backwards read.
-        inputs: origin of each graph input: ``gradient`` and the output's number, ``value`` and its index in
+        inputs: Origin of each graph input: ``gradient`` and the output's number, ``value`` and its index in
             the saved values, or ``shared`` and a name.
-        returns: for each input of the function the index of its gradient, ``None`` for no gradient.
-        leaves: indices, among the saved values, of leaves whose gradient the backward itself sets.
-        shares: names of the remaining outputs.
+        returns: For each input of the function the index of its gradient; ``None`` for no gradient.
+        leaves: Indices, among the saved values, of leaves whose gradient the backward itself sets.
+        shares: Names of the remaining outputs.
     """
 
     number: int

@@ -92,7 +92,7 @@ without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 function_base: Any = _SingleLevelFunction
 function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-# raised for an op of which fake tensors cannot say what it returns, and said by one that reads their memory
+# errors of ops whose result fake tensors cannot describe, and messages of ops that read their memory
 _SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 registered_ops: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 NO_VALUE = "a tensor of the trace has no value"

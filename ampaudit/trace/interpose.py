@@ -71,8 +71,8 @@ class DispatchHook:
     """Passes each recorded op through a caster while it is installed.
 
     Args:
-        caster: decides about each op.
-        path: supplies values, for a trace along the path of given inputs.
+        caster: Decides about each op.
+        path: Supplies values to a trace along the path of the inputs.
     """
 
     def __init__(self, caster: Caster, path: PathRecorder | None = None) -> None:
@@ -116,7 +116,7 @@ class DispatchHook:
         if self.path is not None and op in READING:
             return self.path.read_by(mode, op, args)
         if op is aten._assert_tensor_metadata.default:
-            # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
+            # it asserts the dtype of an earlier trace, which the policy may change
             return None
         return OpRecorder(self.caster, self.path, self.record, mode, types).trace(OpCalled(op, args, kwargs))
 
@@ -197,11 +197,11 @@ class OpRecorder:
     """Records one op of the model's code, and the policy's additions to it.
 
     Args:
-        caster: decides about the op.
-        path: supplies values, for a trace along the path of given inputs.
-        by_torch: torch's own method that records an op.
-        mode: the mode that it belongs to.
-        types: the types of tensors in the call.
+        caster: Decides about the op.
+        path: Supplies values to a trace along the path of the inputs.
+        by_torch: Torch's own method that records an op.
+        mode: The dispatch mode of that method.
+        types: Types of the tensors in the call.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class OpRecorder:
 
 
 def _lacks_kernel(called: OpCalled, error: Exception) -> bool:
-    """Return whether an op raises for lack of a 16-bit kernel; ops from elsewhere have words of their own."""
+    """Return whether an op raises for lack of a 16-bit kernel; any error of a custom op on 16 bits counts."""
     if isinstance(error, RuntimeError) and says_no_kernel(error):
         return True
     return is_foreign(called.op) and takes_low_precision(called)

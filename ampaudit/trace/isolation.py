@@ -52,10 +52,10 @@ def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     Inputs, buffers and Python attributes keep their values, whatever the model writes to them.
 
     Args:
-        model: a module, or any callable like one.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        seed: seeds the random numbers that the model draws.
+        model: A module, or any callable like one.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        seed: Seeds the random numbers that the model draws.
     """
     if isinstance(model, nn.Module):
         shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}

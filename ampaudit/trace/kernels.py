@@ -47,9 +47,9 @@ def takes_low_precision(called: OpCalled) -> bool:
 
 
 class KernelTrials:
-    """Calls kernels on zeros, since a function that describes their results says little about dtypes.
+    """Calls kernels on zeros to learn which dtypes they accept, which meta functions do not check.
 
-    Ops that talk to other processes are not tried.
+    Ops that communicate with other processes are not tried.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class KernelTrials:
         self._complaints: dict[tuple[Any, ...], str | None] = {}
 
     def refuses(self, called: OpCalled) -> bool:
-        """Return whether an op from elsewhere raises for 16-bit tensors of these sizes, and not for FP32."""
+        """Return whether a custom op raises for 16-bit tensors of these sizes, but not for FP32."""
         if not is_foreign(called.op) or not takes_low_precision(called) or "c10d" in called.op.namespace:
             return False
         key = (called.op, repr(pytree.tree_map_only(torch.Tensor, _signature, (called.args, called.kwargs))))
@@ -66,10 +66,9 @@ class KernelTrials:
         return self._refused[key]
 
     def complaint(self, called: OpCalled) -> str | None:
-        """Return what torch says about the mix of dtypes that an op is given; ``None`` if it takes them.
+        """Return torch's error if an op rejects its mix of floating-point dtypes; ``None`` if it does not.
 
-        Floating-point tensors of several dtypes, one of them 16-bit, are a mix. It is to blame if the op
-        raises for them and not for float32 instead of 16 bits.
+        Only a mix with a 16-bit dtype counts, and only if the op accepts float32 in place of 16 bits.
         """
         dtypes = tuple(tensor.dtype for tensor in _tensors(called))
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
@@ -111,9 +110,9 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _error(called: OpCalled, *, wide: bool = False) -> Exception | None:
-    """Return what an op raises on zeros of the given sizes; ``wide`` tries float32 instead of 16 bits.
+    """Return the error of an op on zeros of the same sizes; ``wide`` tries float32 instead of 16 bits.
 
-    Where the tensors are large, only shapes and dtypes are tried.
+    Large tensors are tried on the meta device.
     """
     large = sum(math.prod(map(example_size, tensor.shape)) for tensor in _tensors(called)) > _LARGEST
 

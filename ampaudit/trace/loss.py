@@ -37,7 +37,7 @@ class WithLoss(nn.Module):
     """Calls the model and then the loss, whose ops are layer ``loss``; layers keep their names.
 
     Args:
-        model: the user's model.
+        model: The user's model.
         loss: ``loss(output)`` or ``loss(output, batch)``; ``None`` where the output is, or holds, a loss.
     """
 
@@ -98,7 +98,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
     """Compute the scalar loss of an output.
 
     Raises:
-        InputError: there is none, or it is not a differentiable number.
+        InputError: There is none, or it is not a differentiable number.
     """
     if function is not None:
         loss = function(output, item) if takes_batch(function) else function(output)

@@ -113,7 +113,7 @@ def with_stored_numbers(
 
 
 def refuse_mixed_product(called: OpCalled) -> None:
-    """Raise like a kernel, unlike fake tensors: the factors of a product need one dtype."""
+    """Raise if the factors of a product differ in dtype, as kernels do and fake tensors do not."""
     dtypes = {a.dtype for a in called.args if isinstance(a, torch.Tensor) and a.is_floating_point()}
     if base_name(called.op) in _PRODUCTS and len(dtypes) > 1:
         names = " and ".join(sorted(map(dtype_name, dtypes)))
@@ -150,11 +150,10 @@ def _kind(argument: Any) -> tuple[str, str]:
 
 
 def resize_outputs(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:
-    """Call the op once, unrecorded, for its errors and to resize its outputs.
+    """Call an op with ``out=`` once, unrecorded, which raises its errors and resizes its outputs.
 
     Returns:
-        Keyword arguments of the op that returns its results, the tensors that they go to, and which of those
-        the op has resized.
+        Keyword arguments for the functional overload, the output tensors, and whether each was resized.
     """
     op, kwargs = called.op, called.kwargs
     names = _out_arguments(op)

@@ -88,7 +88,7 @@ CAST_OPS = _CONVERSIONS | {"type_as"}
 
 @cache
 def base_name(op: OpOverload) -> str:
-    """Return the op without overload: ``softmax``, or ``mylib::softmax``, about which nothing is known."""
+    """Return the op's name without overload: ``softmax``, or ``mylib::softmax`` for a custom op."""
     return op._schema.name.removeprefix("aten::")
 
 
@@ -168,7 +168,7 @@ def selects(op: OpOverload) -> bool:
 
 
 def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that a call writes to; the members of a list one by one."""
+    """Return the arguments that a call writes to, with lists flattened."""
     names, arguments = argument_names(op), named_arguments(op, args, kwargs)
     values = [arguments.get(names[position]) for position in written_arguments(op, args, kwargs)]
     return [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
@@ -201,7 +201,7 @@ def returned_arguments(op: OpOverload) -> tuple[int, ...]:
 def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Return the positions of the arguments that a call writes to, even if the schema omits it.
 
-    Norms update running statistics in training mode, which only a flag tells.
+    Norms update running statistics in training mode, which only a flag reveals.
     """
     arguments = named_arguments(op, args, kwargs)
     training = any(arguments.get(flag) is True for flag in _TRAINING)

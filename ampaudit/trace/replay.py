@@ -39,7 +39,7 @@ INSERTED = {"ampaudit_inserted": True}
 # metadata key of a node whose inner graph no policy applies to, such as torch.cond
 OPAQUE = "ampaudit_opaque"
 
-# metadata key of a node whose layer is no module: the path of the module that it is of
+# metadata key of a node whose layer is not a module: the path of the module that contains it
 MODULE_SCOPE = "ampaudit_module"
 
 _CURRENT: ContextVar[Mapping[str, Any] | None] = ContextVar("replayed", default=None)
@@ -50,16 +50,16 @@ class OpRecord:
     """The decision about one recorded op.
 
     Attributes:
-        decision: what was done to it and why.
-        site: its id; ``None`` for what the policy added.
-        facts: what the decision was made from.
-        inserted: whether it is a cast that the policy added.
-        original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
-        replayed: metadata of the exported node that it replays, if the model is an exported program.
-        no_grad: whether the model's code switches gradients off here.
-        in_backward: whether it is an op of a custom backward.
-        by_values: whether its sizes depend on values, which the trace took from given inputs.
-        twin: the call of a custom op whose twin calls it.
+        decision: The policy's decision and its reason.
+        site: Id of the op; ``None`` for an op that the policy added.
+        facts: Facts on which the decision is based.
+        inserted: Whether the op is a cast that the policy added.
+        original_args: FP32 values of the arguments that the policy changed, by position or name.
+        replayed: Metadata of the exported node that it replays, if the model is an exported program.
+        no_grad: Whether the model's code switches gradients off here.
+        in_backward: Whether the op is part of a custom backward.
+        by_values: Whether its sizes depend on values, which the trace took from the inputs.
+        twin: The call of a custom op whose twin calls this op.
     """
 
     decision: Decision
@@ -99,10 +99,10 @@ class Replayer(fx.Interpreter):
     """Runs a graph node by node, each node under its own metadata.
 
     Args:
-        module: the module that holds the graph.
-        graph: another graph to run.
-        converting: replay an FP32 trace as a converter sees it: casts without an effect are left out, and an
-            op with its own graph, such as ``torch.cond``, stays in float32.
+        module: The module that holds the graph.
+        graph: The graph to run instead of the module's.
+        converting: Whether to replay an FP32 trace as a converter sees it: casts without an effect are left
+            out, and an op with its own graph, such as ``torch.cond``, stays in float32.
     """
 
     def __init__(

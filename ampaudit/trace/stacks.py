@@ -48,10 +48,10 @@ class StackChoice:
     """A call in which a tensor chooses matrices of a stack.
 
     Attributes:
-        parameter: the name of the stack.
-        count: how many matrices it has.
-        grouped: whether the tensor has the end of each matrix's rows, and not the numbers of matrices.
-        index: the node of the tensor.
+        parameter: The name of the stack.
+        count: Number of matrices in the stack.
+        grouped: Whether the tensor holds the end of each matrix's rows instead of matrix numbers.
+        index: The node of the tensor.
     """
 
     parameter: str

@@ -39,12 +39,12 @@ class StateChange:
     """A change to one container by the model's code.
 
     Attributes:
-        number: index of the container in a snapshot.
-        name: what has changed, such as ``encoder.step``.
-        before: a shallow copy of the container before the run.
-        after: the same after it.
-        plain: whether all new values are numbers, strings and containers of these.
-        stale: the previous tensors, if all new values are tensors of the same shapes.
+        number: Index of the container in a snapshot.
+        name: Path of the change, such as ``encoder.step``.
+        before: A shallow copy of the container before the run.
+        after: The same after it.
+        plain: Whether all new values are numbers, strings and containers of these.
+        stale: The previous tensors, if all new values are tensors of the same shapes.
     """
 
     number: int
@@ -61,8 +61,8 @@ class PythonState:
     Snapshots of a model and of its copy list the same containers in the same order.
 
     Attributes:
-        live: the containers.
-        names: the path of each, of a module and an attribute.
+        live: The containers.
+        names: The path of each, of a module and an attribute.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -37,8 +37,8 @@ def structural_copy(model: Module, replace: Mapping[int, Any] | None = None) -> 
     are shared.
 
     Args:
-        model: not changed.
-        replace: replacements by the ``id`` of a tensor or a module; other tensors are cloned. A mapping of
+        model: Not changed.
+        replace: Replacements by the ``id`` of a tensor or a module; other tensors are cloned. A mapping of
             each parameter to itself makes a copy that shares parameters and has buffers of its own.
     """
     clone: Module = _Copier(replace or {}).copied(model)

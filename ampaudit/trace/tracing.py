@@ -62,28 +62,27 @@ def trace(
     as a whole, and the graph is replayed under them.
 
     Args:
-        model: in the mode (train or eval) to audit; not changed.
-        args: positional inputs; only shapes and dtypes of tensors matter.
-        kwargs: keyword inputs.
-        rules: the policy.
-        author_rules: the rules inside an autocast region of the model's code (CUDA autocast's rules).
-        number_format: the 16-bit format of the run.
-        measured: measurements of a run, by site, for the rules that ask for evidence.
-        edits: ops to rewrite, by site.
-        differentiated: whether the graph's gradients will be asked for.
-        seed: seeds the random numbers that the model's code draws while it is traced; without it the
-            generators continue.
-        trace_backward: also trace custom backwards; the model must return its loss.
-        planned: decisions of another trace of the model, by site, which hold here as well.
-        dynamic: axes of each input tensor that may vary.
-        path: whether to follow the path that these inputs take; the values of inputs and weights matter then.
-        known: sites of the paths that other inputs take.
-        values: what decides the path, where that is not the inputs and the model as it is.
+        model: The model in the mode (train or eval) to audit; not changed.
+        args: Positional inputs; only shapes and dtypes of tensors matter, unless a path is followed.
+        kwargs: Keyword inputs.
+        rules: The policy.
+        author_rules: Rules inside an autocast region of the model's code (those of CUDA autocast).
+        number_format: The 16-bit format of the run.
+        measured: Measurements of a run, by site, for rules that need evidence.
+        edits: Ops to rewrite, by site.
+        differentiated: Whether gradients of the graph will be computed.
+        seed: Seed of the random numbers that the model's code draws; ``None`` to continue the generators.
+        trace_backward: Whether to trace custom backwards as well; the model must return its loss.
+        planned: Decisions of another trace of the model, by site, which also apply here.
+        dynamic: Axes of each input tensor that may vary.
+        path: Whether to follow the path that these inputs take; values of inputs and weights matter then.
+        known: Sites of the paths that other inputs take.
+        values: FP32 values that decide the path; ``None`` for the inputs and the model as they are.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
-        SourceError: the model itself fails, or is of a kind that cannot be traced.
-        InputError: an input is of such a kind.
+        SourceError: The model itself fails, or cannot be traced by design.
+        InputError: An input cannot be traced by design.
     """
     refuse_unsupported(model, args, kwargs, packed=path is PathTracing.OFF)
     config = TraceConfig(
@@ -184,17 +183,17 @@ class Fp32Replay(nn.Module):
 def refuse_unsupported(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, packed: bool = True
 ) -> None:
-    """Raise for what torch.export is known not to trace, naming the layer or the input.
+    """Raise for models and inputs that torch.export cannot trace, naming the layer or the input.
 
     Args:
-        model: the model.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        packed: whether to refuse packed sequences, which only a trace along one path follows.
+        model: The model.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        packed: Whether to refuse packed sequences, which only a trace along one path follows.
 
     Raises:
-        SourceError: the model is TorchScript, quantized, without values, or has special tensors.
-        InputError: an input is no plain tensor.
+        SourceError: The model is TorchScript, quantized, without values, or has special tensors.
+        InputError: An input is a special tensor.
     """
     for path, module in model.named_modules():
         _refuse_module(module, f"layer {describe(path)}" if path else f"the model ({type(module).__name__})")
@@ -232,7 +231,7 @@ def _refuse_module(module: nn.Module, name: str) -> None:
 
 
 def _special(value: Any) -> tuple[str, str] | None:
-    """Return what a tensor is, and what to do instead; ``None`` for a plain tensor or no tensor."""
+    """Describe a tensor that cannot be traced, with a remedy; ``None`` for plain tensors and other values."""
     if isinstance(value, PackedSequence):
         return (
             "a packed sequence, which torch.export does not trace",

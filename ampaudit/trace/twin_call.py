@@ -24,7 +24,7 @@ Writes = Callable[[torch.Tensor], int]
 
 
 class OpenTwins:
-    """The calls through whose twins the current op is called."""
+    """The stack of calls whose twins are running."""
 
     def __init__(self) -> None:
         self._open: list[TwinCall] = []
@@ -44,7 +44,7 @@ class OpenTwins:
         """While active, ops are part of the twin of an op.
 
         Raises:
-            TwinFailed: the twin calls its own op.
+            TwinFailed: The twin calls its own op.
         """
         if any(call.op == op for call in self._open):
             hint = "compute the same with PyTorch's ops"
@@ -58,16 +58,17 @@ class OpenTwins:
 
 
 def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any], writes: Writes) -> Any:
-    """Trace what a twin computes, and return results with memory of their own, laid out as the op's.
+    """Trace a twin in place of its op, and return results in new memory with the layout of the op's results.
 
     Args:
-        twin: of the op.
-        called: the op's call, with the policy's casts.
-        mode: records ops while active.
-        writes: counts the writes to a tensor's memory so far.
+        twin: The twin of the op.
+        called: The op's call, with the policy's casts.
+        mode: Dispatch mode that records ops while active.
+        writes: Function that counts the writes to a tensor's memory so far.
 
     Raises:
-        TwinFailed: it raises, changes an argument that the op does not, or its results are of another kind.
+        TwinFailed: The twin raises, changes an argument that the op does not change, or returns other shapes
+            or dtypes than the op.
     """
     expected = _described(called)
     written_ids = {id(value) for value in written_values(called.op, called.args, called.kwargs)}
@@ -92,10 +93,10 @@ def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any],
 
 
 def as_returned(twin: Twin, op: OpOverload, result: Any) -> Any:
-    """Return a result in the containers that the op's schema has.
+    """Return a twin's result in the containers of the op's schema.
 
     Raises:
-        TwinFailed: it is no result of this op.
+        TwinFailed: The number or type of the results does not match the schema.
     """
     count = len(op._schema.returns)
     several = isinstance(result, tuple | list)
@@ -112,7 +113,7 @@ def compare_kinds(twin: Twin, expected: Any, result: Any) -> None:
     """Compare the number, shapes and dtypes of results.
 
     Raises:
-        TwinFailed: they differ.
+        TwinFailed: The results differ in number, shape or dtype.
     """
     pairs = list(zip(_tensors(expected), _tensors(result), strict=False))
     if len(_tensors(expected)) != len(_tensors(result)):

@@ -33,8 +33,8 @@ class TwinCheck(TorchDispatchMode):
     Where there is no kernel, the twin's result is used.
 
     Attributes:
-        unchecked: the ops whose kernel cannot be called here, and why.
-        checked: the ops whose twin agrees.
+        unchecked: For each op whose kernel cannot run here, the reason.
+        checked: Ops whose twin agrees with the kernel.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def _compare_values(twin: Twin, expected: Any, results: Any, where: str) -> None
     """Compare results within the rounding of FP32.
 
     Raises:
-        TwinFailed: one differs by more.
+        TwinFailed: A value differs by more.
     """
     for op, actual in zip(pytree.tree_leaves(expected), pytree.tree_leaves(results), strict=True):
         if not isinstance(op, torch.Tensor) or torch.equal(op, actual):

@@ -47,11 +47,11 @@ class TwinFailed(SourceError):
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """What computes the same as an op.
+    """A function that computes the same as an op.
 
     Attributes:
-        op: the op's name, such as ``mylib::softmax``.
-        function: of the op's arguments.
+        op: Name of the op, such as ``mylib::softmax``.
+        function: PyTorch function of the op's arguments.
     """
 
     op: str
@@ -61,7 +61,8 @@ class Twin:
         """Call the function with the arguments of a call of the op.
 
         Raises:
-            TwinFailed: it raises, or does not take these arguments; what depends on values is passed on.
+            TwinFailed: The function raises, or does not take these arguments. Errors about data-dependent
+                control flow are passed on unchanged.
         """
         if self._takes(args, kwargs) is not None:
             args, kwargs = _with_defaults(op, args, kwargs)
@@ -96,7 +97,7 @@ class Twin:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What tells functions apart: a file that is run again defines the same ones again."""
+        """The identity of the function, which stays the same if its file is run again."""
         code = getattr(self.function, "__code__", None)
         name = getattr(self.function, "__qualname__", repr(self.function))
         line = code.co_firstlineno if code is not None and "<lambda>" in name else 0
@@ -108,9 +109,9 @@ class TwinCall:
     """A call of an op that is traced through its twin.
 
     Attributes:
-        op: the op's name.
-        site: of the call.
-        called_at: the user's line that calls it.
+        op: Name of the op.
+        site: Site of the call.
+        called_at: The user's line that calls the op.
     """
 
     op: str
@@ -128,8 +129,8 @@ def twin(op: str, function: Function | None = None) -> Any:
     """Say what a custom op computes, so that ``scan`` and ``plan`` audit its inside.
 
     Args:
-        op: its name: ``mylib::softmax``, or ``mylib::softmax.out`` for another overload.
-        function: takes the op's arguments and computes in plain PyTorch what the op's kernel does, in the
+        op: Its name: ``mylib::softmax``, or ``mylib::softmax.out`` for another overload.
+        function: Takes the op's arguments and computes in plain PyTorch what the op's kernel does, in the
             kernel's precision (``x.float()`` where that accumulates in float32). Without it, ``twin`` is a
             decorator.
 
@@ -137,7 +138,7 @@ def twin(op: str, function: Function | None = None) -> Any:
         The function.
 
     Raises:
-        UsageError: there is no such op, it has a twin already, or the function is none.
+        UsageError: There is no such op, it already has a twin, or ``function`` is not a function.
     """
     op_overload = _overload(op)
     if function is None:
@@ -174,7 +175,7 @@ def _overload(op: Any) -> OpOverload:
 
 
 def known_twins() -> tuple[int, ...]:
-    """Return what changes with each registration."""
+    """Return a key of the registered twins, which changes with each registration."""
     return tuple(map(id, _TWINS.values()))
 
 
@@ -208,7 +209,7 @@ def _with_defaults(
 
 
 def _line_of(error: Exception) -> str:
-    """Return the innermost line of the twin, or of what it called outside PyTorch."""
+    """Return the innermost line of the traceback outside PyTorch and ampaudit."""
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not is_tool_file(frame.filename)]
     return f"{forward_slashes(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else ""

@@ -62,7 +62,7 @@ _DROPOUT = torch.ops.aten.dropout.default
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a node's call with fake tensors, or ``None``, in the places of nodes."""
+    """Return the arguments of a node's call, with each node replaced by its fake tensor or ``None``."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
     return args, kwargs
 
@@ -153,7 +153,7 @@ class SharedMemory:
 
 
 def promoted(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """Return the dtype in which floating-point tensors meet; those without dimensions give way."""
+    """Return the dtype to which floating-point tensors promote; 0-dimensional ones give way to others."""
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     dtype = None
     for tensor in [t for t in floats if t.ndim] or floats:

@@ -37,16 +37,18 @@ class FunctionApplication:
     """One call of a custom autograd function.
 
     Attributes:
-        function: the function's class.
-        args: its arguments.
-        context: its ``ctx``, which is its node in autograd's graph.
-        outputs: what it returned.
-        differentiable: positions of the outputs that require a gradient.
-        saved: tensors saved for its backward; ``None`` if none were.
-        dirty: whether it writes to its inputs.
-        materializes: whether missing gradients are passed as zeros.
-        before: hooks on the gradients that the backward takes.
-        after: hooks on the gradients that it returns.
+        number: Number of the call in the graph's marks.
+        layer: Path of the layer that calls the function.
+        function: The function's class.
+        args: Arguments of the call.
+        context: Its ``ctx``, which is its node in autograd's graph.
+        outputs: Values that the call returned.
+        differentiable: Positions of the outputs that require a gradient.
+        saved: Tensors saved for the backward; ``None`` if the function saved none.
+        dirty: Whether the function writes to its inputs.
+        materializes: Whether missing gradients are passed as zeros.
+        before: Hooks on the gradients that the backward takes.
+        after: Hooks on the gradients that the backward returns.
     """
 
     number: int

@@ -41,8 +41,8 @@ class CustomCode:
     """The custom backward code that a model uses.
 
     Attributes:
-        names: custom functions that were called, ``checkpoint`` for recomputed activations, or a hook.
-        notes: what the trace of the backward leaves out.
+        names: Custom functions that were called, ``checkpoint`` for recomputed activations, or a hook.
+        notes: What the trace of the backward leaves out.
     """
 
     names: dict[str, None] = field(default_factory=dict)
@@ -54,8 +54,8 @@ def watch_custom_backwards(tracer: BackwardTracer | None, layer: Callable[[], st
     """Record custom backward code while active, and register it with a tracer.
 
     Args:
-        tracer: traces custom backwards; ``None`` to trace the forward pass only.
-        layer: returns the layer whose code is running.
+        tracer: Traces custom backwards; ``None`` to trace the forward pass only.
+        layer: Returns the layer whose code is running.
     """
     watch = _Watch(tracer, layer)
     with patched(watch.replacements()):
@@ -222,7 +222,7 @@ def _tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
     """Replace ``Tensor.data``, which shares memory without an op, and ``Tensor.grad_fn``.
 
     Args:
-        hooked: called when the model's code registers a hook on an autograd node.
+        hooked: Called when the model's code registers a hook on an autograd node.
     """
     tensor: Any = torch.Tensor
     data, grad_fn = tensor.data, tensor.grad_fn

@@ -36,7 +36,7 @@ class BackwardTracer:
     """Collects custom backwards while a model is traced, and then traces them.
 
     Args:
-        follow: whether to trace them; if not, each counts as one that could not be traced.
+        follow: Whether to trace them; otherwise each is reported as failed.
     """
 
     def __init__(self, follow: bool = True) -> None:
@@ -83,9 +83,9 @@ class BackwardTracer:
         """Trace all custom backwards in the order of autograd, the last one first.
 
         Args:
-            loss: the output that is differentiated.
-            parameters: leaves, to which a backward may add gradients.
-            within: makes the context to trace one in, given its layer and name.
+            loss: The output that is differentiated.
+            parameters: Leaves, to which a backward may add gradients.
+            within: Makes the context in which to trace a backward, from its layer and name.
         """
         self.tracing = True
         try:
@@ -165,7 +165,7 @@ class Tracked:
     """Maps tensors that autograd returns, new objects for known memory, to values of the trace.
 
     Args:
-        tensors: a mapping whose keys are the values of the trace.
+        tensors: A mapping whose keys are the values of the trace.
     """
 
     def __init__(self, tensors: Mapping[torch.Tensor, Any]) -> None:

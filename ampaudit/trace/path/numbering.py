@@ -15,10 +15,10 @@ __all__ = ["PathNumbering", "with_known_casts"]
 
 
 class PathNumbering(SiteNumbering):
-    """Numbers ops while a path is traced: along another one, the second product may be one of another line.
+    """Assigns to the ops of a path the ids that earlier paths have at the same source line.
 
     Args:
-        known: sites of earlier paths.
+        known: Sites of earlier paths.
     """
 
     def __init__(self, earlier: Sequence[Site]) -> None:
@@ -26,7 +26,7 @@ class PathNumbering(SiteNumbering):
         self._known = _ids_by_place(earlier)
 
     def next_id(self, layer: str, op: str) -> SiteId:
-        """Return the id that an earlier path has here, or one that none has."""
+        """Return the id that an earlier path has at this line, or a new one."""
         if not self._known:
             return super().next_id(layer, op)
         earlier_ids = self._known[(f"{layer or '(top)'}/{op}", *map(_position, running_lines()), None)]
@@ -34,7 +34,7 @@ class PathNumbering(SiteNumbering):
 
 
 def with_known_casts(traced: TracedModel, earlier: Sequence[Site]) -> TracedModel:
-    """Give the casts of another path, which get their ids after the trace, those of earlier paths."""
+    """Assign to casts, whose ids are made after the trace, the ids that they have on earlier paths."""
     ids, ops = _ids_by_place(earlier), [site for site in traced.sites if site.facts is not None]
     numbering = SiteNumbering(site.id for site in (*earlier, *ops))
     sites = []

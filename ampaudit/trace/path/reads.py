@@ -34,10 +34,10 @@ class Decided:
     """What Python decided on a float that it read, such as a comparison.
 
     Attributes:
-        taken: the result for the FP32 values.
-        source: the innermost line of the model's code that decides.
-        caller: the user's own line, if that is another one.
-        evaluate: the same decision on other values, by the numbers of the reads.
+        taken: Result for the FP32 values.
+        source: Innermost line of the model's code that decides.
+        caller: The user's line that calls it, if that is another one.
+        evaluate: Function that repeats the decision on other values, keyed by the numbers of the reads.
     """
 
     taken: Any
@@ -60,14 +60,14 @@ class ValueRead:
     """One read of a tensor's values by the model's code.
 
     Attributes:
-        number: of its mark in the graph.
-        name: how the code reads them, such as ``item`` or ``numpy``.
-        kind: what Python makes of them.
-        layer: path of the module whose forward reads them.
-        source: the innermost line of the model's code.
-        caller: the user's own line, if that is another one.
-        value: the value that the trace was made with, on the CPU.
-        decided: decisions on a float.
+        number: Number of the read's mark in the graph.
+        name: Method that reads the values, such as ``item`` or ``numpy``.
+        kind: Kind of Python value that the method returns.
+        layer: Path of the module whose forward reads the values.
+        source: Innermost line of the model's code.
+        caller: The user's line that calls it, if that is another one.
+        value: Values during the trace, on the CPU.
+        decided: Decisions on the float, if the read returns one.
     """
 
     number: int
@@ -81,7 +81,7 @@ class ValueRead:
 
 
 def python_value(name: str, value: torch.Tensor) -> Any:
-    """Return what a read gives to Python: ``numpy`` and ``tolist`` all values, others the only one."""
+    """Return the Python value of a read: all values for ``numpy`` and ``tolist``, else the only one."""
     if name == "numpy":
         return value.numpy()
     if name == "tolist":
@@ -93,7 +93,7 @@ class ReadValues:
     """Collects the reads of one trace.
 
     Attributes:
-        reads: in the order of the run.
+        reads: The reads in the order of the run.
     """
 
     def __init__(self) -> None:

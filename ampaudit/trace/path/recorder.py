@@ -1,4 +1,4 @@
-"""Answers what a trace without values cannot: numbers that Python asks for, and sizes that values decide."""
+"""Supplies FP32 values to a trace: numbers that Python reads, and sizes that depend on values."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class GivenValues:
     """The FP32 values that decide the path of a step.
 
     Attributes:
-        inputs: those of FP32; the trace is of the dtypes of the 16-bit run's.
-        buffers: what earlier steps left in the model, by name.
+        inputs: Input tensors of the FP32 run; the trace has the dtypes of the 16-bit run.
+        buffers: Buffers as earlier steps have left them, by name.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -90,8 +90,8 @@ class PathRecorder:
     """Follows one trace with the FP32 values of its tensors.
 
     Attributes:
-        values: the FP32 values.
-        reads: what the model's code has read of them.
+        values: FP32 values of the tensors.
+        reads: Reads of these values by the model's code.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class PathRecorder:
         """Return what an op gives to Python code."""
         with mode:
             if op is aten.is_nonzero.default and args[0].dtype is not torch.bool:
-                return self.read("bool", args[0].ne(0))  # which other numbers they are decides nothing
+                return self.read("bool", args[0].ne(0))  # only whether the number is 0 decides
             if op is not aten.equal.default:
                 return self.read(READING[op], args[0])
             first, second = args
@@ -200,7 +200,7 @@ class PathRecorder:
             VALUE_SIZED([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)], 0)
 
     def _in_own_dtypes(self, called: OpCalled, values: Any) -> Any:
-        """Call an op in the dtypes of the trace, which says what dtypes it returns."""
+        """Call an op in the dtypes of the trace to learn the dtypes of its results."""
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             return self.values.of(tensor).to(tensor.dtype)
@@ -401,7 +401,7 @@ class Fp32Values:
     def runs(self, called: OpCalled) -> bool:
         """Return whether the kernel of an op takes these tensors in the dtypes of the trace.
 
-        What torch describes the result of fake tensors with may be stricter, as for ``_grouped_mm``.
+        Torch's function for fake tensors may be stricter, as for ``_grouped_mm``.
         """
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -419,7 +419,7 @@ class Fp32Values:
         """Compute an op that was recorded on fake tensors.
 
         Raises:
-            TraceFailed: the path has too many ops to be one that ends.
+            TraceFailed: The path has so many ops that it may not end.
         """
         self._count += 1
         if self._count > MAX_OPS:
@@ -452,7 +452,7 @@ def refuse_path(traced: TracedModel, what: str) -> None:
     """Raise if a graph holds for one path through the model's code, where one for all inputs is needed.
 
     Raises:
-        TraceFailed: the message names the first line that decides on values.
+        TraceFailed: The message names the first line that decides on values.
     """
     if traced.path is None:
         return
