@@ -340,14 +340,21 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         op = overload_of(node.target)
         if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):
             return False
-        if self._computable(node, entry) and 0 <= math.prod(sizes_of(value)) <= MAX_COMPUTED:
-            return self._compute(node)
-        if base_name(op) in CAST_OPS and sources:
+        computable = self._computable(node, entry) and 0 <= math.prod(sizes_of(value)) <= MAX_COMPUTED
+        if not computable and base_name(op) in CAST_OPS and sources:
             weight = _cast(self[sources[0]], sources[0].meta["val"].dtype, value.dtype)
             if weight is not None:
                 self[node] = weight
             return weight is not None
-        return entry.moves and len(sources) == 1 and self._move(node)
+        if not computable and not (entry.moves and len(sources) == 1):
+            return False
+        result = self._result(node)
+        if result is None:
+            return False
+        self[node] = KnownTensor(result) if computable else replace(self[sources[0]], tensor=result)
+        if computable:
+            self._constants.add(node)
+        return True
 
     def _computable(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
         """Return whether a value is constant and identical on every device."""
@@ -355,21 +362,6 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
             return False
         floats = [near.meta["val"].is_floating_point() for near in (node, *node.all_input_nodes)]
         return entry.exact or (entry.integers and not any(floats))
-
-    def _compute(self, node: fx.Node) -> bool:
-        value = self._result(node)
-        if value is None:
-            return False
-        self[node] = KnownTensor(value)
-        self._constants.add(node)
-        return True
-
-    def _move(self, node: fx.Node) -> bool:
-        value = self._result(node)
-        if value is None:
-            return False
-        self[node] = replace(self[node.all_input_nodes[0]], tensor=value)
-        return True
 
     def _result(self, node: fx.Node) -> torch.Tensor | None:
         try:

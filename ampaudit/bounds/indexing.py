@@ -59,8 +59,7 @@ scale_factors scales scales_h scales_w scales_d output_size sparse_grad source d
 def gather(call: OpCall) -> Interval:
     """Bound any selection of elements by the ends of all."""
     call.ignore(*_HOWEVER.split())
-    x = call.interval("input" if "input" in call.arguments else "self")
-    return between(call.shape, float(x.low.amin()), float(x.high.amax()))
+    return _everywhere(call, call.interval("input" if "input" in call.arguments else "self"))
 
 
 @transfer("tril", "triu", exact=True)
@@ -156,5 +155,4 @@ def arange(call: OpCall) -> Interval:
 def copy(call: OpCall) -> Interval:
     """The source's values, broadcast."""
     call.ignore("self")
-    x = call.interval("src")
-    return _everywhere(call, x)
+    return _everywhere(call, call.interval("src"))

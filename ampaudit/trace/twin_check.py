@@ -55,7 +55,7 @@ class TwinCheck(TorchDispatchMode):
         twin, kwargs = twin_of(func), kwargs or {}
         if twin is None:
             return func(*args, **kwargs)
-        key = (func, repr(pytree.tree_map_only(torch.Tensor, _kind, (args, kwargs))))
+        key = (func, repr(pytree.tree_map_only(torch.Tensor, _signature, (args, kwargs))))
         if key in self._compared_calls and twin.op not in self.unchecked:
             return func(*args, **kwargs)
         self._compared_calls.add(key)
@@ -94,7 +94,7 @@ def twins_checked(check: TwinCheck | None = None) -> AbstractContextManager[Any]
     return (check or TwinCheck()) if active_twins() else nullcontext()
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 

@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
-Writes = Callable[[torch.Tensor], int]
 _HOW = "write ampaudit.twin('mylib::op', function)"
 _TWINS: dict[str, Twin] = {}
 _ACTIVE: ContextVar[bool] = ContextVar("twins", default=False)
