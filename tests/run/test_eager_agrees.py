@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ampaudit
-from ampaudit.trace.op_calls import returning
+from ampaudit.trace.op_calls import functional_overload
 from tests.support.eager import (
     EVERY_WAY,
     Outputs,
@@ -259,12 +259,12 @@ def test_memory_that_nobody_wrote_is_no_finding() -> None:
 
 def test_out_variants_have_another_overload_that_returns() -> None:
     aten = torch.ops.aten
-    assert returning(aten.mv.out) is aten.mv.default
-    assert returning(aten.add.out) is aten.add.Tensor
-    assert returning(aten.std.out) is aten.std.dim
-    assert returning(aten.zeros.out) is aten.zeros.default
-    assert returning(aten.add_.Tensor) is None
-    assert returning(aten.add.Tensor) is None
+    assert functional_overload(aten.mv.out) is aten.mv.default
+    assert functional_overload(aten.add.out) is aten.add.Tensor
+    assert functional_overload(aten.std.out) is aten.std.dim
+    assert functional_overload(aten.zeros.out) is aten.zeros.default
+    assert functional_overload(aten.add_.Tensor) is None
+    assert functional_overload(aten.add.Tensor) is None
 
 
 @pytest.mark.parametrize("kind", [torch.nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
