@@ -39,6 +39,8 @@ from ampaudit.recording.recorder import Recording
 from ampaudit.report.bench import BenchReport as BenchReport
 from ampaudit.report.check import CheckResults as CheckResults
 from ampaudit.report.compare import DiffConfig as DiffConfig
+from ampaudit.report.compare import Saved
+from ampaudit.report.compare import read_report as read_report
 from ampaudit.report.conversion import Conversion as Conversion
 from ampaudit.report.difference import Differences as Differences
 from ampaudit.report.finding import Finding as Finding
@@ -47,8 +49,6 @@ from ampaudit.report.lint import LintReport as LintReport
 from ampaudit.report.model import Comparison as Comparison
 from ampaudit.report.model import Report as Report
 from ampaudit.report.plan import PlanReport as PlanReport
-from ampaudit.report.public import Saved
-from ampaudit.report.public import read_report as read_report
 from ampaudit.report.training import TrainingReport as TrainingReport
 from ampaudit.report.tuning import TuningReport as TuningReport
 from ampaudit.report.verification import Verification as Verification

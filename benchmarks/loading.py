@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ampaudit.checkpoint.pickled import read_state_dict
-from ampaudit.source.pt2.program import read_program
+from ampaudit.source.exported import read_program
 from benchmarks.options import parser
 
 LIMIT = 1.5

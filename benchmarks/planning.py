@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ampaudit.policy import Measurement, OpFacts, load_policy, policy_names
-from ampaudit.policy.planning import PlanSite, plan_graph
+from ampaudit.policy.decide import PlanSite, plan_graph
 from benchmarks.options import parser
 
 LIMITS = {"load all": 0.2, "plan 10000 sites": 1.0}

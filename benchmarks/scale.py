@@ -28,8 +28,7 @@ from ampaudit.audit.scan import scan_policies
 from ampaudit.core.config import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.parallel.identity import identity_of
-from ampaudit.parallel.parts import FilePart
-from ampaudit.parallel.wire import records_from_json, records_of_rank, records_to_json
+from ampaudit.parallel.parts import FilePart, records_from_json, records_of_rank, records_to_json
 from ampaudit.policy import load_policy
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import PartDone, PartRecords, joined_in_order

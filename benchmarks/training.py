@@ -27,7 +27,7 @@ import ampaudit
 from ampaudit.cli.loading import keep_freed_memory
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.policy.scaling import StartingScale
+from ampaudit.policy.load import StartingScale
 from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.source import Batch

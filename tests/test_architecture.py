@@ -32,14 +32,13 @@ WITHOUT_TORCH = {"core", "policy", "report", "render", "linter", "cli"}
 # loaded or traced
 PATCHER = "ampaudit.trace.internals"
 PATCHING = {
-    "ampaudit.trace.dynamic",
+    "ampaudit.trace.capture",  # while torch exports
     "ampaudit.recording.calls",  # nn.Module.__call__, while a program is recorded
     "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
-    "ampaudit.trace.autocast_state",  # autocast for CUDA on machines without it
+    "ampaudit.trace.caster",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn
     "ampaudit.trace.interpose",  # the method of the tracer that records ops
     "ampaudit.trace.path.recorder",  # what tells code that it is being traced; reads of fake tensors
-    "ampaudit.trace.capture",  # torch's functions about autocast
 }
 # private modules of torch that the whole package may name: types of ops, nested containers, dispatch modes
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode")
@@ -47,7 +46,6 @@ PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispa
 PRIVATE = {
     PATCHER,
     "ampaudit.benchmarking.memory",
-    "ampaudit.benchmarking.predict",
     "ampaudit.run.low_precision",
     "ampaudit.source.pt2.graph",
 }

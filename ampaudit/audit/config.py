@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
-from ampaudit.core.assumptions import parse_assumption
+from ampaudit.core.assumptions import parse_assumption, parse_sweep, sweep_text
 from ampaudit.core.config import (
     NOT_NAN,
     Config,
@@ -25,7 +25,6 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError
-from ampaudit.core.sweep import parse_sweep, sweep_text
 from ampaudit.core.text import parse_size
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy

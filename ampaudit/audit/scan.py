@@ -10,18 +10,15 @@ import psutil
 import torch
 
 from ampaudit.audit.advise import advised
-from ampaudit.audit.against import beside
 from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.audit.checks.against import against_report
-from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.audit.checks.interface import CheckContext, context_of
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, policies_of, rules_of
-from ampaudit.audit.context import context_of
-from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source
-from ampaudit.audit.proofs import compare_with_run, prove, static_audit
+from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
+from ampaudit.audit.proofs import compare_with_run, prove, static_audit, stressed
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.sensitivity import probing, probing_gradients, sensitivity_of
-from ampaudit.audit.stress import stressed
 from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, UsageError
@@ -29,7 +26,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.policy.scaling import StartingScale, starting_scale
+from ampaudit.policy.load import StartingScale, starting_scale
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.model import Comparison, ModelInfo, Report, RunInfo
 from ampaudit.run.against.reference import ReferenceModel

@@ -15,27 +15,28 @@ from ampaudit.audit.checks.outputs import accuracy_text
 from ampaudit.core.formats import BFLOAT16, WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__
-from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
-from ampaudit.report.finding import FailOnGaps
-from ampaudit.report.gap import Gap, GapKind, gate_on, verdict_on
+from ampaudit.report.finding import FailOnGaps, Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
     Environment,
+    Forward,
     InputPath,
     ModelInfo,
+    OutputAccuracy,
     ReadLine,
     Report,
     RunInfo,
+    SiteReport,
     ToolInfo,
     WeightMemory,
+    WhatIf,
 )
-from ampaudit.report.site import Forward, SiteReport, WhatIf
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
-from ampaudit.run.observation import Observation
+from ampaudit.run.measure import Observation
 from ampaudit.run.path_record import ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import ConvertedModel

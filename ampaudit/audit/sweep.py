@@ -9,16 +9,14 @@ from dataclasses import replace
 from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.checks.suppress import comments_of_files, option, with_later
 from ampaudit.audit.config import ScanConfig
+from ampaudit.core.assumptions import parse_sweep
 from ampaudit.core.errors import AuditError, UsageError, first_line
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
-from ampaudit.core.sweep import parse_sweep
 from ampaudit.report.extrapolation import SizeGrowth, Sweep, SweptValue
-from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.gap import gate_on, verdict_on
-from ampaudit.report.model import Report
-from ampaudit.report.site import SiteReport
-from ampaudit.run.growth import MIN_SIZES, crossing_of
+from ampaudit.report.finding import Finding, Severity, gate_on, verdict_on
+from ampaudit.report.model import Report, SiteReport
+from ampaudit.run.extreme_value import MIN_SIZES, crossing_of
 from ampaudit.source import ModelSource
 
 __all__ = ["first_sizes", "swept"]

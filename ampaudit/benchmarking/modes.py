@@ -20,15 +20,15 @@ from ampaudit.devices.catalogue import Device
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.run.guards import naming_indices, tf32
+from ampaudit.run.device import naming_indices, tf32
 from ampaudit.run.program import call_on
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import attach_weights
-from ampaudit.trace.storage import stored_dtypes
-from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.fake_model import stored_dtypes
+from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.prepare import is_master_free
-from ampaudit.training.step import TrainingStep, make_optimizer, model_with_loss, prepare_step
+from ampaudit.training.train import TrainingStep, make_optimizer, model_with_loss, prepare_step
 
 __all__ = [
     "BenchSetup",

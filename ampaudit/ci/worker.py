@@ -25,7 +25,7 @@ from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.check import Breach, Budgets, Measurements, Request, TargetResult
-from ampaudit.report.gap import gaps_in_words
+from ampaudit.report.finding import gaps_in_words
 from ampaudit.report.model import Report
 from ampaudit.run.share import ALONE, PartDone
 from ampaudit.source import ModelSource

@@ -20,7 +20,7 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
     from rich.text import Text
 
     from ampaudit.devices.catalogue import all_devices, device_named
-    from ampaudit.devices.text import render_catalogue, render_device, render_machine
+    from ampaudit.devices.host import render_catalogue, render_device, render_machine
     from ampaudit.render.json import to_json
 
     if name is not None:

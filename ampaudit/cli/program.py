@@ -159,7 +159,7 @@ def add_completion(command: click.Command) -> click.Command:
 
 
 def _policies() -> Iterator[tuple[str, str]]:
-    from ampaudit.policy.scaling import policy_names
+    from ampaudit.policy.load import policy_names
 
     return ((name, "") for name in policy_names())
 

@@ -184,7 +184,7 @@ def audited(
         from ampaudit.audit.scan import as_converted, scan_policies
 
         if config.against is not None:
-            from ampaudit.audit.against import beside
+            from ampaudit.audit.inputs import beside
 
             source = beside(source, config.against, loading)
         policies, config = as_converted(source, policies, config, arguments)

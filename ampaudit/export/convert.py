@@ -2,56 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ampaudit.audit.advice.residual_stream import AttributeChange
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
+from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import Checkpoint
-from ampaudit.checkpoint.parts import InMemory
+from ampaudit.checkpoint.parts import InMemory, Part, RescaledPart
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.arguments import given_path
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import listed
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.convert_weights import conversion_of
-from ampaudit.export.dynamic import DynamicShapes
+from ampaudit.export.dynamic import DynamicShapes, ShapeComparison, retraced
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
-from ampaudit.export.huggingface import copy_companions, set_dtype
+from ampaudit.export.huggingface import copy_companions, set_dtype, set_numbers
 from ampaudit.export.manifest import manifest_of, write_manifest
-from ampaudit.export.onnx.metadata import metadata_of
-from ampaudit.export.onnx.torch_export import ExportedOnnx, names_of_inputs, write_onnx
+from ampaudit.export.onnx.torch_export import ExportedOnnx, metadata_of, names_of_inputs, write_onnx
 from ampaudit.export.plan_file import plan_rules
-from ampaudit.export.program import export_program, save_program
-from ampaudit.export.reference import (
+from ampaudit.export.program import (
     Call,
     ReferenceOutputs,
     digest_of_tensors,
+    export_program,
     flat_outputs,
     record_reference,
+    save_program,
 )
-from ampaudit.export.rescale import Rescaling, audit_rescaled
-from ampaudit.export.retrace import ShapeComparison, retraced
-from ampaudit.export.storage import decide_as_planned
-from ampaudit.export.weight_files import WeightFiles, write_weights
+from ampaudit.export.weight_files import WeightFiles, decide_as_planned, write_weights
 from ampaudit.render.json import to_json
 from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, ProgramShapes
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
-from ampaudit.source.float8_weights import open_weights
-from ampaudit.source.streamed import model_names
+from ampaudit.source.streamed import model_names, open_weights
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import preserved
@@ -59,6 +58,8 @@ from ampaudit.trace.path.recorder import refuse_path
 from ampaudit.tuning.tune import tuned_rules
 
 __all__ = ["convert"]
+
+_NAMED = 4
 
 
 @with_options(ConvertConfig)
@@ -280,3 +281,64 @@ def _map_written(
         for place in graph.placeholders
         if place.name in parameters and id(parameters[place.name]) in names
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaling:
+    """The changes of ``--rescale``.
+
+    Attributes:
+        powers: Exponents of two, by every name of each weight.
+        attributes: Changed numbers of modules.
+        notes: Notes on the changes, or the reasons for none.
+    """
+
+    powers: Mapping[str, int]
+    attributes: tuple[AttributeChange, ...]
+    notes: tuple[str, ...]
+
+    def of(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+        """Return a checkpoint of the original weights with the rescaled ones."""
+        powers = {name: self.powers.get(names.get(name, name), 0) for name in checkpoint.entries}
+        parts: tuple[Part, ...] = tuple(RescaledPart(part, powers) for part in checkpoint.parts)
+        return replace(checkpoint, parts=parts)
+
+    def written(self, directory: Path, source: ModelSource) -> tuple[str, ...]:
+        """Set the numbers in a Hugging Face directory's configuration; return notes for the user."""
+        if source.kind == "huggingface" and set_numbers(directory, source.model, self.attributes):
+            return self.notes
+        return (*self.notes, *self._numbers())
+
+    def _numbers(self) -> Iterator[str]:
+        """Describe the numbers that the code that loads the weights must set."""
+        for name, old, new in dict.fromkeys((each.name, each.old, each.new) for each in self.attributes):
+            paths = [a.module for a in self.attributes if (a.name, a.old, a.new) == (name, old, new)]
+            where = listed([path or "the top module" for path in paths], _NAMED)
+            yield f"with these weights, set {name} of {where} to {new!r} (it is {old!r} in the code)"
+
+
+def audit_rescaled(source: ModelSource, config: ConvertConfig) -> tuple[ModelSource, Audited, Rescaling]:
+    """Audit a model, and rescale each stream that overflows or is promoted for its range.
+
+    Raises:
+        AuditError: see ``audit_policies``.
+    """
+    if source.release is not None:
+        raise UsageError("--rescale holds all weights in memory", hint="leave out --stream or --rescale")
+    rescaled = rescaled_model(source, config.rules, ScanConfig.of(config))
+    source, audited, changes = rescaled.source, rescaled.audited, rescaled.changes
+    notes = [f"rescaled: {change.change}" for change in changes]
+    notes += [
+        f"--rescale: nothing at {site}: {reason}" for site, reason in list(rescaled.refused.items())[:1]
+    ]
+    if not notes:
+        notes = ["--rescale: nothing overflows, so no weight was rescaled"]
+    report = replace(audited.report, notes=(*audited.report.notes, *notes))
+    tensors = named_tensors(source.model)
+    powers: dict[tuple[object, ...], int] = {}
+    for change in changes:
+        for name, power in change.weights.items():
+            powers[identity(tensors[name])] = powers.get(identity(tensors[name]), 0) + power
+    every = {name: powers[identity(t)] for name, t in tensors.items() if identity(t) in powers}
+    attributes = tuple(each for change in changes for each in change.attributes)
+    return source, replace(audited, report=report), Rescaling(every, attributes, tuple(notes))

@@ -12,8 +12,7 @@ from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import low_precision_format
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
-from ampaudit.export.storage import decide_by_name
-from ampaudit.export.weight_files import WeightFiles, write_weights
+from ampaudit.export.weight_files import WeightFiles, decide_by_name, write_weights
 from ampaudit.report.conversion import Conversion
 
 __all__ = ["conversion_of", "convert_weights", "is_checkpoint"]

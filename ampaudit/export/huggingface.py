@@ -10,14 +10,14 @@ from pathlib import Path
 
 from torch import nn
 
-from ampaudit.audit.advice.residual_call import AttributeChange
+from ampaudit.audit.advice.residual_stream import AttributeChange
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
 from ampaudit.core.errors import SourceError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import open_regular
-from ampaudit.export.storage import StorageDecision
+from ampaudit.export.weight_files import StorageDecision
 from ampaudit.source.model_config import CONFIG_FILE, read_raw_config, with_stored_dtype
-from ampaudit.trace.storage import kept_by_author
+from ampaudit.trace.fake_model import kept_by_author
 from ampaudit.trace.values import torch_dtype
 
 __all__ = ["copy_companions", "set_dtype", "set_numbers"]

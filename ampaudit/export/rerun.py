@@ -14,11 +14,10 @@ from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import Manifest, read_manifest
-from ampaudit.export.reference import compare_output, digest_of_tensors, run_program
+from ampaudit.export.program import compare_output, digest_of_tensors, run_program
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.report.verification import Problem
-from ampaudit.source.exported import ExportedModel
-from ampaudit.source.pt2.program import StoredProgram, read_program
+from ampaudit.source.exported import ExportedModel, StoredProgram, read_program
 
 __all__ = ["rerun", "rerun_in_sandbox"]
 

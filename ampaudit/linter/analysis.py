@@ -15,8 +15,6 @@ from functools import cached_property
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.fix_safety import with_safety
-from ampaudit.linter.flow.contexts import Autocast
-from ampaudit.linter.flow.definitions import ClassInfo, FunctionInfo, Instance
 from ampaudit.linter.flow.events import (
     Backward,
     Clip,
@@ -28,34 +26,55 @@ from ampaudit.linter.flow.events import (
     ScalerUnscale,
 )
 from ampaudit.linter.flow.expressions import EXPRESSIONS
-from ampaudit.linter.flow.fields import instance_of_class
-from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
-from ampaudit.linter.flow.linked_script import LinkedScript
+from ampaudit.linter.flow.inlining import inline_call, instance_of_class
+from ampaudit.linter.flow.interpreter import (
+    NO_AUTOCAST,
+    UNKNOWN_AUTOCAST,
+    ImportsTooLong,
+    Interpreter,
+    StepLimitReached,
+)
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.statements import STATEMENTS
-from ampaudit.linter.flow.step_budget import ImportsTooLong, StepLimitReached
 from ampaudit.linter.flow.syntax import dotted_name, parameter_defaults, sets_own_context
-from ampaudit.linter.flow.values import ImportedName, LiteralValue, Value
-from ampaudit.linter.rules.accumulation import check_accumulation
-from ampaudit.linter.rules.apex_loops import check_apex_loops
-from ampaudit.linter.rules.autograd_functions import check_autograd_functions
-from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_checkpoints
-from ampaudit.linter.rules.branches import check_branches, check_stepped_either_way, check_zeroed_either_way
-from ampaudit.linter.rules.constants import check_constants
-from ampaudit.linter.rules.deprecated_names import check_deprecated_names
-from ampaudit.linter.rules.half_layers import check_half_accumulators, check_half_layers
+from ampaudit.linter.flow.values import (
+    Autocast,
+    ClassInfo,
+    FunctionInfo,
+    ImportedName,
+    Instance,
+    LiteralValue,
+    Value,
+)
+from ampaudit.linter.rules.accumulation import (
+    check_accumulation,
+    check_branches,
+    check_stepped_either_way,
+    check_synchronized_batch,
+    check_zeroed_either_way,
+)
+from ampaudit.linter.rules.bookkeeping import (
+    check_loops,
+    check_retained_graphs,
+    check_updates_and_checkpoints,
+)
+from ampaudit.linter.rules.constants import check_constants, check_half_accumulators, check_half_layers
+from ampaudit.linter.rules.deprecated_names import check_autograd_functions, check_deprecated_names
 from ampaudit.linter.rules.managed_loops import (
+    check_apex_loops,
     check_lightning_module,
     check_managed_loops,
     check_training_step,
 )
-from ampaudit.linter.rules.regions import check_regions, check_validation
-from ampaudit.linter.rules.retained_graphs import check_retained_graphs
+from ampaudit.linter.rules.regions import (
+    check_cached_without_gradients,
+    check_regions,
+    check_validation,
+    check_weight_cache,
+)
 from ampaudit.linter.rules.settings import check_settings
-from ampaudit.linter.rules.synchronization import check_synchronized_batch
-from ampaudit.linter.rules.weight_cache import check_cached_without_gradients, check_weight_cache
+from ampaudit.linter.source_tree import LinkedScript
 
 __all__ = ["analyze"]
 

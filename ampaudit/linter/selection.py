@@ -9,10 +9,9 @@ from pathlib import Path
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.untrusted import describe
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.declared_torch import UNDECLARED, DeclaredTorch, declared_torch
 from ampaudit.linter.diagnostic import Applicability, Fix
 from ampaudit.linter.discovery import matches
-from ampaudit.linter.fix_safety import applicability
+from ampaudit.linter.fix_safety import UNDECLARED, DeclaredTorch, applicability, declared_torch
 from ampaudit.report.finding import Severity
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED

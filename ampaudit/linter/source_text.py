@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from difflib import unified_diff
-from typing import Final
+from typing import Any, Final
 
 __all__ = [
     "MAX_SOURCE_BYTES",
+    "CodeBlock",
     "Unreadable",
+    "blank_cell",
     "character_column",
     "decode",
     "diff_lines",
+    "extract_code_blocks",
+    "replace_code_blocks",
     "split_lines",
 ]
 
+_MARK = "# ampaudit cell "
+_MAGIC = "pass  # ampaudit magic "
+_SHELL = re.compile(r"[\w.]+\?+$|[\w, ]+= *[!%]")  # help, and the result of a command
+_PYTHON_CELL_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
+_MARKDOWN = (".md", ".markdown")
 MAX_SOURCE_BYTES: Final = 10_000_000  # what is larger was not written by hand
 _NO_NEWLINE: Final = "\\ No newline at end of file"
 _NO_NEWLINE_MARK: Final = "\0no newline"
@@ -79,3 +90,163 @@ def diff_lines(path: str, before: str, after: str) -> Iterator[str]:
 def _mark_last_line(lines: list[str]) -> list[str]:
     """Mark a last line that no newline ends, so that the diff tells it from one that ends properly."""
     return lines[:-1] if lines[-1] == "" else [*lines[:-1], lines[-1] + _NO_NEWLINE_MARK]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    """Python code that is analyzed together.
+
+    Attributes:
+        text: Code.
+        start: Line of the file, from 1, at which the code starts; 0 for a notebook.
+        indent: Indentation of the code in the file, in columns.
+        marks: Line of each code cell's mark in ``text`` and the number of the cell from 1; empty for files.
+        is_example: Whether the block is part of prose, where invalid code is not an error.
+    """
+
+    text: str
+    start: int = 1
+    indent: int = 0
+    marks: tuple[tuple[int, int], ...] = ()
+    is_example: bool = False
+
+    def locate(self, line: int) -> tuple[int, int | None]:
+        """Return the line in the file or cell, and the cell, of a line of the code."""
+        if not self.marks:
+            return line + self.start - 1, None
+        mark, cell = max((m for m in self.marks if m[0] < line), default=self.marks[0])
+        return max(line - mark, 1), cell
+
+    def with_text(self, text: str) -> CodeBlock:
+        """Return the block with other code, in which a notebook's cells may start at other lines."""
+        cells = iter(self.marks)
+        lines = enumerate(text.split("\n"), 1) if self.marks else ()
+        marks = tuple((number, next(cells)[1]) for number, line in lines if line.startswith(_MARK))
+        return replace(self, text=text, marks=marks)
+
+
+def extract_code_blocks(text: str, suffix: str) -> list[CodeBlock]:
+    """Extract the Python code of a file, whose suffix says whether it is a notebook or Markdown.
+
+    Raises:
+        Unreadable: The suffix is ``.ipynb``, but the text is not a notebook.
+    """
+    if suffix == ".ipynb":
+        return _from_notebook(text)
+    return _from_markdown(text) if suffix in _MARKDOWN else [CodeBlock(text)]
+
+
+def replace_code_blocks(text: str, suffix: str, changed: list[tuple[CodeBlock, str]]) -> str:
+    """Return a file's text with new code for some of its blocks."""
+    if suffix == ".ipynb":
+        return _replace_cells(text, changed[0][1])
+    if suffix not in _MARKDOWN:
+        return changed[0][1]
+    lines = text.splitlines(keepends=True)
+    for block, code in sorted(changed, key=lambda pair: -pair[0].start):
+        first = block.start - 1
+        indented = [f"{' ' * block.indent}{line}" if line.strip() else line for line in code.splitlines(True)]
+        lines[first : first + len(block.text.splitlines())] = indented
+    return "".join(lines)
+
+
+def _from_markdown(text: str) -> list[CodeBlock]:
+    from markdown_it import MarkdownIt
+
+    blocks = []
+    lines = text.splitlines()
+    for token in MarkdownIt().parse(text):
+        language = (token.info.strip().split() or [""])[0].strip("{}.").partition("{")[0].lower()
+        if token.type != "fence" or token.map is None or language not in ("python", "py", "python3"):
+            continue
+        start = token.map[0] + 2
+        code = next((line for line in token.content.splitlines() if line.strip()), "")
+        fenced_line = next((line for line in lines[start - 1 : token.map[1]] if line.strip()), "")
+        indent = max(fenced_line.find(code), 0) if code else 0
+        blocks.append(CodeBlock(token.content, start, indent, is_example=True))
+    return blocks
+
+
+def _from_notebook(text: str) -> list[CodeBlock]:
+    notebook, cells = _code_cells(text)
+    if _language(notebook) not in ("python", "ipython", "python3"):
+        return []
+    lines: list[str] = []
+    marks: list[tuple[int, int]] = []
+    for number, cell in cells:
+        lines.append(f"{_MARK}{number}")
+        marks.append((len(lines), number))
+        source = _source(cell).split("\n")
+        lines += (
+            ["#" for _ in source]
+            if _is_other_language(cell)
+            else map(_hide_magic, source, range(len(source)))
+        )
+    return [CodeBlock("\n".join(lines) + "\n", 0, marks=tuple(marks))]
+
+
+def _code_cells(text: str) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
+    """Return a parsed notebook, and its code cells with their numbers."""
+    try:
+        notebook = json.loads(text)
+        code = [(i, cell) for i, cell in enumerate(notebook["cells"], 1) if cell["cell_type"] == "code"]
+        for _, cell in code:
+            _source(cell).encode()  # escapes in JSON may stand for half a character
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Unreadable("not a notebook of version 4") from error
+    return notebook, code
+
+
+def _source(cell: dict[str, Any]) -> str:
+    source = cell["source"]
+    return "".join(source) if isinstance(source, list) else source
+
+
+def _language(notebook: dict[str, Any]) -> str:
+    metadata = notebook.get("metadata", {})
+    info = metadata.get("language_info", {}) if isinstance(metadata, dict) else {}
+    return str(info.get("name", "python")).lower() if isinstance(info, dict) else "python"
+
+
+def _is_other_language(cell: dict[str, Any]) -> bool:
+    source = _source(cell)
+    return source.startswith("%%") and not source.startswith(_PYTHON_CELL_MAGICS)
+
+
+def _hide_magic(line: str, number: int) -> str:
+    """Replace a magic command or shell command by a statement that remembers its line in the cell."""
+    stripped = line.lstrip()
+    if stripped[:1] in ("%", "!", "?") or _SHELL.match(stripped):
+        return f"{line[: len(line) - len(stripped)]}{_MAGIC}{number}"
+    return line
+
+
+def _restore_magic(code: str, source: list[str]) -> str:
+    return re.sub(rf"{_MAGIC}(\d+)", lambda match: source[int(match[1])].lstrip(), code)
+
+
+def _replace_cells(text: str, code: str) -> str:
+    notebook, cells = _code_cells(text)
+    parts = re.split(rf"^{_MARK}(\d+)\n", code, flags=re.MULTILINE)
+    changed = {int(number): body for number, body in zip(parts[1::2], parts[2::2], strict=True)}
+    for number, cell in cells:
+        if _is_other_language(cell):
+            continue
+        old = _source(cell)
+        new = _restore_magic(changed[number].removesuffix("\n"), old.split("\n"))
+        if new != old:
+            cell["source"] = new.splitlines(keepends=True) if isinstance(cell["source"], list) else new
+    indent = re.match(r"\{\r?\n( +)", text)
+    ending = "\n" if text.endswith("\n") else ""
+    return json.dumps(notebook, indent=len(indent[1]) if indent else None, ensure_ascii=False) + ending
+
+
+def blank_cell(block: CodeBlock, cell: int) -> CodeBlock:
+    """Return a notebook's code with each line of one cell replaced by a statement that does nothing."""
+    lines = block.text.split("\n")
+    starts = {number: mark for mark, number in block.marks}
+    following = [mark for mark, _ in block.marks if mark > starts[cell]]
+    end = (following[0] if following else len(lines)) - 1
+    for index in range(starts[cell], end):
+        lines[index] = f"{_MAGIC}{index - starts[cell]}"
+    return replace(block, text="\n".join(lines))

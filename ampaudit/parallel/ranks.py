@@ -16,7 +16,7 @@ from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, RankLost
 from ampaudit.parallel.board import Board, rank_timeout
 from ampaudit.parallel.identity import Identity
-from ampaudit.parallel.wire import (
+from ampaudit.parallel.parts import (
     KIND,
     SCHEMA,
     AuditPart,

@@ -12,8 +12,7 @@ from ampaudit.core.errors import InputError, OutputError
 from ampaudit.core.files import write_bytes
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.parallel.identity import CommandShare, Identity
-from ampaudit.parallel.parts import PartFile
-from ampaudit.parallel.wire import KIND, SCHEMA, AuditPart, part_to_json, records_to_json
+from ampaudit.parallel.parts import KIND, SCHEMA, AuditPart, PartFile, part_to_json, records_to_json
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import ALONE, PartRecords, Route, Share
 

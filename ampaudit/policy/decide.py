@@ -1,18 +1,56 @@
-"""Decides the cast of an op by the rules of a policy."""
+"""Decides the cast of an op by the rules of a policy.
+
+A node is *allow* (always 16 bits), *deny* (dangerous, as is anything computed from it), *infer* (safe unless
+downstream of a deny), *clear* (no numerical effect) or uncolored (float32). The steps are those of
+``grappler/optimizers/auto_mixed_precision.cc``, commit 219b6ee; its handling of loops and tensor lists has no
+counterpart in a traced graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Literal
 
 from ampaudit.core.formats import format_named
 from ampaudit.policy.aten_ops import expand, inner_op
-from ampaudit.policy.matching import Measurement, OpFacts, TargetEnvironment, applies, fits_environment
-from ampaudit.policy.schema import Cast, Rule, RuleFile
+from ampaudit.policy.schema import (
+    COLORS,
+    UNSET,
+    Cast,
+    EvidenceCondition,
+    Match,
+    NumericCondition,
+    Rule,
+    RuleFile,
+    When,
+)
 
-__all__ = ["Decision", "NeighborSide", "RuleSet"]
+__all__ = [
+    "Decision",
+    "Measurement",
+    "NeighborSide",
+    "OpFacts",
+    "PlanSite",
+    "RuleSet",
+    "TargetEnvironment",
+    "class_names",
+    "color",
+    "compiled",
+    "matches_any",
+    "matches_class",
+    "plan_graph",
+    "with_attributes",
+]
 
+_MISSING = object()
+_FREE = (Cast.INFER, Cast.CLEAR)
+_FLOAT32 = (Cast.FLOAT32, Cast.FORBID, Cast.SET_DTYPE, Cast.APPEND_DTYPE)
+_BY_INPUTS = (Cast.FOLLOW, Cast.WIDEST)
 NeighborSide = Literal["producer", "consumer"]
 _NO_NEIGHBORS: frozenset[NeighborSide] = frozenset()
 # casts by precision, lowest first; measured rules may only promote
@@ -161,3 +199,295 @@ def _measured_text(measurement: Measurement) -> str:
     )
     text = ", ".join(f"{name} peak {peak:.4g}" for name, peak in peaks if peak is not None)
     return f"(measured: {text})"
+
+
+def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
+    """Return whether a rule that names this op applies, given its other conditions."""
+    when = rule.when
+    if when.dtype and facts.dtype not in when.dtype:
+        return False
+    if (when.producer and "producer" not in near) or (when.consumer and "consumer" not in near):
+        return False
+    if not _matches(rule.match, facts):
+        return False
+    if not all(test.holds(facts.arguments.get(name, UNSET)) for name, test in when.arguments.items()):
+        return False
+    if when.depth is not None and (facts.depth is None or not when.depth.holds(facts.depth)):
+        return False
+    return when.evidence is None or _measured(when.evidence, facts.measurement, facts.dtype)
+
+
+def fits_environment(when: When, environment: TargetEnvironment) -> bool:
+    """Return whether an environment meets a rule's conditions; an unknown device or version does not."""
+    if when.capability is not None and (
+        environment.capability is None or not when.capability.holds(environment.capability)
+    ):
+        return False
+    if not when.versions:
+        return True
+    from packaging.specifiers import SpecifierSet
+
+    return all(
+        name in environment.versions
+        and SpecifierSet(specifier).contains(environment.versions[name], prereleases=True)
+        for name, specifier in when.versions.items()
+    )
+
+
+def _matches(match: Match, facts: OpFacts) -> bool:
+    return (
+        (not match.layer or matches_any(match.layer, facts.layer))
+        and (not match.layer_regex or any(compiled(p).search(facts.layer) for p in match.layer_regex))
+        and (not match.module or matches_class(match.module, facts.classes))
+        and (not match.attributes or with_attributes(facts.module, match.attributes))
+        and (not match.parameter or any(matches_any(match.parameter, name) for name in facts.parameters))
+        and (not match.site or matches_any(match.site, facts.site))
+    )
+
+
+def matches_any(globs: Collection[str], text: str) -> bool:
+    """Return whether one of the globs matches the whole text."""
+    return any(fnmatchcase(text, glob) for glob in globs)
+
+
+def matches_class(names: Collection[str], classes: Collection[str]) -> bool:
+    """Return whether one of the qualified class names is listed, with or without its module."""
+    return any(name in names or name.rpartition(".")[2] in names for name in classes)
+
+
+def class_names(kind: type) -> tuple[str, ...]:
+    """Return the qualified names of a class and its bases, most derived first."""
+    return tuple(f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__ if c is not object)
+
+
+def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
+    """Return whether a module has all these attribute values."""
+    return module is not None and all(
+        getattr(module, name, _MISSING) == value for name, value in attributes.items()
+    )
+
+
+def _measured(condition: EvidenceCondition, measurement: Measurement | None, dtype: str) -> bool:
+    if measurement is None or (condition.mask is not None and condition.mask is not measurement.mask):
+        return False
+    headroom = None
+    if measurement.output_peak is not None:
+        limit = format_named(dtype).max
+        headroom = math.log2(limit / measurement.output_peak) if measurement.output_peak > 0 else math.inf
+    pairs: tuple[tuple[NumericCondition | None, float | None], ...] = (
+        (condition.weight_peak, measurement.weight_peak),
+        (condition.input_peak, measurement.input_peak),
+        (condition.output_peak, measurement.output_peak),
+        (condition.consumer_peak, measurement.consumer_peak),
+        (condition.headroom_bits, headroom),
+    )
+    return all(bound is None or (value is not None and bound.holds(value)) for bound, value in pairs)
+
+
+@cache
+def compiled(pattern: str) -> Any:
+    """Compile a pattern with RE2, which matches in linear time.
+
+    Raises:
+        ValueError: RE2 rejects the pattern; it lacks back-references and look-around.
+    """
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False  # RE2 would write them to file descriptor 2, truncated within a character
+    try:
+        compile_pattern: Callable[..., Any] = re2.compile
+        return compile_pattern(pattern, options)
+    except re2.error as error:
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Largest finite magnitudes at one op in an FP32 run; ``None`` without a finite value.
+
+    Attributes:
+        weight_peak: Peak of its parameters and buffers.
+        input_peak: Peak of its other inputs.
+        output_peak: Peak of its output.
+        consumer_peak: Peak of the outputs of the ops that use its output.
+        mask: Whether an input or the output contains an attention mask, large by design.
+    """
+
+    weight_peak: float | None = None
+    input_peak: float | None = None
+    output_peak: float | None = None
+    consumer_peak: float | None = None
+    mask: bool = False
+
+    def joined(self, other: Measurement) -> Measurement:
+        """Combine two runs: the larger peaks, and a mask if either has one."""
+        peaks = {
+            name: max((p for p in (getattr(self, name), getattr(other, name)) if p is not None), default=None)
+            for name in ("weight_peak", "input_peak", "output_peak", "consumer_peak")
+        }
+        return Measurement(**peaks, mask=self.mask or other.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetEnvironment:
+    """The environment that the converted model will run in.
+
+    Attributes:
+        capability: CUDA compute capability, such as 9.0; ``None`` without CUDA.
+        versions: Versions of ``torch`` and ``cuda``.
+    """
+
+    capability: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """The facts about an op.
+
+    Attributes:
+        op: ATen name, such as ``softmax.int``.
+        layer: Path of the module whose forward calls it.
+        dtype: 16-bit format of the run.
+        site: Site id in reports.
+        classes: Qualified class names of the module and its bases, most derived first.
+        module: The module, for its attributes.
+        parameters: Names of the parameters and buffers among its inputs.
+        arguments: Scalar and list arguments by name, without those left at their default.
+        depth: Number of terms summed for one element of its output.
+        measurement: Measurement from the first run; ``None`` before it.
+    """
+
+    op: str
+    layer: str
+    dtype: str
+    site: str = ""
+    classes: tuple[str, ...] = ()
+    module: Any = None
+    parameters: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    depth: int | None = None
+    measurement: Measurement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSite:
+    """The facts about an op in a graph, and the indices of the ops that produce its floating-point inputs."""
+
+    facts: OpFacts
+    inputs: tuple[int, ...]
+
+
+def plan_graph(rules: RuleSet, sites: Sequence[PlanSite]) -> list[Decision]:
+    """Decide the cast of each site, in order, in time linear in sites plus edges."""
+    decisions = [rules.decide(site.facts) for site in sites]
+    if not rules.needs_graph:
+        return decisions
+    decisions = _resolve_colors(decisions, sites)
+    return _apply_neighbor_rules(rules, decisions, sites)
+
+
+def _resolve_colors(decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
+    if not any(d.cast in COLORS for d in decisions):
+        return decisions
+    low = color([d.cast for d in decisions], [site.inputs for site in sites])
+    return [_resolve_color(d, is_low) for d, is_low in zip(decisions, low, strict=True)]
+
+
+def _resolve_color(decision: Decision, low: bool) -> Decision:
+    color = decision.cast
+    if color not in COLORS:
+        return decision
+    if color in (Cast.ALLOW, Cast.DENY):
+        how = "always" if color is Cast.ALLOW else "denied"
+    else:
+        how = "colored 16-bit by its neighbors" if low else "colored float32 by its neighbors"
+    cast = Cast.LOWER if low else Cast.FLOAT32
+    return replace(decision, cast=cast, why=f"{decision.why} ({color}: {how})")
+
+
+def _apply_neighbor_rules(
+    rules: RuleSet, decisions: list[Decision], sites: Sequence[PlanSite]
+) -> list[Decision]:
+    """Apply rules about neighbors to a fixed point; sites are only ever promoted to float32."""
+    users = _users_of([site.inputs for site in sites])
+    wide: list[bool] = []  # whether each result is float32, first by the decisions alone
+    for decision, site in zip(decisions, sites, strict=True):
+        by_inputs = decision.cast in _BY_INPUTS and any(wide[i] for i in site.inputs)
+        wide.append(decision.cast in _FLOAT32 or by_inputs)
+    pending = deque(range(len(sites)))
+    while pending:
+        index = pending.popleft()
+        if wide[index]:
+            continue
+        near: set[NeighborSide] = set()
+        if any(wide[i] for i in sites[index].inputs):
+            near.add("producer")
+        if any(wide[i] for i in users[index]):
+            near.add("consumer")
+        decision = rules.decide(sites[index].facts, frozenset(near)) if near else decisions[index]
+        follows = decisions[index].cast in _BY_INPUTS and "producer" in near
+        if follows or decision.cast in _FLOAT32:
+            wide[index] = True
+            if decision.cast in _FLOAT32:
+                decisions[index] = decision
+            pending.extend([*sites[index].inputs, *users[index]])
+    return decisions
+
+
+def color(colors: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]:
+    """Decide which nodes run in 16 bits, in time linear in nodes plus edges.
+
+    Args:
+        colors: Color of each node; any other cast means float32.
+        inputs: Indices of the input nodes of each node.
+    """
+    users = _users_of(inputs)
+    nodes = range(len(colors))
+
+    def free(node: int) -> bool:
+        return colors[node] in _FREE
+
+    # 1 and 2: deny spreads forward through free nodes that lead to a deny or infer node
+    leads = _reach((n for n in nodes if colors[n] in (Cast.DENY, Cast.INFER)), inputs, free)
+    denied = _reach((n for n in nodes if colors[n] is Cast.DENY), users, lambda n: free(n) and n in leads)
+    low = {n for n in nodes if colors[n] is Cast.ALLOW}
+
+    # 3: free nodes with allow nodes on both sides
+    def undecided(node: int) -> bool:
+        return free(node) and node not in denied
+
+    below = _reach(low, users, undecided)
+    above = _reach(low, inputs, undecided)
+    low |= {n for n in below & above if undecided(n)}
+
+    # 4: clear nodes that touch a low node through clear nodes
+    def clear(node: int) -> bool:
+        return colors[node] is Cast.CLEAR and node not in denied
+
+    both = [[*inputs[n], *users[n]] for n in nodes]
+    low |= {n for n in _reach(low, both, clear) if clear(n)}
+    return [n in low for n in nodes]
+
+
+def _reach(
+    starts: Iterable[int], edges: Sequence[Collection[int]], passes: Callable[[int], bool]
+) -> set[int]:
+    """Return the start nodes and every node reachable from them through passing nodes."""
+    reached = set(starts)
+    pending = list(reached)
+    while pending:
+        for node in edges[pending.pop()]:
+            if node not in reached and passes(node):
+                reached.add(node)
+                pending.append(node)
+    return reached
+
+
+def _users_of(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+    users: list[list[int]] = [[] for _ in inputs]
+    for node, sources in enumerate(inputs):
+        for source in sources:
+            users[source].append(node)
+    return users

@@ -11,20 +11,37 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
-from ampaudit.core.errors import PolicyError, did_you_mean
-from ampaudit.core.formats import LOW_PRECISION_NAMES
-from ampaudit.core.untrusted import describe
+from ampaudit.core.errors import PolicyError, did_you_mean, first_line
+from ampaudit.core.formats import BFLOAT16, LOW_PRECISION_NAMES, NumberFormat
+from ampaudit.core.untrusted import describe, describe_path, read_bounded
 from ampaudit.policy.aten_ops import UnknownOp, aten_arguments, expand
-from ampaudit.policy.decide import RuleSet
-from ampaudit.policy.matching import compiled
-from ampaudit.policy.scaling import policy_names, profile, rules_directory
-from ampaudit.policy.schema import Cast, Match, Rule, RuleFile, StrictModel, When
-from ampaudit.policy.yamlfile import YamlDocument, read_yaml
+from ampaudit.policy.decide import RuleSet, compiled
+from ampaudit.policy.schema import Cast, LossScale, Match, Rule, RuleFile, StrictModel, When
 
-__all__ = ["PLAIN_FP32", "Loaded", "load_file", "load_policy", "load_vocabulary", "plain_fp32"]
+__all__ = [
+    "PLAIN_FP32",
+    "Loaded",
+    "StartingScale",
+    "load_file",
+    "load_policy",
+    "load_vocabulary",
+    "loss_scale_for",
+    "plain_fp32",
+    "policy_names",
+    "profile",
+    "profiles",
+    "starting_scale",
+]
 
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+# including base 60, which PyYAML converts in quadratic time
+_LONG_NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-FxXob_:.+-]{100}")
+# libyaml is ten times faster, but missing from some builds of PyYAML
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Ops = Mapping[str, frozenset[str]]
 _BOTH = frozenset(LOW_PRECISION_NAMES)
 _APPENDABLE = frozenset({"norm.Scalar", "norm.ScalarOpt_dim"})
@@ -412,3 +429,212 @@ def _aten_ops(document: YamlDocument, entry: str, names: tuple[str, ...]) -> tup
             hint = f"did you mean {error.near}?"
             raise document.error(("ops", entry, index), f"ATen has no op {error}", hint) from error
     return tuple(dict.fromkeys(ops))
+
+
+class LossScaleProfile(StrictModel):
+    """A system's loss scale, and the source of its constants."""
+
+    title: str
+    source: str
+    scale: LossScale
+
+
+@dataclass(frozen=True, slots=True)
+class StartingScale:
+    """The initial loss scale of training.
+
+    Attributes:
+        value: Factor of the loss.
+        dynamic: Whether the scale is reduced when a gradient overflows.
+        source: Description of what determines it.
+        least: Lower limit; 0 if unlimited.
+    """
+
+    value: float
+    dynamic: bool
+    source: str
+    least: float = 0.0
+
+
+def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> tuple[LossScale, str]:
+    """Return a policy's loss scale for a format, and a description of what determines it.
+
+    In bfloat16 the loss is never scaled, as it has the range of float32.
+    """
+    if number_format is BFLOAT16:
+        return profile("none").scale, "no loss scaling in bfloat16"
+    if isinstance(loss_scale, LossScale):
+        return loss_scale, "the policy"
+    shipped = profile(loss_scale)
+    return shipped.scale, shipped.title
+
+
+def starting_scale(loss_scale: str | LossScale, number_format: NumberFormat) -> StartingScale:
+    """Return the initial loss scale of a policy."""
+    scale, source = loss_scale_for(loss_scale, number_format)
+    return StartingScale(scale.start, scale.kind == "dynamic", source, scale.min or 0.0)
+
+
+@cache
+def profiles() -> dict[str, LossScaleProfile]:
+    """Return every shipped profile by name.
+
+    Raises:
+        PolicyError: The shipped file is damaged.
+    """
+    document = read_yaml(rules_directory() / "profiles" / "loss-scale.yaml")
+    try:
+        return {name: LossScaleProfile.model_validate(data) for name, data in document.data.items()}
+    except ValidationError as error:
+        raise PolicyError(f"{document.path}: {error.errors(include_url=False)[0]['msg']}") from error
+
+
+def profile(name: str, where: str = "") -> LossScaleProfile:
+    """Return a profile by name; ``where`` is the position of the name in a file, for the error.
+
+    Raises:
+        PolicyError: The name is unknown.
+    """
+    name = str(name)
+    if name in profiles():
+        return profiles()[name]
+    suggestion = did_you_mean(name, profiles())
+    prefix = f"{where}: " if where else ""
+    raise PolicyError(
+        f"{prefix}unknown loss-scale profile {describe(name)!r}",
+        hint=f"{suggestion}one of: {', '.join(profiles())}",
+    )
+
+
+@cache
+def rules_directory() -> Path:
+    """Return the directory of the shipped rule files, in the wheel or beside the package.
+
+    Raises:
+        PolicyError: The installation is broken.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package / "_rules", package.parent / "rules"):
+        if (candidate / "torch-cuda.yaml").is_file():
+            return candidate
+    raise PolicyError("the shipped rule files are missing", hint="install ampaudit again")
+
+
+def policy_names() -> list[str]:
+    """Return the names of the shipped policies, sorted."""
+    return sorted(path.stem for path in rules_directory().glob("*.yaml"))
+
+
+@dataclass(frozen=True, slots=True)
+class YamlDocument:
+    """A YAML mapping with the positions of its values."""
+
+    path: Path
+    data: dict[str, Any]
+    root: yaml.Node
+
+    def at(self, location: Sequence[Any], of_key: bool = False) -> str:
+        """Return ``file:line:column`` (from 1) of the value at a path, or of its key."""
+        node: yaml.Node = self.root
+        mark = node.start_mark
+        for part in location:
+            if isinstance(node, yaml.MappingNode):
+                entry = next((pair for pair in node.value if pair[0].value == part), None)
+                if entry is None:
+                    break
+                mark, node = entry[0].start_mark if of_key else entry[1].start_mark, entry[1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                mark = node.start_mark
+            else:
+                break
+        return _where(self.path, mark)
+
+    def error(self, location: Sequence[Any], problem: str, hint: str | None = None) -> PolicyError:
+        """Return an error about the value at a path."""
+        return PolicyError(f"{self.at(location)}: {problem}", hint=hint)
+
+
+def read_yaml(path: Path) -> YamlDocument:
+    """Read a YAML file that holds a mapping.
+
+    Raises:
+        PolicyError: The file is unreadable, too large, nested too deeply, not a YAML mapping, or has aliases,
+            tags or duplicate keys; with line and column.
+    """
+    text = _text_of(path)
+    try:
+        _reject_unsafe(text, path)
+        root = yaml.compose(text, Loader=_Loader)
+        if not isinstance(root, yaml.MappingNode):
+            raise PolicyError(
+                f"{_where(path, None)}: a rule file is a mapping", hint="start with 'name:' and 'rules:'"
+            )
+        _reject_duplicate_keys(root, path)
+        return YamlDocument(path, yaml.constructor.SafeConstructor().construct_document(root), root)
+    except yaml.MarkedYAMLError as error:
+        where = _where(path, error.problem_mark) if error.problem_mark else describe_path(path)
+        problem = describe(error.problem or "a mistake here")
+        hint = "indent with spaces" if "\\t" in problem else "check indentation"
+        raise PolicyError(f"{where}: not valid YAML: {problem}", hint=hint) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise PolicyError(
+            f"{describe_path(path)}: not valid YAML: {describe(first_line(error))}",
+            hint="save the file as plain UTF-8",
+        ) from error
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_bounded(path, MAX_BYTES, PolicyError).decode("utf-8")
+    except PolicyError as error:
+        raise PolicyError(f"cannot read rule file {error.args[0]}", hint=error.hint) from error
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"{describe_path(path)}: not UTF-8 text", hint="save the file as UTF-8") from error
+
+
+def _reject_unsafe(text: str, path: Path) -> None:
+    """Reject aliases, tags, huge numbers and deep nesting before any value is built."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            problem, hint = "YAML aliases are not allowed in a rule file", "write the value out"
+        elif isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None) not in (None, "!"):
+            problem = "YAML tags are not allowed in a rule file"
+            hint = "a rule file is plain data: remove the tag"
+        elif isinstance(event, yaml.ScalarEvent) and _LONG_NUMBER.match(event.value):
+            problem, hint = "a number of more than 100 digits", "quote it if it is none"
+        elif depth > MAX_DEPTH:
+            problem, hint = "nested too deeply", "see docs/rules.md"
+        else:
+            continue
+        raise PolicyError(f"{_where(path, event.start_mark)}: {problem}", hint=hint)
+
+
+def _reject_duplicate_keys(root: yaml.Node, path: Path) -> None:
+    """Reject duplicate keys, where YAML would silently keep the last."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, yaml.MappingNode):
+            keys: set[str] = set()
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise PolicyError(
+                        f"{_where(path, key.start_mark)}: a key must be a word", hint="quote it"
+                    )
+                if key.value in keys:
+                    raise PolicyError(
+                        f"{_where(path, key.start_mark)}: key {describe(key.value)!r} is given twice",
+                        hint="merge them",
+                    )
+                keys.add(key.value)
+                pending.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            pending.extend(node.value)
+
+
+def _where(path: Path, mark: Any) -> str:
+    line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+    return f"{describe_path(path)}:{line}:{column}"

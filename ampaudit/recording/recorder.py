@@ -30,7 +30,7 @@ from ampaudit.core.text import escape_control, format_bytes, plural
 from ampaudit.core.untrusted import describe
 from ampaudit.core.version import __version__
 from ampaudit.recording.config import RecordConfig
-from ampaudit.source.calls import structure_of
+from ampaudit.source.inputs import structure_of
 from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.values import dtype_name
 

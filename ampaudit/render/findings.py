@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_control, escape_lines, listed, plural, short_op
+from ampaudit.core.text import escape_control, escape_lines, forward_slashes, listed, plural, short_op
 from ampaudit.render.blocks import Block, Indented, Labelled, Line, Section, line
-from ampaudit.render.paths import relative_path
 from ampaudit.report.finding import (
+    INSTALLED,
     KNOWN,
     CombinedPolicy,
     Finding,
@@ -22,7 +24,8 @@ from ampaudit.report.finding import (
 )
 from ampaudit.report.pages import title_of
 
-__all__ = ["TOP", "Alert", "Suite", "alert_of", "combined_section", "finding_sections"]
+__all__ = ["TOP", "Alert", "Suite", "alert_of", "combined_section", "finding_sections", "relative_path"]
+
 
 Change = TypeVar("Change", Trial, CombinedPolicy)
 _SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
@@ -312,3 +315,16 @@ def _unwrapped(title: str, text: str) -> Iterator[Line]:
 def _place(place: SourceLine) -> tuple[str | tuple[str, str], ...]:
     where = (f"{relative_path(place.file)}:{place.line}", "cyan")
     return (where, f"  {place.code}") if place.code else (where,)
+
+
+def relative_path(file: str) -> str:
+    """Return the path relative to ``site-packages`` or the working directory, else unchanged."""
+    file = forward_slashes(file)
+    _, packages, inside = file.rpartition(INSTALLED)
+    if packages:
+        return inside
+    try:
+        relative = forward_slashes(os.path.relpath(file, Path.cwd()))
+    except ValueError:  # an empty name, or another drive
+        return file
+    return file if relative.startswith("..") else relative

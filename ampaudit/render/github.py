@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ampaudit.render.documents import view_of
-from ampaudit.render.findings import Alert, Suite
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Severity
 

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 from ampaudit.core.text import escape_lines
 from ampaudit.render.documents import view_of
-from ampaudit.render.findings import Alert, Suite
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.report.documents import Document
 
 __all__ = ["to_junit"]

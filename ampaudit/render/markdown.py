@@ -9,8 +9,7 @@ from itertools import groupby
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
 from ampaudit.render.documents import view_of
-from ampaudit.render.findings import Alert, Suite
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.render.verdict import MARKS
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Severity

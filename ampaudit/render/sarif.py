@@ -20,8 +20,7 @@ from urllib.parse import quote
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_json, model_file
 from ampaudit.render.documents import view_of
-from ampaudit.render.findings import Alert, Suite
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.report.documents import Document
 from ampaudit.report.pages import Page, all_pages
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.sweep import sweep_words
-from ampaudit.report.finding import OTHER_FUNCTION, Severity, counts_in_words
-from ampaudit.report.gap import GapKind, gaps_in_words
+from ampaudit.report.finding import OTHER_FUNCTION, GapKind, Severity, counts_in_words, gaps_in_words
 from ampaudit.report.model import Report
 
 __all__ = ["MARKS", "VERDICT_STYLES", "verdict_section", "verdict_words"]

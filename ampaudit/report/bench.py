@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.report.card import CardRows, Shown, counted
-from ampaudit.report.inputs import InputsInfo, of_made_up
-from ampaudit.report.model import Environment, ModelInfo, ToolInfo
+from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo, of_made_up
 
 __all__ = ["PARTS", "BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 
-from ampaudit.core.config import Config, Option
+from ampaudit.core.arguments import given_path
+from ampaudit.core.config import Config, Option, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.difference import Difference, Differences, Direction, ReportSummary, SiteChange
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.model import Comparison, Report
-from ampaudit.report.site import SiteReport
+from ampaudit.report.model import Comparison, Report, SiteReport
+from ampaudit.report.saved import read_document
 
-__all__ = ["DiffConfig", "differences"]
+__all__ = ["DiffConfig", "diff", "differences"]
+
+Saved = Report | Comparison | str | Path
 
 
 class DiffConfig(Config):
@@ -217,3 +221,42 @@ def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> I
         if way is not None:
             text = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
             yield SiteChange(way, "", output.name, text, was.sqnr_db, output.sqnr_db)
+
+
+@with_options(DiffConfig)
+def diff(old: Saved, new: Saved, *, config: DiffConfig | None = None, **options: Any) -> Differences:
+    """Compare two scan reports: show per layer what got better or worse.
+
+    Args:
+        old: a report, or the path of a saved one.
+        new: the report to compare with it.
+        config: the options as one value.
+        **options: fields of ``DiffConfig``, which go before those of ``config``.
+
+    Returns:
+        The changes; its ``exit_code`` is 1 if anything is worse.
+
+    Raises:
+        UsageError: an option does not fit.
+        InputError: one is not a scan report, or they have no policy in common.
+    """
+    return differences(_read(old), _read(new), DiffConfig.given(config, options))
+
+
+def read_report(path: str | Path) -> Document:
+    """Read a report that was saved as JSON.
+
+    Args:
+        path: a JSON file, or a directory written by ``ampaudit convert``.
+
+    Returns:
+        The report; its type depends on the command that wrote it.
+
+    Raises:
+        InputError: the file is missing, truncated, of a newer schema, or not a report.
+    """
+    return read_document(given_path(path, "path"))
+
+
+def _read(report: Any) -> Document:
+    return report if isinstance(report, get_args(Document)) else read_report(report)

@@ -8,8 +8,8 @@ from typing import Literal
 from ampaudit.core.decibels import differing_share
 from ampaudit.core.text import format_bytes
 from ampaudit.report.card import CardRows, Shown
-from ampaudit.report.gap import Gap
-from ampaudit.report.inputs import InputsInfo, of_made_up
+from ampaudit.report.finding import Gap
+from ampaudit.report.model import InputsInfo, of_made_up
 
 __all__ = ["Conversion", "OutputRecord", "ProgramShapes"]
 

@@ -104,7 +104,7 @@ class SweptValue:
 
 @dataclass(frozen=True, slots=True)
 class SizeGrowth:
-    """The size at which a site would overflow, by a fit to its FP32 peaks (``run/growth.py``).
+    """The size at which a site would overflow, by a fit to its FP32 peaks (``run/extreme_value.py``).
 
     Attributes:
         site: which.

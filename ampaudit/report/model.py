@@ -16,10 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from ampaudit.core.formats import FORMATS
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import plural
+from ampaudit.core.text import escape_control, format_number, plural
 from ampaudit.policy.schema import AS_IS
-from ampaudit.report.accuracy import OutputAccuracy
-from ampaudit.report.against import AgainstReport
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Sweep, Tail, VerdictChange
 from ampaudit.report.finding import (
@@ -27,33 +25,292 @@ from ampaudit.report.finding import (
     CombinedPolicy,
     FailOnGaps,
     Finding,
+    Gap,
     Gate,
     Severity,
     Source,
     Verdict,
+    gaps_in_words,
 )
-from ampaudit.report.gap import Gap, gaps_in_words
-from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.inputs import InputsInfo, of_made_up
+from ampaudit.report.gradients import BackwardReport, Gradient
 from ampaudit.report.sensitivity import Sensitivity
-from ampaudit.report.site import SiteReport
 from ampaudit.report.steps import StepsReport
 
 __all__ = [
+    "GIVEN",
+    "LOST_DB",
+    "AgainstReport",
     "Comparison",
+    "Correspondence",
     "Coverage",
     "Environment",
+    "Forward",
     "InputPath",
+    "InputsInfo",
     "ModelInfo",
+    "OutputAccuracy",
     "ReadLine",
+    "ReferenceDifference",
     "Report",
     "RunInfo",
+    "SiteReport",
     "ToolInfo",
     "WeightMemory",
+    "WhatIf",
+    "of_made_up",
 ]
 
-
+LOST_DB = 10.0  # below it, the error is a third or more of an output's variation
 SCHEMA: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """A site's FP32 values compared with one number format.
+
+    Attributes:
+        headroom_bits: log2(format's max / peak), ``None`` where all values are zero.
+        overflows: whether the peak rounds to infinity (or NaN) in that format.
+        vanish: share of the sampled non-zero values that round to zero.
+    """
+
+    headroom_bits: float | None
+    overflows: bool
+    vanish: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Measurements of a site.
+
+    Attributes:
+        peak: largest magnitude: FP32's, or the 16-bit run's where that was measured and is larger.
+        headroom_bits: log2(max of the run's format / peak).
+        inf: elements infinite in 16 bits only.
+        nan: elements NaN in 16 bits only.
+        elements: elements looked at for peak, inf and nan: all of them.
+        sqnr_db: accumulated signal to quantization-noise ratio against FP32; null for a weight that fits.
+            On a CPU, over every eighth block of 262,144 elements of what is larger than that.
+        local_sqnr_db: the same for this op alone on exact inputs, over local_elements of its output.
+        local_elements: see local_sqnr_db.
+        sampled: elements looked at for the fields that follow.
+        min_nonzero: smallest non-zero magnitude.
+        flushed: share that is zero in 16 bits and not in FP32.
+        subnormal: share that is subnormal in the run's format.
+        max_error: largest absolute error.
+        max_relative_error: largest relative error.
+        exponents: count of FP32 values per floor(log2|x|).
+        batch: name of the batch with the largest magnitude in FP32; null if it has none.
+    """
+
+    peak: float
+    headroom_bits: float | None
+    inf: int
+    nan: int
+    elements: int
+    sqnr_db: float | None
+    local_sqnr_db: float | None
+    local_elements: int
+    sampled: int
+    min_nonzero: float | None
+    flushed: float
+    subnormal: float
+    max_error: float
+    max_relative_error: float
+    exponents: dict[int, int] = field(repr=False)
+    batch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SiteReport:
+    """The results of one site.
+
+    ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
+    it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
+    no input of the proof's domain makes a larger magnitude here; null without a proof, or if unbounded.
+    ``gradient`` is that of its output (``--backward``). ``inside`` is the largest square seen inside a norm
+    that is given 16 bits, ``bound_inside`` a bound on it.
+    """
+
+    site: SiteId
+    layer: str
+    layer_type: str
+    op: str
+    role: str
+    precision: str
+    shape: tuple[int, ...]
+    rule: str | None
+    reason: str
+    why: str
+    source: Source | None
+    verdict: Literal["proved", "observed", "overflows", "poisoned", "not observed"]
+    by_design: bool
+    forward: Forward | None
+    gradient: Gradient | None = None
+    bound: float | None = None
+    bound_inside: float | None = None
+    inside: float | None = None
+    what_if: dict[str, WhatIf] | None = None
+
+    def __repr__(self) -> str:
+        peak = f", peak {format_number(self.forward.peak)}" if self.forward is not None else ""
+        name = escape_control(self.site)
+        return f"<{type(self).__name__} {name}: {self.precision}, {self.verdict}{peak}>"
+
+    @property
+    def headroom_bits(self) -> float | None:
+        """Headroom of its values; ``None`` if not measured, or all values are zero."""
+        return self.forward.headroom_bits if self.forward is not None else None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it was measured, and neither overflows nor is poisoned."""
+        return self.verdict in ("observed", "proved")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAccuracy:
+    """The accuracy of one output tensor, in its worst batch.
+
+    Attributes:
+        name: where it was found.
+        site: the site that makes it.
+        sqnr_db: signal-to-noise ratio against FP32; of integers, 20 log10(1 / share that differs). Null
+            where both agree exactly, or where ``problem`` says why there is no number.
+        kind: ``float``, ``complex`` (two floats per element) or ``integer`` (including booleans).
+        differing: integers that differ.
+        problem: why no accuracy can be given although the output is wrong; empty otherwise.
+        variation_db: signal-to-noise ratio of what varies in it or in its rows, the mean taken out, whichever
+            is lowest; null for integers, for fewer than 16 elements, and where nothing varies or both agree.
+        constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
+        empty: whether it has no elements.
+        repaired: whether it is inf or NaN in 16 bits, and the accuracy is that with the faults repaired.
+        batch: name of its worst batch, such as ``call 14`` of a recording; null if that has none.
+    """
+
+    name: str
+    site: SiteId | None
+    sqnr_db: float | None
+    kind: Literal["float", "complex", "integer"] = "float"
+    differing: int = 0
+    problem: str = ""
+    variation_db: float | None = None
+    constant: float | None = None
+    empty: bool = False
+    repaired: bool = False
+    batch: str | None = None
+
+    @property
+    def accuracy_db(self) -> float | None:
+        """``sqnr_db``; -inf if the output is broken."""
+        return -math.inf if self.problem else self.sqnr_db
+
+    @property
+    def where(self) -> str:
+        """The batch in which it is worst; empty if that has no name, or the output is exact."""
+        return f" in {self.batch}" if self.batch and (self.problem or self.sqnr_db is not None) else ""
+
+    @property
+    def in_words(self) -> str:
+        """The accuracy as tables show it."""
+        if self.problem:
+            return "wrong"
+        if self.kind == "integer" and self.differing:
+            return f"{self.differing:,} differ"
+        if self.empty:
+            return "empty"
+        if self.constant is not None:
+            return f"{format_number(self.constant)} everywhere in FP32, which says nothing about its accuracy"
+        if self.sqnr_db is None:
+            return "exact"
+        varies = self.variation_db
+        lost = varies is not None and varies < min(LOST_DB, self.sqnr_db - LOST_DB)
+        aside = f" ({varies:.0f} dB without its mean)" if lost else ""
+        return f"{self.sqnr_db:.0f} dB{aside}"
+
+
+@dataclass(frozen=True, slots=True)
+class Correspondence:
+    """A site of the audited model and the reference's site that computes the same."""
+
+    site: SiteId
+    counterpart: SiteId
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceDifference:
+    """A difference between the functions that the audited model and its reference compute.
+
+    Attributes:
+        kind: ``value`` (another function), ``constant``, ``weight``, ``missing`` (an op of the reference), or
+            ``clamped`` (a number that the format lacks is its largest, as in masks).
+        site: Site of the audited model.
+        layer: Module path of that site; in an ONNX graph, the name of the node.
+        counterpart: Site of the reference; ``None`` if it has none.
+        source: Line of the reference, if known.
+        what: Description of the difference.
+        outputs: Outputs that it makes wrong; empty if it has no effect on these inputs.
+    """
+
+    kind: Literal["value", "constant", "weight", "missing", "clamped"]
+    site: SiteId
+    layer: str
+    counterpart: SiteId | None
+    source: Source | None
+    what: str
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstReport:
+    """How the audited model corresponds to its reference.
+
+    Attributes:
+        reference: Location of the reference.
+        matched: Computing sites with their counterparts.
+        only_here: Sites without a counterpart: additions, or parts of an op of the reference.
+        only_reference: Sites of the reference without a counterpart.
+        differences: Differences, those that make outputs wrong first.
+    """
+
+    reference: str
+    matched: tuple[Correspondence, ...]
+    only_here: tuple[SiteId, ...]
+    only_reference: tuple[SiteId, ...]
+    differences: tuple[ReferenceDifference, ...]
+
+    @property
+    def extent(self) -> str:
+        """The number of matched ops, and of those on one side only."""
+        here, there = len(self.only_here), len(self.only_reference)
+        return f"{plural(len(self.matched), 'op')} matched, {here} only here, {there} only in the reference"
+
+
+@dataclass(frozen=True, slots=True)
+class InputsInfo:
+    """The origin of an audit's batches.
+
+    Attributes:
+        origin: ``given`` as tensors by the user, ``stored`` in the program, made by the model's processor of
+            the user's ``file`` or of a built-in ``sample``, or ``random``.
+        detail: in words, where there is more to say.
+    """
+
+    origin: Literal["given", "stored", "file", "sample", "random"]
+    detail: str = ""
+
+    @property
+    def made_up(self) -> str:
+        """Description of random or built-in inputs; empty for inputs of the user or the program."""
+        return {"sample": "built-in samples", "random": "random inputs"}.get(self.origin, "")
+
+
+GIVEN = InputsInfo("given")
+
+
+def of_made_up(inputs: InputsInfo | None) -> str:
+    """Return `` of random inputs`` or `` of built-in samples``; empty for other inputs."""
+    return f" of {inputs.made_up}" if inputs is not None and inputs.made_up else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,14 +28,12 @@ from torch import fx
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Emulated, Float32Backend
-from ampaudit.run.decisions import DecisionDetail, differing_choices, with_fp32_choices
-from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import CarriedState, LockStep
+from ampaudit.run.device import guarded
+from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair, StepCall
 from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.observer import Observer, Pair, StepCall
+from ampaudit.run.meter import DecisionDetail, differing_choices, with_fp32_choices
 from ampaudit.run.outputs import OutputComparison, compare_outputs
-from ampaudit.run.program import Program
-from ampaudit.run.step import Step
+from ampaudit.run.program import Program, Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import base_name, named_arguments

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.core.config import Progress
-from ampaudit.core.errors import AuditError, InputError
-from ampaudit.core.sites import SiteId
+from ampaudit.core.errors import AuditError, InputError, ReferenceBroken, first_line
+from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.policy import Measurement, RuleSet
-from ampaudit.run.config import RunConfig
-from ampaudit.run.eager import EagerModel, reporting_model_failures
-from ampaudit.run.guards import guarded
-from ampaudit.run.loop import run_steps
-from ampaudit.run.record import RunRecord
-from ampaudit.run.runner import Runner
+from ampaudit.run.config import NextInputs, RunConfig, Steps
+from ampaudit.run.device import guarded
+from ampaudit.run.fp32_check import EagerModel, reporting_model_failures
+from ampaudit.run.lockstep import CarriedState, Interleaved, Observer, Pair, SharedReference
+from ampaudit.run.outputs import compare_outputs
+from ampaudit.run.program import widened_tensor
+from ampaudit.run.record import RunRecord, StateFault, StepObservation
+from ampaudit.run.runner import CallResult, PreparedBatch, Runner
 from ampaudit.run.segmented import run_segmented
 from ampaudit.run.share import ALONE, Failure, PartRecords, Share
-from ampaudit.run.sharing import Interleaved, SharedReference
 from ampaudit.source.interface import Batch
-from ampaudit.trace import Site
+from ampaudit.source.next_inputs import NEXT_INPUTS, NothingFedBack, call_next_inputs, refuse_misfit
+from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import TWIN
 from ampaudit.trace.converted import ConvertedModel
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
+from ampaudit.trace.graph import Slot
+from ampaudit.trace.stack import calling_line
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, inexact
 
 __all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
 
+OpOutcome = tuple[str, bool, SourceLine | None]  # op, whether its result is finite, its line if it is not
+_SEED_OFFSET = 2_000_003  # so that next inputs draw other random numbers than the model
 _FIXED = ("author", TWIN)  # decisions that no policy makes
 
 
@@ -227,3 +238,313 @@ def promoted_sites(
         and site.id in measurements
         and rules.promotes(replace(site.facts, measurement=measurements[site.id]))
     )
+
+
+def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress: Progress) -> None:
+    """Run a batch for a number of steps.
+
+    The 16-bit run carries its own floating-point state; integers and booleans, such as a chosen token, are
+    FP32's in both, so that the runs stay comparable. If a step breaks, its repaired state is carried on, so
+    that later steps are audited as if the fault had not happened. The unrepaired state is carried on as well,
+    to determine which later steps it poisons.
+
+    Raises:
+        InputError: the function does not return valid next inputs.
+        SourceError: the function fails.
+        ReferenceBroken: the function returns NaN or infinity in FP32.
+    """
+    loop, runner.record.fed_back = _Loop(runner, steps, batch), steps.fed_back
+    for step in range(1, steps.count + 1):
+        progress("running steps", step - 1, steps.count)
+        runner.record.steps.append(loop.advance(StepObservation(number, step)))
+
+
+@dataclass(slots=True)
+class _Side:
+    """One of the runs: its inputs, buffers, and copy of the function that computes the next inputs."""
+
+    inputs: Batch
+    function: NextInputs
+    buffers: dict[str, Pair] = field(default_factory=dict)
+
+    def call(self, outputs: Any, lent: Loans, call: str) -> tuple[Batch, OpWatch]:
+        """Return the next inputs, and the ops that computed them."""
+        inputs = self.inputs.mapped(lent.lend)
+        with OpWatch() as watch:
+            next_batch = call_next_inputs(self.function, outputs, inputs, call)
+        return next_batch.mapped(lent.take_back), watch
+
+
+class _Loop:
+    """The state of the FP32 run and of the 16-bit runs with and, once they differ, without repairs."""
+
+    def __init__(self, runner: Runner, steps: Steps, batch: Batch) -> None:
+        self._runner = runner
+        self._config = runner.config
+        self._count = steps.count
+        opened = Batch(*with_objects_open((batch.args, batch.kwargs)))
+        inputs = opened.mapped(lambda tensor: tensor.to(self._config.device, copy=True))
+        self._fp32 = _Side(inputs, private_copy(steps.next_inputs))
+        self._low = _Side(inputs, private_copy(steps.next_inputs))
+        self._unrepaired: _Side | None = None
+        self._lost = False  # the unrepaired run cannot go on: its values are too broken
+
+    def advance(self, record: StepObservation) -> StepObservation:
+        """Run one step and, unless it is the last, compute the inputs of the next."""
+        number, first = record.batch * self._count + record.step - 1, record.step == 1
+        low_inputs = None if first else self._low.inputs
+        inputs = replace(self._fp32.inputs, name=self._config.call_name(number))
+        ready = self._runner.prepare(inputs, number, low_inputs, self._low.buffers)
+        outputs, buffers, result = self._runner.execute(ready)
+        if first:
+            self._low.inputs = _as_placed(self._low.inputs, ready)
+            self._fp32.inputs = self._fp32.inputs.mapped(widened_tensor)
+        self._measure(record, ready, result)
+        self._low.buffers |= ready.executor.named_buffers()
+        unrepaired: list[Pair] | None = None
+        if self._unrepaired is not None:
+            unrepaired = self._run_unrepaired(ready, self._unrepaired)
+            record.poisoned = self._lost or _broken(unrepaired)
+        elif result.origins and not self._lost:
+            unrepaired = outputs
+        record.poisoned |= self._lost
+        if record.step < self._count:
+            spare = _Side(self._low.inputs, private_copy(self._low.function), self._low.buffers | buffers)
+            self._compute_next_inputs(record, ready, result.outputs, unrepaired, self._unrepaired or spare)
+        return record
+
+    def _measure(self, record: StepObservation, ready: PreparedBatch, result: CallResult) -> None:
+        """Record the errors and the least headroom of a step."""
+        traced, form = ready.executor.program.traced, self._config.number_format
+        outputs = dict(zip(traced.outputs, result.outputs, strict=True))
+        for name, comparison in compare_outputs(outputs, ready.number).items():
+            if comparison.kind != "integer" and comparison.elements:
+                record.errors[name] = comparison.err_sq, comparison.ref_sq
+        record.origins = result.origins
+        sites = {site.id: site for site in traced.sites}
+        exempt = self._runner.record.by_design | self._runner.executors.parameter_free
+        peaks = [
+            (max(row.fields["ref_peak"], row.fields["peak"]), str(row.site))
+            for row in result.measured
+            if (site := sites.get(row.site)) is not None
+            and site.dtype in LOW_PRECISION_DTYPES
+            and site.role is not Role.WEIGHT_CAST
+            and row.site not in exempt
+        ]
+        peak, record.headroom_at = max(peaks, default=(0.0, ""))
+        record.headroom_bits = form.headroom_bits(peak) if peak > 0.0 else None
+
+    def _run_unrepaired(self, ready: PreparedBatch, side: _Side) -> list[Pair]:
+        """Return the outputs of the unrepaired run; none if it cannot continue."""
+        carried = CarriedState(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers)
+        ready = replace(ready, carried=carried)
+        try:
+            outputs = self._runner.outputs(ready, Observer())
+        except (AuditError, ValueError):
+            self._unrepaired, self._lost = None, True
+            return []
+        side.buffers |= ready.executor.named_buffers()
+        return outputs
+
+    def _compute_next_inputs(
+        self,
+        record: StepObservation,
+        ready: PreparedBatch,
+        outputs: list[Pair],
+        unrepaired: list[Pair] | None,
+        side: _Side,
+    ) -> None:
+        """Compute the inputs of the next step in each run; ``side`` is the unrepaired run."""
+        again = _Side(self._fp32.inputs, private_copy(self._fp32.function))
+        fp32, watch = self._call(self._fp32, ready, outputs, 0)
+        low, low_watch = self._call(self._low, ready, outputs, 1)
+        call = self._config.call_name(ready.number)
+        if record.step == 1:
+            refuse_misfit(ready.model, fp32, call)
+            refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
+        self._fp32.inputs, self._low.inputs = fp32, carried_inputs(fp32, low, call, record)
+        if record.faults:
+            op, line = first_fault(watch.ops, low_watch.ops)
+            record.faults = [replace(fault, op=op, line=line) for fault in record.faults]
+        if self._lost or (unrepaired is None and not record.faults):
+            return
+        try:
+            if unrepaired is not None:
+                low, _ = self._call(side, ready, unrepaired, 1)
+            side.inputs = carried_inputs(fp32, low, call, None)
+            self._unrepaired = side
+        except AuditError:
+            self._unrepaired, self._lost = None, True
+
+    def _call(
+        self, side: _Side, ready: PreparedBatch, outputs: list[Pair], index: int
+    ) -> tuple[Batch, OpWatch]:
+        """Call the function for one run, with the same random numbers for all."""
+        program, call = ready.executor.program, self._config.call_name(ready.number)
+        if program.traced.structure is None:
+            raise InputError(
+                f"the outputs of {call} are in an object that cannot be copied for {NEXT_INPUTS}",
+                hint="return tensors, tuples, dicts, or a class registered with torch.utils._pytree",
+            )
+        tensors = []
+        for node, pair in zip(program.outputs, outputs, strict=True):
+            value = pair[index] if index == 0 else pair[1].to(node.meta["val"].dtype)
+            tensors.append(value.clone() if index and value is pair[0] else value)
+        pairs = zip(
+            *(tensor_leaves(s.inputs.args, s.inputs.kwargs) for s in (self._fp32, side)), strict=False
+        )
+        shared = {id(first) for first, second in pairs if first is second}
+        with guarded(self._config.device, self._fp32.inputs), torch.no_grad():
+            torch.manual_seed(self._config.seed + ready.number + _SEED_OFFSET)
+            try:
+                return side.call(program.traced.structure.filled(tensors), Loans(shared), call)
+            except NothingFedBack:
+                if not self._low.buffers:
+                    raise
+                return side.inputs, OpWatch()  # the state is in the buffers
+
+
+def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:
+    """Cast the inputs of the first step as the policy does."""
+    places = ready.executor.program.traced.placeholders
+    dtypes = [place.dtype for place in places if place.slot is Slot.INPUT]
+    placed = dict(zip(map(id, tensor_leaves(batch.args, batch.kwargs)), dtypes, strict=True))
+    return batch.mapped(
+        lambda tensor: tensor.to(placed[id(tensor)]) if tensor.is_floating_point() else tensor
+    )
+
+
+def _broken(outputs: list[Pair]) -> bool:
+    """Return whether an output is not finite in 16 bits only."""
+    return any(
+        value.is_floating_point() and bool((~value.isfinite() & reference.isfinite()).any())
+        for reference, value in outputs
+    )
+
+
+def private_copy(function: NextInputs) -> NextInputs:
+    """Copy a function with its state, but not the models that it holds."""
+    holder = getattr(function, "__self__", function)
+    modules = (value for value in getattr(holder, "__dict__", {}).values() if isinstance(value, nn.Module))
+    try:
+        return copy.deepcopy(function, {id(module): module for module in modules})
+    except Exception as error:
+        raise InputError(
+            f"next_inputs cannot be copied for each run: {first_line(error)}",
+            hint="pass a function, or an object whose state can be copied",
+        ) from error
+
+
+class Loans:
+    """Passes copies of tensors that both runs share to a function, which may write to them."""
+
+    def __init__(self, shared: set[int]) -> None:
+        self._shared = shared
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a shared tensor, or the tensor itself."""
+        if id(tensor) not in self._shared:
+            return tensor
+        copied = tensor.clone()
+        self._lent[id(copied)] = tensor, copied, copied._version
+        return copied
+
+    def take_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the original of a copy, unless the copy was written to."""
+        original, copied, version = self._lent.get(id(tensor), (tensor, tensor, tensor._version))
+        return original if copied._version == version else tensor
+
+
+def carried_inputs(fp32: Batch, low: Batch, call: str, record: StepObservation | None) -> Batch:
+    """Return the 16-bit run's next inputs: its own floats, and FP32's integers and other values.
+
+    With a record, broken elements are recorded and replaced by FP32's, clamped to the format.
+
+    Raises:
+        InputError: the inputs differ in structure or shape.
+        ReferenceBroken: FP32's inputs contain NaN or infinity.
+    """
+    wide_leaves, low_leaves = (named_inputs(side.args, side.kwargs) for side in (fp32, low))
+    if [name for name, _ in wide_leaves] != [name for name, _ in low_leaves]:
+        raise InputError(f"{NEXT_INPUTS} returned another structure in 16 bits than in FP32 after {call}")
+    leaves = [
+        _carried_leaf(name, first, second, call, record)
+        for (name, first), (_, second) in zip(wide_leaves, low_leaves, strict=True)
+    ]
+    return Batch(*pytree.tree_unflatten(leaves, pytree.tree_structure((low.args, low.kwargs))))
+
+
+def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObservation | None) -> Any:
+    """Return the 16-bit run's value of one input."""
+    if first is second:
+        return first
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        if record is not None and (type(first) is not type(second) or first != second):
+            record.flipped.append(name)
+        return first
+    if first.shape != second.shape:
+        here, there = (tuple(tensor.shape) for tensor in (second, first))
+        raise InputError(
+            f"{NEXT_INPUTS} made {name} of shape {here} in 16 bits and {there} in FP32 after {call}",
+            hint="a shape that depends on values cannot be followed in both runs",
+        )
+    if not (inexact(first) and inexact(second)):
+        if record is not None and not torch.equal(first, second):
+            record.flipped.append(name)
+        return first
+    if bool((first.isnan() | (first == torch.inf)).any()):
+        raise ReferenceBroken(f"{NEXT_INPUTS} gives NaN or infinity in FP32 after {call}: {name}")
+    if first.dtype == second.dtype and torch.equal(first, second):
+        return first
+    wrong = first.isfinite() & ~second.isfinite()
+    if record is None or not bool(wrong.any()):
+        return second
+    peak = float(first[wrong].abs().amax())
+    counts = int(wrong.sum()), int((wrong & second.isnan()).sum())
+    record.faults.append(StateFault(name, "", None, peak, *counts, second.numel()))
+    limit = torch.finfo(second.dtype).max
+    repaired = first if first.is_complex() else first.clamp(-limit, limit)
+    return torch.where(wrong, repaired.to(second.dtype), second)
+
+
+def refuse_hidden_state(first: Batch, second: Batch) -> None:
+    """Raise if a function returned something else when called again with the same arguments."""
+    for one, two in zip(
+        *(tensor_leaves(batch.args, batch.kwargs) for batch in (first, second)), strict=False
+    ):
+        wide = one.to(torch.complex128), two.to(torch.complex128)
+        if one.shape != two.shape or not torch.allclose(*wide, 1e-3, equal_nan=True):
+            raise InputError(
+                f"{NEXT_INPUTS} returns something else when it is called again with the same arguments",
+                hint="it is called for each run: keep its state in an object with __call__, of which each "
+                "run has a copy, or pass the scheduler itself as next_inputs",
+            )
+
+
+class OpWatch(TorchDispatchMode):
+    """Records whether the result of each op is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpOutcome] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the op and record its result."""
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        finite = all(bool(t.isfinite().all()) for t in tensors if inexact(t))
+        self.ops.append((str(func).removesuffix(".default"), finite, None if finite else calling_line()))
+        return result
+
+
+def first_fault(reference: Sequence[OpOutcome], low: Sequence[OpOutcome]) -> tuple[str, SourceLine | None]:
+    """Return name and line of the first op that is finite in FP32 only; no name if the ops differ earlier."""
+    for (name, finite, _), (low_name, low_finite, line) in zip(reference, low, strict=False):
+        if name != low_name:
+            break
+        if finite and not low_finite:
+            return name, line
+    return "", None

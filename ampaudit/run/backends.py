@@ -16,9 +16,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ampaudit.run.low_precision import call_in_low_precision
-from ampaudit.run.measure import BLOCK, BlockMeasure
-from ampaudit.run.step import Step, widened_tensor
-from ampaudit.run.views import flat_pair, rounded_components
+from ampaudit.run.measure import BLOCK, BlockMeasure, flat_pair, rounded_components
+from ampaudit.run.program import Step, widened_tensor
 from ampaudit.trace.caster import TOO_LARGE
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of, widened

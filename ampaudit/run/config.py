@@ -13,12 +13,11 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.backends import Backend
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer, Pair
+from ampaudit.run.lockstep import LockStep, Observer, Pair
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
 from ampaudit.trace.converted import Release
-from ampaudit.trace.edits import Edit
+from ampaudit.trace.op_calls import Edit
 
 __all__ = ["Against", "Differentiator", "KeepOutputs", "NextInputs", "RunConfig", "Steps"]
 

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.run.backends import Emulated, rounded
 from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.step import Step
+from ampaudit.run.program import Step
 from ampaudit.trace.opnames import base_name, named_arguments
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import InputError, RunFailed, UsageError, first_line
+from ampaudit.core.text import format_bytes
 from ampaudit.policy import TargetEnvironment
+from ampaudit.source.interface import Batch
 
 __all__ = [
     "available_devices",
     "environment_of",
     "generators_of",
+    "guarded",
+    "naming_indices",
     "pick_device",
     "random_state",
+    "refuse_broken_inputs",
+    "refuse_larger_than_memory",
+    "refuse_more_than_memory",
     "restore_random_state",
+    "storages_of",
+    "tf32",
 ]
 
-
+_OUT_OF_RANGE = ("out of range", "out of bounds", "class values must be smaller")
 _ACCELERATORS = ("cuda", "mps", "xpu")
 
 
@@ -98,3 +112,142 @@ def environment_of(device: torch.device) -> TargetEnvironment:
         return TargetEnvironment(None, versions)
     major, minor = torch.cuda.get_device_capability(device)
     return TargetEnvironment(major + minor / 10, versions)
+
+
+@contextlib.contextmanager
+def guarded(device: torch.device, batch: Batch | None = None) -> Iterator[None]:
+    """Set up the context of a run, and restore the random state afterwards."""
+    with torch.random.fork_rng(**generators_of(device)), tf32(allowed=False), _memory_errors(device):
+        if batch is None:
+            yield
+        else:
+            with naming_indices(batch):
+                yield
+
+
+@contextlib.contextmanager
+def naming_indices(batch: Batch) -> Iterator[None]:
+    """Report an index out of range, such as an unknown token id, as an error about the inputs.
+
+    Raises:
+        InputError: an index is out of range, and the batch contains integers.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        text = first_line(error)
+        integers = ", ".join(_integers(batch))
+        if not integers or not any(words in text.lower() for words in _OUT_OF_RANGE):
+            raise
+        raise InputError(
+            f"{_noted_line(error)}an index is beyond its table ({text}); "
+            f"the batch has the integers {integers}",
+            hint="check the inputs against the sizes of embeddings, positions and classes",
+        ) from error
+
+
+def _integers(batch: Batch) -> Iterator[str]:
+    """Describe the tensors of integers in a batch, with their ranges."""
+    places = {"input": batch.args, "item": batch.item} | dict(batch.kwargs)
+    visited: set[int] = set()
+    for name, value in places.items():
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in visited or not leaf.numel():
+                continue
+            visited.add(id(leaf))
+            if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype is not torch.bool:
+                yield f"{name}{pytree.keystr(path)} from {int(leaf.min()):,} to {int(leaf.max()):,}"
+
+
+def _noted_line(error: Exception) -> str:
+    """Return the source line that ``noting_source_line`` added to an error, as a prefix."""
+    return "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+
+
+@contextlib.contextmanager
+def tf32(*, allowed: bool) -> Iterator[None]:
+    """Switch TF32 on or off for products and convolutions; off, float32 is exact."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    # cudnn.flags also works if the global flags are locked
+    flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+    try:
+        with cudnn.flags(allow_tf32=allowed, benchmark_limit=cudnn.benchmark_limit, **flags):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+
+
+@contextlib.contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Turn out-of-memory and missing-kernel errors into errors with a next step."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"out of memory on {device}: the audit holds the FP32 and the 16-bit run at once",
+            hint="use a smaller batch, --ranges (one FP32 run), or --device cpu",
+        ) from error
+    except (RuntimeError, NotImplementedError, IndexError) as error:
+        text = first_line(error)
+        if "allocate memory" in text:
+            raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
+        where = _noted_line(error)
+        if "FakeTensor" in text:
+            raise RunFailed(
+                f"{where}the model computes values that torch.export does not record",
+                hint="audit the model without torch.autograd.grad in its forward, or the part before it",
+            ) from error
+        raise RunFailed(f"{where}the converted model could not be run on {device}: {text}") from error
+
+
+def refuse_larger_than_memory(graph: fx.Graph, device: torch.device) -> None:
+    """Raise if a single value of a graph is larger than the memory of the machine or the device.
+
+    Otherwise, the system might kill the process without a message.
+    """
+    available = _memory(device)
+    for node in graph.nodes:
+        size = max((size for _, _, size in storages_of(node)), default=0)
+        if size > available:
+            raise RunFailed(
+                f"{node.target} computes a value of {format_bytes(size)}; {device} has "
+                f"{format_bytes(available)} of memory",
+                hint="use a smaller batch",
+            )
+
+
+def refuse_more_than_memory(graph: fx.Graph, device: torch.device, copies: int) -> None:
+    """Raise if so many copies of all values of a graph exceed the memory of the device."""
+    computed = (node for node in graph.nodes if node.op != "placeholder")
+    sizes = {key: size for node in computed for _, key, size in storages_of(node)}
+    needed, available = sum(sizes.values()) * copies, _memory(device)
+    if needed > available:
+        raise RunFailed(
+            f"the gradients of a whole run need {format_bytes(needed)}; {device} has "
+            f"{format_bytes(available)} of memory",
+            hint="use a smaller batch",
+        )
+
+
+def _memory(device: torch.device) -> int:
+    if device.type in ("cuda", "xpu"):
+        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def storages_of(node: fx.Node) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Yield the tensors of a node with the identity and bytes of their storage, if those are known."""
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            storage = value.untyped_storage()
+            size = storage.nbytes()
+            if isinstance(size, int):
+                yield value, storage._cdata, size
+
+
+def refuse_broken_inputs(tensors: list[torch.Tensor], title: str) -> None:
+    """Raise for inputs that contain NaN or infinity."""
+    for index, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
+            raise InputError(f"input[{index}] of {title} holds NaN or infinity", hint="clean the input")

@@ -11,26 +11,23 @@ from ampaudit.core.errors import InputError
 from ampaudit.policy import RuleSet, plain_fp32
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
-from ampaudit.run.guards import refuse_larger_than_memory
-from ampaudit.run.lockstep import CarriedState, LockStep
-from ampaudit.run.observer import Pair
+from ampaudit.run.device import refuse_larger_than_memory
+from ampaudit.run.lockstep import CarriedState, LockStep, Pair
 from ampaudit.run.path_record import takes_path
-from ampaudit.run.program import Program, compile_program
+from ampaudit.run.program import Program, compile_program, widened_tensor
 from ampaudit.run.record import RunRecord
-from ampaudit.run.step import widened_tensor
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
+from ampaudit.trace.flow import slices_taken
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
-from ampaudit.trace.keys import TraceCache, call_key
+from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.path.numbering import with_known_casts
 from ampaudit.trace.path.recorder import GivenValues, PathTracing
-from ampaudit.trace.stacks import slices_taken
-from ampaudit.trace.state import PythonState, apply_changes
-from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
 
 __all__ = ["ExecutorCache"]
 

@@ -23,8 +23,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampaudit.run.views import rounded_components
-from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
+from ampaudit.run.measure import rounded_components
+from ampaudit.trace.kernels import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from ampaudit.core.decibels import ratio_db, share_db
-from ampaudit.run.measure import FIELDS, measure_cpu, measure_on_device
-from ampaudit.run.views import flat_pair
+from ampaudit.run.measure import FIELDS, flat_pair, measure_cpu, measure_on_device
 
 __all__ = [
     "OutputComparison",

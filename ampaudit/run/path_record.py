@@ -13,11 +13,10 @@ import torch
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import CarriedState, LockStep, shape_of
+from ampaudit.run.device import guarded
+from ampaudit.run.lockstep import CarriedState, LockStep, Observer, StepCall, shape_of
 from ampaudit.run.meter import PathValues
-from ampaudit.run.observer import Observer, StepCall
-from ampaudit.run.step import Step
+from ampaudit.run.program import Step
 from ampaudit.trace.flatten import VALUE_READ, mark_number, marked_values
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value

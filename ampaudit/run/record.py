@@ -11,17 +11,17 @@ from torch import fx
 
 from ampaudit.core.decibels import ratio_db
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.report.gap import Gap
+from ampaudit.report.finding import Gap
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.backward.record import GradientRecord
-from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observation import Observation
+from ampaudit.run.measure import Observation
+from ampaudit.run.meter import DecisionStats
 from ampaudit.run.outputs import OutputComparison, merge_outputs
 from ampaudit.run.path_record import PathRecord
 from ampaudit.run.sensitivity.probe import SensitivityRecord
-from ampaudit.trace.compare import CodeDifference
+from ampaudit.trace.converted import CodeDifference
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.values import LOW_PRECISION_DTYPES

@@ -6,6 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
@@ -15,28 +16,22 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement
 from ampaudit.run.attribution import Attribution, find_culprits
 from ampaudit.run.config import Against, RunConfig
-from ampaudit.run.decisions import DecisionStats
-from ampaudit.run.eager import EagerModel
+from ampaudit.run.device import guarded, refuse_broken_inputs
 from ampaudit.run.executors import ExecutorCache
-from ampaudit.run.fp32_check import Fp32Check, is_broken
-from ampaudit.run.guards import guarded, refuse_broken_inputs
-from ampaudit.run.lockstep import CarriedState, LockStep
-from ampaudit.run.meter import MeasuredValue, Meter
-from ampaudit.run.observer import Observer, Pair
+from ampaudit.run.fp32_check import EagerModel, Fp32Check, is_broken
+from ampaudit.run.lockstep import CarriedState, LockStep, Observer, Pair
+from ampaudit.run.meter import DecisionStats, MeasuredValue, Meter
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs, paired_with_fp32
-from ampaudit.run.prepared import CallResult, PreparedBatch, UnrepairedRun
-from ampaudit.run.program import Program
-from ampaudit.run.propagation import FaultPropagation
+from ampaudit.run.program import Program, Step
+from ampaudit.run.propagation import FaultPropagation, RepairingMeter
 from ampaudit.run.record import RunRecord, buffer_updates
-from ampaudit.run.repair import RepairingMeter
-from ampaudit.run.step import Step
 from ampaudit.source.interface import Batch
 from ampaudit.trace.converted import Release
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.opnames import converts
 
-__all__ = ["Runner"]
+__all__ = ["CallResult", "PreparedBatch", "Runner", "UnrepairedRun"]
 
 
 class Runner:
@@ -439,3 +434,34 @@ def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredV
         record.observation(SiteId(name)).samples.add(statistics)
     record.gaps |= meter.gaps
     record.batches += 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch that is ready to run, with the model's state and what the 16-bit run carries over."""
+
+    executor: LockStep
+    tensors: list[torch.Tensor]
+    meter: Meter
+    batch: Batch
+    number: int
+    model: nn.Module
+    carried: CarriedState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnrepairedRun:
+    """The measurements of a run without repairs, and how its faults propagate."""
+
+    ready: PreparedBatch
+    measured: list[MeasuredValue]
+    faults: FaultPropagation
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """The results of one call, after repairs; ``origins`` are the sites that broke by their own fault."""
+
+    outputs: list[Pair]
+    measured: list[MeasuredValue]
+    origins: tuple[SiteId, ...] = ()

@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Float32Backend
-from ampaudit.run.program import Program, compile_program
-from ampaudit.run.step import Step
+from ampaudit.run.program import Program, Step, compile_program
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
 

@@ -23,20 +23,16 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, first_line
 from ampaudit.core.files import temporary_directory, write_bytes
-from ampaudit.run.device import random_state, restore_random_state
-from ampaudit.run.eager import reporting_model_failures
-from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import GraphState, LockStep
+from ampaudit.run.device import guarded, random_state, restore_random_state
+from ampaudit.run.fp32_check import reporting_model_failures
+from ampaudit.run.lockstep import GraphState, Interleaved, LockStep, Pair, SharedReference
 from ampaudit.run.meter import Meter
-from ampaudit.run.observer import Pair
-from ampaudit.run.prepared import PreparedBatch, UnrepairedRun
 from ampaudit.run.program import Program
+from ampaudit.run.propagation import RepairingMeter
 from ampaudit.run.record import RunRecord
-from ampaudit.run.repair import RepairingMeter
-from ampaudit.run.runner import Runner
+from ampaudit.run.runner import PreparedBatch, Runner, UnrepairedRun
 from ampaudit.run.segments import Segment, aligned_ends, cut_evenly, cut_program
 from ampaudit.run.share import Again, Failure, PartRecords, Route, Share
-from ampaudit.run.sharing import Interleaved, SharedReference
 from ampaudit.source.interface import Batch
 
 __all__ = ["moved_to", "pack_state", "run_segmented", "unpack_state"]

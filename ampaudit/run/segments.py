@@ -14,7 +14,7 @@ from torch import fx
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.text import format_bytes
-from ampaudit.run.guards import storages_of
+from ampaudit.run.device import storages_of
 from ampaudit.run.program import Program
 from ampaudit.trace.graph import Slot
 

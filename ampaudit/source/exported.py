@@ -4,24 +4,57 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from pathlib import Path
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import TypedDict
 
-from ampaudit.core.errors import InputError, SourceError, first_line
+from ampaudit.checkpoint.archive import Archive
+from ampaudit.checkpoint.pickled import read_plain_data
+from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.untrusted import describe, describe_path
-from ampaudit.report.inputs import InputsInfo
+from ampaudit.core.untrusted import describe, describe_path, parse_json, validate
+from ampaudit.report.model import InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, Sized
-from ampaudit.source.pt2.program import StoredProgram, read_program
-from ampaudit.source.pt2.structure import flatten
+from ampaudit.source.pt2.graph import build_graph, read_tensors, weight_of
+from ampaudit.source.pt2.schema import PROGRAM_SCHEMA, ProgramFile, Signature
 from ampaudit.trace.replay import REPLAYED, Replayer
 
-__all__ = ["ExportedModel", "from_exported"]
+__all__ = ["ExportedModel", "StoredProgram", "from_exported", "read_program"]
+
+_MAX_JSON = 96_000_000  # bytes; some 2,000 per op
+_MAJOR = 8
+_READ = (
+    "archive_format",
+    "archive_version",
+    "byteorder",
+    ".data/version",
+    ".data/serialization_id",
+    "version",
+)
+_FOLDERS = ("models", "data/weights", "data/constants", "data/sample_inputs")
+_EXTRA = "extra/"  # texts added by the user, which are not read
+_TRUST = "export it again with this version of PyTorch, or pass --trust to run what it contains"
+_SEQUENCES: Mapping[str, type] = {
+    "builtins.tuple": tuple,
+    "builtins.list": list,
+    "collections.deque": deque,
+    "collections.namedtuple": tuple,
+}
+_MAPPINGS: Mapping[str, type] = {
+    "builtins.dict": dict,
+    "collections.OrderedDict": OrderedDict,
+    "collections.defaultdict": dict,
+}
+_VERSION = 1
 
 
 def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSource:
@@ -92,3 +125,239 @@ class ExportedModel(nn.Module):
         """Set the mode of this module only; that of an exported graph is fixed."""
         self.training = mode
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class StoredProgram:
+    """An exported program.
+
+    Attributes:
+        graph: Module that takes a flat list of inputs and holds the weights as attributes.
+        inputs: Nesting of the arguments and keyword arguments.
+        outputs: Nesting of the outputs.
+        example: Example arguments and keyword arguments; ``None`` if the file has none.
+        weights: Parameters and buffers by the model's names.
+    """
+
+    graph: fx.GraphModule
+    inputs: pytree.TreeSpec
+    outputs: pytree.TreeSpec
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None
+    weights: Mapping[str, torch.Tensor]
+
+
+def read_program(path: Path) -> StoredProgram:
+    """Read a program without running code from its file.
+
+    Raises:
+        SourceError: The file is missing, corrupt, or has content that only code could read: pickled objects,
+            libraries, operators of another package.
+    """
+    try:
+        return _read(Archive(path, SourceError))
+    except AuditError:
+        raise
+    except (ValueError, KeyError, RuntimeError, RecursionError, SyntaxError) as error:
+        raise SourceError(
+            f"{describe_path(path)}: not a readable exported program: {describe(first_line(error), 150)}",
+            hint=_TRUST,
+        ) from error
+
+
+def _read(archive: Archive) -> StoredProgram:
+    name = _model_in(archive)
+    program = _parse(archive, f"models/{name}.json")
+    module = program["graph_module"]
+    weights = read_tensors(archive, "data/weights/", f"{name}_weights_config.json")
+    constants = read_tensors(archive, "data/constants/", f"{name}_constants_config.json")
+    specs = module["signature"]["input_specs"]
+    root = nn.Module()
+    for spec in specs:
+        if (stored := weight_of(spec)) is not None:
+            _attach(root, *stored, _tensor(stored[1], weights, constants))
+    call = module["module_call_graph"][0]["signature"] if module["module_call_graph"] else None
+    if call is None:
+        raise ValueError("it does not tell how it is called")
+    inputs, outputs = (
+        read_structure(call["in_spec"], output=False),
+        read_structure(call["out_spec"], output=True),
+    )
+    _check_structure(inputs, outputs, module["signature"])
+    graph = build_graph(root, module["graph"], specs, module["signature"]["output_specs"])
+    for spec in specs:
+        stored = weight_of(spec)
+        if stored is not None and stored[1] not in weights:
+            _leave_out_of_state_dict(graph, stored[1])
+    return StoredProgram(graph, inputs, outputs, _example(archive, name), weights)
+
+
+def _check_structure(inputs: pytree.TreeSpec, outputs: pytree.TreeSpec, signature: Signature) -> None:
+    """Check that the nesting of inputs and outputs fits the graph."""
+    shape = [child.type for child in inputs.children()] if inputs.type is tuple else []
+    input_count = sum(weight_of(spec) is None for spec in signature["input_specs"])
+    output_count = sum("user_output" in spec for spec in signature["output_specs"])
+    if shape != [tuple, dict] or (inputs.num_leaves, outputs.num_leaves) != (input_count, output_count):
+        raise ValueError("the nesting of its inputs or outputs does not fit its graph")
+
+
+def _model_in(archive: Archive) -> str:
+    """Return the name of the program, after checking that the archive holds nothing else."""
+    for member in archive.members:
+        folder = str(PurePosixPath(member).parent)
+        if member not in _READ and folder not in _FOLDERS and not member.startswith(_EXTRA):
+            raise SourceError(
+                f"{describe_path(archive.path)}: holds {describe(member)!r}, which is no part of a program",
+                hint=_TRUST,
+            )
+    names = [
+        m.removeprefix("models/").removesuffix(".json") for m in archive.members if m.startswith("models/")
+    ]
+    if "archive_format" not in archive.members or archive.read("archive_format", 10) != b"pt2" or not names:
+        raise ValueError("it is not in the format of torch.export.save (PyTorch 2.7 or later)")
+    return "model" if "model" in names else names[0]
+
+
+def _parse(archive: Archive, member: str) -> ProgramFile:
+    text = archive.read(member, _MAX_JSON)
+    program = validate(PROGRAM_SCHEMA, parse_json(text), Path(archive.path, member), SourceError, _TRUST)
+    major = program["schema_version"]["major"]
+    if major != _MAJOR:
+        raise ValueError(f"its schema has version {major}; this version of ampaudit reads {_MAJOR}")
+    return program
+
+
+def _tensor(name: str, *tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    for table in tables:
+        if name in table:
+            return table[name]
+    raise ValueError(f"the values of {describe(name)!r} are missing")
+
+
+def _attach(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None:
+    """Set a parameter, buffer or constant of a module under its dotted name."""
+    owner = root
+    *parents, leaf = path.split(".")
+    for part in parents:
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        child = owner._modules[part]
+        assert child is not None
+        owner = child
+    if kind == "parameter" and isinstance(tensor, nn.Parameter):
+        owner.register_parameter(leaf, tensor)
+    else:
+        owner.register_buffer(leaf, tensor.detach())
+
+
+def _leave_out_of_state_dict(module: nn.Module, path: str) -> None:
+    """Make a buffer non-persistent, as constants are; building a graph module has made it persistent."""
+    owner, _, leaf = path.rpartition(".")
+    place = module.get_submodule(owner)
+    tensor = place.get_buffer(leaf)
+    delattr(place, leaf)
+    place.register_buffer(leaf, tensor, persistent=False)
+
+
+def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    member = f"data/sample_inputs/{name}.pt"
+    if member not in archive.members or not archive.members[member].size:
+        return None
+    inner = Archive(Path(archive.path, member), SourceError, archive.mapped(member))
+    example = read_plain_data(inner)
+    if example is None:
+        return None
+    args, kwargs = example if isinstance(example, tuple) and len(example) == 2 else (None, None)
+    if not (
+        isinstance(args, tuple | list)
+        and isinstance(kwargs, dict)
+        and all(isinstance(k, str) for k in kwargs)
+    ):
+        raise ValueError("its example inputs are not arguments and keyword arguments")
+    return tuple(args), kwargs
+
+
+class _Spec(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+    type: Annotated[str, Field(max_length=1_000)] | None
+    context: Any
+    children_spec: list[_Spec]
+
+
+_SPEC = TypeAdapter(_Spec)
+_KEYS = TypeAdapter(list[str | int], config=ConfigDict(strict=True))
+
+
+def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
+    """Parse the output of ``torch.utils._pytree.treespec_dumps``.
+
+    Args:
+        text: Version and nested containers, in JSON.
+        output: Whether it describes outputs, in which an object is read as a dict of its
+            fields or as a tuple; inputs must consist of Python's own containers.
+
+    Raises:
+        ValueError: The text is malformed, or holds a container that only code could build.
+    """
+    document = parse_json(text)
+    if not isinstance(document, list) or len(document) != 2 or document[0] != _VERSION:
+        raise ValueError(f"the nesting of its {'outputs' if output else 'inputs'} is not readable")
+    try:
+        return _spec(_SPEC.validate_python(document[1]), output)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"the nesting of its values: {describe(fault['msg'])}") from error
+
+
+def flatten(value: Any, structure: pytree.TreeSpec) -> list[Any]:
+    """Return the leaves of a value in the order of a structure; sequence types are interchangeable.
+
+    Raises:
+        ValueError: The value is nested in another way.
+    """
+    if structure.is_leaf():
+        return [value]
+    children = structure.children()
+    if structure.type in _SEQUENCES.values():
+        fits = isinstance(value, tuple | list | deque) and len(value) == len(children)
+        items = list(value) if fits else []
+    else:
+        fits = isinstance(value, Mapping) and set(value) == set(structure.context)
+        items = [value[key] for key in structure.context] if fits else []
+    if not fits:
+        what = "keys" if structure.type in _MAPPINGS.values() else "values"
+        raise ValueError(f"a {structure.type.__name__} with {len(children)} {what} is expected")
+    return [leaf for item, child in zip(items, children, strict=True) for leaf in flatten(item, child)]
+
+
+def _spec(spec: _Spec, output: bool) -> pytree.TreeSpec:
+    kind, children = spec["type"], [_spec(child, output) for child in spec["children_spec"]]
+    if kind is None:
+        if children:
+            raise ValueError("a value without a type has parts")
+        return pytree.treespec_leaf()
+    if kind in _SEQUENCES:
+        return pytree.TreeSpec(_SEQUENCES[kind], None, children)
+    keys = _keys(spec["context"])
+    if kind in _MAPPINGS or output:
+        if keys is not None and len(keys) == len(children):
+            return pytree.TreeSpec(_MAPPINGS.get(kind, dict), keys, children)
+        if kind not in _MAPPINGS:
+            return pytree.TreeSpec(tuple, None, children)
+        raise ValueError("a dict has not as many keys as values")
+    raise ValueError(f"it takes an object of the class {describe(kind)!r}")
+
+
+def _keys(context: Any) -> list[str | int] | None:
+    """Return the keys of a dict or the field names of an object, if the context has them."""
+    if isinstance(context, str):
+        try:
+            context = parse_json(context)
+        except ValueError:
+            return None
+    if isinstance(context, dict):  # a defaultdict
+        context = context.get("dict_context")
+    try:
+        keys = _KEYS.validate_python(context)
+    except ValidationError:
+        return None
+    return keys if len(set(keys)) == len(keys) else None

@@ -27,8 +27,7 @@ from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_bytes
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
-from ampaudit.report.inputs import GIVEN, InputsInfo
-from ampaudit.source.float8_weights import notes_on, open_weights, tensors_of
+from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import ModelSource, Sized
 from ampaudit.source.made_inputs import (
@@ -42,6 +41,7 @@ from ampaudit.source.made_inputs import (
 from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
 from ampaudit.source.processor import KINDS, copy_processor, has_processor, processor_directory
 from ampaudit.source.random_inputs import placeholders
+from ampaudit.source.streamed import notes_on, open_weights, tensors_of
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.internals import Replacement, patched
 

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
+import psutil
 import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampaudit.checkpoint.header import Shape
+from ampaudit.checkpoint.layout import CALL_FILES, RECORDING, call_file
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.core.errors import InputError, UsageError
+from ampaudit.checkpoint.parts import misfit
+from ampaudit.core.errors import InputError, UsageError, WeightsError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.untrusted import describe
-from ampaudit.report.inputs import GIVEN, InputsInfo
-from ampaudit.source.calls import recorded_calls
+from ampaudit.core.text import format_bytes, plural
+from ampaudit.core.untrusted import MAX_TABLE, describe, describe_path, read_json, validate
+from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
+from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, module_from_file
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = [
     "Functions",
@@ -30,12 +42,20 @@ __all__ = [
     "functions_of",
     "has_inputs",
     "inputs_from",
+    "recorded_calls",
     "save_inputs",
+    "structure_of",
     "unknown_axis",
     "with_inputs",
     "with_tensors",
 ]
 
+_CACHES = "transformers.cache_utils"
+_TRANSFORMERS = (_CACHES, "transformers.modeling_outputs")
+_MAX_ELEMENTS = 1 << 60
+_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_HINT = "record the calls again"
+_Number = Annotated[int, Field(ge=0, le=10**12)]
 _MISSING = object()
 _FUNCTIONS = ("batches", "example_inputs", "example_kwargs")
 _HINTS = {
@@ -244,3 +264,417 @@ def save_inputs(tensors: list[torch.Tensor], path: Path) -> None:
     part = path.with_name(f"{path.name}.part")
     save_file({f"input[{i}]": t.detach().cpu().contiguous() for i, t in enumerate(tensors)}, part)
     part.replace(path)
+
+
+class _Tensor(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    tensor: str
+    dtype: str
+    shape: Annotated[Shape, Field(strict=False)]
+    stride: Annotated[Shape, Field(strict=False)]
+    offset: Annotated[int, Field(ge=0, le=_MAX_ELEMENTS)]
+
+
+_TENSOR = TypeAdapter(_Tensor)
+
+
+class KnownClasses:
+    """The classes that a recording may name; none is imported for it.
+
+    These are the dataclasses, named tuples and enumerations in the modules that define the model's classes,
+    and the caches and outputs of Transformers for its models.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+        sources = sorted(name for name in modules if not name.startswith("torch."))
+        sources += _TRANSFORMERS if any(name.startswith("transformers.") for name in modules) else ()
+        self._by_name: dict[str, type] = {}
+        self._by_short_name: dict[str, type] = {}
+        for source in (*sources, "torch.nn.utils.rnn"):
+            for kind in vars(sys.modules[source]).values() if source in sys.modules else ():
+                if isinstance(kind, type) and _holds_data(kind):
+                    self._by_name[f"{kind.__module__}:{kind.__qualname__}"] = kind
+                    self._by_short_name.setdefault(kind.__qualname__, kind)
+
+    def find(self, name: str) -> type | None:
+        """Find a class by qualified name, or by its last part, since a script's module is ``__main__``."""
+        return self._by_name.get(name) or self._by_short_name.get(name.rpartition(":")[2])
+
+
+def _holds_data(kind: type) -> bool:
+    fields = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return fields or dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or _is_cache(kind)
+
+
+def _is_cache(kind: type) -> bool:
+    return any(base.__module__ == _CACHES for base in kind.__mro__)
+
+
+class Rebuilder:
+    """Rebuilds the arguments of one recorded call.
+
+    Args:
+        path: Path of the call's JSON file, for errors.
+        tensors: Tensors of the call by name.
+        classes: Classes that the call may name.
+        widened: Whether 16-bit dtypes become float32.
+
+    Attributes:
+        needs: Bytes of all tensors.
+    """
+
+    def __init__(
+        self, path: Path, tensors: dict[str, torch.Tensor], classes: KnownClasses, *, widened: bool
+    ) -> None:
+        self.needs = 0
+        self._path, self._tensors, self._classes, self._widened = path, tensors, classes, widened
+        self._views: dict[_ViewKey, torch.Tensor] = {}
+
+    def rebuild(self, value: Any, place: str) -> Any:
+        """Rebuild a value from its JSON.
+
+        Raises:
+            InputError: The JSON is malformed, or names an unknown class.
+        """
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list):
+            return self._items(value, place)
+        if "tensor" in value:
+            return self._tensor(value, place)
+        if len(value) != 1:
+            raise self._error(place, "is not one value")
+        ((kind, content),) = value.items()
+        build = _BUILDERS.get(kind)
+        if build is None:
+            raise self._error(place, f"is of the unknown kind {describe(kind)!r}")
+        try:
+            return build(self, content, place)
+        except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise self._error(place, f"is not a valid {kind}") from error
+
+    def _items(self, values: Any, place: str) -> list[Any]:
+        if not isinstance(values, list):
+            raise self._error(place, "is not a list")
+        return [self.rebuild(item, f"{place}[{index}]") for index, item in enumerate(values)]
+
+    def _tensor(self, value: dict[str, Any], place: str) -> torch.Tensor:
+        view = validate(_TENSOR, value, self._path, InputError, _HINT)
+        key = view.tensor, view.dtype, view.shape, view.stride, view.offset
+        if key in self._views:
+            return self._views[key]
+        stored, dtype = self._tensors.get(view.tensor), getattr(torch, view.dtype, None)
+        if stored is None:
+            raise self._error(
+                place, f"is the tensor {describe(view.tensor)!r}, which is not in the file beside it"
+            )
+        if not isinstance(dtype, torch.dtype) or len(view.stride) != len(view.shape):
+            raise self._error(place, f"is no tensor of {describe(view.dtype)}")
+        raw = stored.reshape(-1).view(torch.uint8)
+        flat = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        why = misfit(view.shape, view.stride, view.offset, flat.numel(), _MAX_ELEMENTS)
+        if why:
+            raise self._error(place, why)
+        tensor = flat.as_strided(view.shape, view.stride, view.offset)
+        self.needs += tensor.numel() * dtype.itemsize
+        return self._views.setdefault(key, tensor)
+
+    def _named_class(self, name: Any, place: str) -> type:
+        kind = self._classes.find(name) if isinstance(name, str) else None
+        if kind is None:
+            raise InputError(
+                f"{describe_path(self._path)}: {describe(place)} is of the class {describe(name)}, "
+                "which the model's code does not know",
+                hint="import the class in the file that defines the model",
+            )
+        return kind
+
+    def _instance(self, content: Any, place: str, allowed: Callable[[type], bool]) -> Any:
+        """Rebuild an object from its attributes; constructors are only called for dicts (outputs)."""
+        name, attributes = content
+        kind = self._named_class(name, place)
+        values = {key: self.rebuild(item, f"{place}.{key}") for key, item in attributes.items()}
+        strange = any(key.startswith("__") or callable(getattr(kind, key, None)) for key in values)
+        if strange or not allowed(kind):
+            raise self._error(place, f"is not a valid {kind.__name__}")
+        if issubclass(kind, dict):  # the outputs of Transformers and diffusers
+            return kind(**{key: item for key, item in values.items() if item is not None})
+        _register(kind)
+        return _instance_with(kind, values)
+
+    def _dataclass(self, content: Any, place: str) -> Any:
+        def complete(kind: type) -> bool:
+            return dataclasses.is_dataclass(kind) and {f.name for f in dataclasses.fields(kind)} == set(
+                content[1]
+            )
+
+        return self._instance(content, place, complete)
+
+    def _namedtuple(self, content: Any, place: str) -> Any:
+        name, items = content
+        kind = self._named_class(name, place)
+        if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(items):
+            raise self._error(place, f"is not a valid {kind.__name__}")
+        return tuple.__new__(kind, self._items(items, place))
+
+    def _enum(self, content: Any, place: str) -> Any:
+        name, member = content
+        kind = self._named_class(name, place)
+        if not issubclass(kind, enum.Enum) or member not in kind.__members__:
+            raise self._error(place, f"is not a valid {kind.__name__}")
+        return kind.__members__[member]
+
+    def _dict(self, content: Any, place: str) -> dict[Any, Any]:
+        pairs = [(self.rebuild(key, place), key, item) for key, item in content]
+        return {name: self.rebuild(item, f"{place}[{describe(key)!r}]") for name, key, item in pairs}
+
+    def _torch_value(self, content: Any, place: str, kind: str) -> Any:
+        member = getattr(torch, content, None)
+        if not isinstance(member, _KINDS[kind]):
+            raise self._error(place, f"is not a valid {kind}")
+        return torch.float32 if self._widened and member in LOW_PRECISION_DTYPES else member
+
+    def _error(self, place: str, what: str) -> InputError:
+        return InputError(f"{describe_path(self._path)}: {describe(place)} {what}", hint=_HINT)
+
+
+_ViewKey = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
+_Builder = Callable[[Rebuilder, Any, str], Any]
+
+
+def _of_items(make: Callable[[list[Any]], Any]) -> _Builder:
+    return lambda rebuilder, content, place: make(rebuilder._items(content, place))
+
+
+_BUILDERS: dict[str, _Builder] = {
+    "tuple": _of_items(tuple),
+    "set": _of_items(set),
+    "frozenset": _of_items(frozenset),
+    "size": _of_items(torch.Size),
+    "slice": _of_items(lambda items: slice(*items)),
+    "range": _of_items(lambda items: range(*items)),
+    "dict": Rebuilder._dict,
+    "namedtuple": Rebuilder._namedtuple,
+    "dataclass": Rebuilder._dataclass,
+    "object": lambda rebuilder, content, place: rebuilder._instance(content, place, _is_cache),
+    "class": Rebuilder._named_class,
+    "enum": Rebuilder._enum,
+    "array": lambda rebuilder, content, place: rebuilder._tensor(content, place).numpy(),
+    "scalar": lambda rebuilder, content, place: rebuilder._tensor(content, place).numpy()[()],
+    "bytes": lambda _, content, __: bytes.fromhex(content),
+    "float": lambda _, content, __: float(content),
+    "complex": lambda _, content, __: complex(content),
+    # tensors of a recording are on the CPU; options of the audit choose the device
+    "device": lambda _, content, __: torch.device("cpu"),
+    "generator": lambda _, content, __: torch.Generator().manual_seed(content),
+} | {kind: partial(Rebuilder._torch_value, kind=kind) for kind in _KINDS}
+
+
+def _instance_with(kind: type, values: dict[str, Any]) -> Any:
+    instance: Any = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+def _register(kind: type) -> None:
+    """Register a class as a pytree node, so that tensors in its objects are inputs of a trace."""
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        attributes = _attributes(value)
+        return list(attributes.values()), tuple(attributes)
+
+    def unflatten(values: Iterable[Any], names: Any) -> Any:
+        return _instance_with(kind, dict(zip(names, values, strict=True)))
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        attributes = _attributes(value)
+        return [(pytree.GetAttrKey(name), item) for name, item in attributes.items()], tuple(attributes)
+
+    with suppress(ValueError):  # registered already
+        pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dict(vars(value))
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")  # later versions may add keys
+
+
+class _Parameters(_Record):
+    sha256: str
+    count: int
+    dtypes: list[str]
+
+
+class _Totals(_Record):
+    made: int
+    recorded: int
+
+
+class _Recording(_Record):
+    schema_: Annotated[Literal[1], Field(alias="schema")]
+    kind: Literal["recording"]
+    module: str
+    parameters: _Parameters
+    calls: _Totals | None
+    class_: Annotated[str, Field(alias="class")]
+
+
+class _Call(_Record):
+    call: _Number
+    positional: Annotated[list[Any], Field(alias="args")]
+    named: Annotated[dict[str, Any], Field(alias="kwargs")]
+    training: bool
+    autocast: dict[str, str]
+
+
+_RECORDING, _CALL = TypeAdapter(_Recording), TypeAdapter(_Call)
+
+
+def structure_of(module: nn.Module) -> dict[str, Any]:
+    """Return a digest of parameter names and shapes, the number of parameters, and their dtypes."""
+    parameters = [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
+    ]
+    lines = "".join(sorted(f"{name} {tuple(parameter.shape)}\n" for name, parameter in parameters))
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in parameters})
+    return {"sha256": hashlib.sha256(lines.encode()).hexdigest(), "count": len(parameters), "dtypes": dtypes}
+
+
+def recorded_calls(
+    directory: Path, count: int | None, model: nn.Module, *, same_model: bool = True
+) -> tuple[tuple[Batch, ...], InputsInfo]:
+    """Read up to ``count`` calls of a recording as named batches.
+
+    Args:
+        directory: Directory of the recording.
+        count: Maximum number of calls; ``None`` for all.
+        model: Model to call.
+        same_model: Whether the model must have the parameters of the recorded module.
+
+    Raises:
+        InputError: The recording is missing, inconsistent, or of another model.
+    """
+    recording = _read_recording(directory)
+    if same_model:
+        _check_model(directory, recording, model)
+    files = _files(directory, recording)
+    selection = files[:count]
+    widen = _needs_widening(recording, model)
+    classes = KnownClasses(model)
+    calls = [_read(file, classes, widen=widen) for file in selection]
+    _check_memory(directory, calls, widen=widen)
+    batches = tuple(call.batch(widen=widen) for call in calls)
+    return batches, InputsInfo("given", _describe_calls(directory, recording, calls, len(files)))
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredCall:
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool
+    autocast: bool
+    needs: int
+
+    def batch(self, *, widen: bool) -> Batch:
+        batch = Batch(self.args, self.kwargs, name=f"call {self.number}")
+        return batch.mapped(_widened) if widen and not self.autocast else batch
+
+
+def _read_recording(directory: Path) -> _Recording:
+    path = directory / RECORDING
+    if not path.is_file():
+        inner = sorted(file.parent.name for file in directory.glob(f"*/{RECORDING}"))
+        hint = "give a directory that 'ampaudit record' wrote"
+        if inner:
+            hint = f"it holds recordings of {describe(', '.join(inner))}: give one of these directories"
+        raise InputError(f"{describe_path(directory)}: no {RECORDING}", hint=hint)
+    table = read_json(path, MAX_TABLE, InputError, _HINT)
+    return validate(_RECORDING, table, path, InputError, _HINT)
+
+
+def _check_model(directory: Path, recording: _Recording, model: nn.Module) -> None:
+    this, theirs = structure_of(model), recording.parameters
+    if this["sha256"] != theirs.sha256:
+        recorded = f"{_short(recording.class_)} with {plural(theirs.count, 'parameter')}"
+        raise InputError(
+            f"{describe_path(directory)}: the calls of another model: {recorded}, recorded as "
+            f"{describe(recording.module)}; this is {type(unwrapped(model)).__name__} with {this['count']:,}",
+            hint="names and shapes of the parameters must be the same; record this model",
+        )
+
+
+def _files(directory: Path, recording: _Recording) -> list[Path]:
+    """Return the files of the calls in order."""
+    files = sorted(directory.glob(CALL_FILES), key=lambda file: (len(file.name), file.name))
+    if not files:
+        raise InputError(f"{describe_path(directory)}: holds no call", hint=_HINT)
+    if recording.calls is not None and len(files) != recording.calls.recorded:
+        what = f"{plural(len(files), 'call')} of {recording.calls.recorded:,} that were recorded"
+        raise InputError(f"{describe_path(directory)}: holds {what}", hint=_HINT)
+    return files
+
+
+def _read(path: Path, classes: KnownClasses, *, widen: bool) -> _StoredCall:
+    call = validate(_CALL, read_json(path, MAX_TABLE, InputError, _HINT), path, InputError, _HINT)
+    if path.name != call_file(call.call):
+        raise InputError(f"{describe_path(path)}: describes call {call.call}", hint=_HINT)
+    values = path.with_suffix(".safetensors")
+    try:
+        tensors = map_checkpoint(values).tensors if values.exists() else {}
+    except WeightsError as error:
+        raise InputError(str(error.args[0]), hint=_HINT) from error
+    rebuilder = Rebuilder(path, tensors, classes, widened=widen and not call.autocast)
+    args = tuple(rebuilder.rebuild(value, f"input[{index}]") for index, value in enumerate(call.positional))
+    kwargs = {name: rebuilder.rebuild(value, name) for name, value in call.named.items()}
+    return _StoredCall(call.call, args, kwargs, call.training, bool(call.autocast), rebuilder.needs)
+
+
+def _needs_widening(recording: _Recording, model: nn.Module) -> bool:
+    """Return whether the recorded module had 16-bit parameters and the model has none.
+
+    The 16-bit inputs of such a module are then widened to float32.
+    """
+    low = {str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION_DTYPES}
+    dtypes = structure_of(model)["dtypes"]
+    return bool(low & set(recording.parameters.dtypes)) and bool(dtypes) and not low & set(dtypes)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in LOW_PRECISION_DTYPES else tensor
+
+
+def _check_memory(directory: Path, calls: Iterable[_StoredCall], *, widen: bool) -> None:
+    """Reject calls that exceed free memory; only widened calls are all loaded at once."""
+    available = psutil.virtual_memory().available
+    largest = max(calls, key=lambda call: call.needs)
+    needed = 2 * sum(call.needs for call in calls) if widen else largest.needs
+    if needed > available:
+        what = "the calls need" if widen else f"call {largest.number} needs"
+        raise InputError(
+            f"{describe_path(directory)}: {what} {format_bytes(needed)} of memory; "
+            f"{format_bytes(available)} are free",
+            hint="replay fewer calls with --batches, or record smaller ones",
+        )
+
+
+def _describe_calls(directory: Path, recording: _Recording, calls: list[_StoredCall], total: int) -> str:
+    numbers = f"call {calls[0].number}"
+    if len(calls) > 1:
+        numbers = f"calls {calls[0].number} to {calls[-1].number}"
+    words = f"{len(calls)} of {plural(total, 'recorded call')} of {_short(recording.class_)} ({numbers})"
+    words += f" in {describe(directory)}"
+    modes = {call.training for call in calls}
+    return f"{words}, made in {'train' if True in modes else 'eval'} mode" if len(modes) == 1 else words
+
+
+def _short(name: str) -> str:
+    return describe(name.rpartition(":")[2], 40)

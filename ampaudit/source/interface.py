@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.files import FileState
-from ampaudit.report.inputs import GIVEN, InputsInfo
+from ampaudit.report.model import GIVEN, InputsInfo
 
 __all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "Sized"]
 

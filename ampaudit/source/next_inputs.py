@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.source.interface import Batch
 from ampaudit.source.user_code import calling_user_code
-from ampaudit.trace.entry import flatten_outputs, named_inputs, with_objects_open
-from ampaudit.trace.holders import restored
+from ampaudit.trace.entry import flatten_outputs, named_inputs, restored, with_objects_open
 from ampaudit.trace.values import inexact
 
 __all__ = ["NEXT_INPUTS", "NothingFedBack", "call_next_inputs", "refuse_misfit", "stepping"]

@@ -24,7 +24,7 @@ from ampaudit.core.errors import InputError, SourceError, UsageError, first_line
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_number
 from ampaudit.core.untrusted import describe
-from ampaudit.report.inputs import GIVEN, InputsInfo
+from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, Sized
 from ampaudit.source.unwrapping import auditable

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.isolation import structural_copy
 
 __all__ = ["auditable", "fsdp_kind", "unwrapped"]
 

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
 from torch import fx
 
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import format_number, short_op
 from ampaudit.policy.schema import Constants
-from ampaudit.trace.graph import Role, Slot, TracedModel
+from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["ConvertedModel", "Release", "WeightCopy", "attach_weights", "clipped", "identity"]
+__all__ = [
+    "CodeDifference",
+    "ConvertedModel",
+    "Release",
+    "WeightCopy",
+    "attach_weights",
+    "clipped",
+    "first_difference",
+    "identity",
+]
 
+_NUMBERS = 3  # how many constants of an op are named
+_SMALL = 16  # elements up to which a constant tensor is compared
+_ROUNDED = 2.0**-7  # relative: a constant tensor in 16 bits is FP32's, rounded
+# ops that mask with the lowest number of a dtype, whose value does not matter
+_MASKING = ("masked_fill", "full", "where", "scalar_tensor", "full_like", "new_full", "mul", "rsub", "sub")
 Release = Callable[[torch.Tensor], None]
 
 
@@ -118,3 +136,139 @@ def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
     magnitude = values.abs().clamp(limits.min_positive, limits.max_finite)
     limited = torch.copysign(magnitude, values)
     return torch.where(values.isfinite() & (values != 0), limited, values)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeDifference:
+    """The first difference between two traces.
+
+    Attributes:
+        site: The op in the 16-bit trace or, if it is missing there, in the FP32 trace.
+        layer: Path of the op's layer.
+        source: Source line of the op.
+        caller: The user's line that calls it, if that is another one.
+        low: The op in 16 bits with its constants; ``None`` if it is missing.
+        fp32: The op in FP32 with its constants; ``None`` if it is missing.
+        lines: Number of lines that differ.
+        low_sites: All sites of the 16-bit trace that the FP32 trace lacks or runs with other constants.
+    """
+
+    site: SiteId
+    layer: str
+    source: SourceLine | None
+    caller: SourceLine | None
+    low: str | None
+    fp32: str | None
+    lines: int
+    low_sites: tuple[SiteId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """An op of the model's code, without details that depend on the precision alone."""
+
+    site: Site
+    base: str
+    constants: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.site.layer, self.base
+
+    def __str__(self) -> str:
+        numbers = [
+            format_number(c) for c in self.constants if isinstance(c, float) and not isinstance(c, bool)
+        ]
+        return f"{self.base}({', '.join(numbers[:_NUMBERS])})" if numbers else self.base
+
+
+def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | None:
+    """Find the first op that only one trace has, or whose constants differ.
+
+    Casts do not count, since the FP32 run widens them. Mask values come last, since any number that is low
+    enough masks.
+    """
+    first, second = _ops(low), _ops(fp32)
+    differences = list(_differences(first, second))
+    if not differences:
+        return None
+    low_op, fp32_op = min((pair for pair, _ in differences), key=_masks)
+    either_op = low_op or fp32_op
+    assert either_op is not None
+    site = either_op.site
+    lines = {
+        (op.site.source, op.site.layer) for pair, _ in differences if (op := pair[0] or pair[1]) is not None
+    }
+    return CodeDifference(
+        site=site.id,
+        layer=site.layer,
+        source=site.source,
+        caller=site.caller,
+        low=str(low_op) if low_op is not None else None,
+        fp32=str(fp32_op) if fp32_op is not None else None,
+        lines=len(lines),
+        low_sites=tuple(op.site.id for _, ops in differences for op in ops),
+    )
+
+
+_Pair = tuple[_Op | None, _Op | None]
+
+
+def _differences(first: list[_Op], second: list[_Op]) -> Iterator[tuple[_Pair, list[_Op]]]:
+    """Yield each difference: where it begins, and all its ops in 16 bits."""
+    matcher = SequenceMatcher(None, [op.key for op in first], [op.key for op in second], autojunk=False)
+    for tag, start, end, other_start, other_end in matcher.get_opcodes():
+        if tag == "equal":
+            for low_op, fp32_op in zip(first[start:end], second[other_start:other_end], strict=True):
+                pairs = list(zip(low_op.constants, fp32_op.constants, strict=False))
+                if len(low_op.constants) != len(fp32_op.constants) or not all(_same(*pair) for pair in pairs):
+                    yield (low_op, fp32_op), [low_op]
+        else:
+            low = first[start] if start < end else None
+            fp32 = second[other_start] if other_start < other_end else None
+            yield (low, fp32), first[start:end]
+
+
+def _masks(pair: _Pair) -> bool:
+    low, fp32 = pair
+    if low is None or fp32 is None or low.base not in _MASKING:
+        return False
+    extremes = {torch.finfo(dtype).min for dtype in LOW_PRECISION_DTYPES}
+    return any(isinstance(value, float) and value in extremes for value in low.constants)
+
+
+def _ops(traced: TracedModel) -> list[_Op]:
+    """List the ops of the model's code in order."""
+    constants = [p.node for p in traced.placeholders if p.slot is Slot.CONSTANT]
+    tensors = {name: (t,) for name in constants if (t := traced.tensors[name]).numel() <= _SMALL}
+    nodes = {node.name: node for node in traced.graph.nodes}
+    return [
+        _Op(site, short_op(site.op).split(".")[0], tuple(_constants(nodes[site.node], tensors)))
+        for site in traced.sites
+        if site.facts is not None and not site.role.converts
+    ]
+
+
+def _constants(node: fx.Node, tensors: Mapping[str, tuple[torch.Tensor]]) -> Iterator[Any]:
+    """Yield the numbers, strings and small constant tensors among the arguments of an op."""
+    stack: list[Any] = [node.args, dict(sorted(node.kwargs.items()))]
+    while stack:
+        value = stack.pop(0)
+        if isinstance(value, fx.Node):
+            yield from tensors.get(value.name, ())
+        elif isinstance(value, list | tuple):
+            stack[:0] = value
+        elif isinstance(value, dict):
+            stack[:0] = value.values()
+        elif isinstance(value, bool | int | float | complex | str):
+            yield value
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.shape != second.shape or first.dtype.is_complex or second.dtype.is_complex:
+            return first.shape == second.shape
+        return torch.allclose(first.double(), second.double(), rtol=_ROUNDED, atol=0.0, equal_nan=True)
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first):
+        return math.isnan(second)
+    return type(first) is type(second) and bool(first == second)

@@ -6,25 +6,39 @@ parameters have the dtype in which the policy stores them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ampaudit.core.errors import TraceFailed, first_line
+from ampaudit.policy.decide import class_names, matches_any, matches_class, with_attributes
+from ampaudit.policy.schema import KeepFp32, WeightPolicy
 from ampaudit.trace.internals import FakeTensorMode
-from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.isolation import structural_copy
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name
 
 __all__ = [
     "FakeModel",
     "constant_masters",
     "fake_like",
+    "is_cast",
+    "kept_by_author",
     "make_fake_model",
     "named_tensors",
+    "own_conversion",
+    "rounded_names",
+    "split_ties",
+    "storage_notes",
+    "stored_dtypes",
     "without_cache",
     "without_data",
 ]
+
+Conversion = Callable[[nn.Module], object]
 
 
 class FakeModel(NamedTuple):
@@ -142,3 +156,131 @@ def without_cache(copy: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
+
+
+def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion | None:
+    """Return the model's own conversion method, if the policy calls one."""
+    if weights.storage != "lower" or weights.casts not in ("half", "to"):
+        return None
+    if weights.casts == "to":
+        return lambda model: model.to(low_dtype)
+    return lambda model: model.half() if low_dtype is torch.float16 else model.bfloat16()
+
+
+def is_cast(dtype: torch.dtype, weights: WeightPolicy) -> bool:
+    """Return whether the policy casts stored tensors and inputs of a dtype."""
+    return dtype in CASTABLE_DTYPES if weights.casts == "float32" else dtype.is_floating_point
+
+
+def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Map the names of tensors that are stored in another dtype to that dtype.
+
+    A tensor with several names is treated alike under each: where one is kept, all are.
+    """
+    return _stored(model, weights, low_dtype) if weights.storage == "lower" else {}
+
+
+def rounded_names(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> frozenset[str]:
+    """Return the names of tensors that are stored in 16 bits although the model's code sees float32."""
+    return frozenset(_stored(model, weights, low_dtype)) if weights.storage == "rounded" else frozenset()
+
+
+def _stored(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    stored = _policy_dtypes(model, weights, low_dtype)
+    apart = {name for names in _tied_apart(model, stored) for name in names}
+    return {name: dtype for name, dtype in stored.items() if name not in apart}
+
+
+def split_ties(
+    model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype
+) -> tuple[tuple[str, ...], ...]:
+    """Return groups of names of one tensor that the policy would store differently."""
+    return _tied_apart(model, _policy_dtypes(model, weights, low_dtype))
+
+
+def _policy_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    if weights.storage == "float32":
+        return {}
+    listed = _fp32_modules(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
+    rules = [rule for rule in weights.keep if not rule.dtype or dtype_name(low_dtype) in rule.dtype]
+    rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors, convert = named_tensors(model), own_conversion(weights, low_dtype)
+    if convert is None:
+        cast = {name: low_dtype for name, tensor in tensors.items() if is_cast(tensor.dtype, weights)}
+    else:
+        new_tensors = named_tensors(without_data(model, convert))
+        cast = {
+            n: new_tensors[n].dtype
+            for n, t in tensors.items()
+            if n in new_tensors and new_tensors[n].dtype != t.dtype
+        }
+    return {
+        name: dtype
+        for name, dtype in cast.items()
+        if (weights.buffers == "all" or _is_loaded(name, modules[name.rpartition(".")[0]]))
+        and not _is_listed(name, listed)
+        and not any(_keeps(rule, name, modules[name.rpartition(".")[0]]) for rule in rules)
+    }
+
+
+def kept_by_author(model: nn.Module, low_dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return a test for parameters that the model's class keeps in FP32."""
+    listed = _fp32_modules(model, low_dtype)
+    return lambda name: _is_listed(name, listed)
+
+
+def _is_listed(name: str, listed: Iterable[str]) -> bool:
+    return any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in listed)
+
+
+def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tuple[str, ...], ...]:
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in named_tensors(model).items():
+        tied[id(tensor)].append(name)
+    groups = (tuple(names) for names in tied.values())
+    return tuple(names for names in groups if 0 < sum(name in stored for name in names) < len(names))
+
+
+def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> tuple[str, ...]:
+    """Describe which modules the model asks to keep in FP32, and whether the policy does."""
+    listed = _fp32_modules(model, low_dtype)
+    if weights.storage == "float32" or not listed:
+        return ()
+    respected = weights.keep_fp32_modules == "respect"
+    what = "kept in FP32 as the author asks" if respected else "cast all the same, as this policy says"
+    return (f"the model asks to keep {', '.join(listed)} in FP32: {what}",)
+
+
+def _is_loaded(name: str, module: nn.Module) -> bool:
+    """Return whether a checkpoint contains the tensor, unlike a non-persistent buffer."""
+    return name.rpartition(".")[2] not in module._non_persistent_buffers_set
+
+
+def _fp32_modules(model: nn.Module, low_dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the names of modules that the model asks to keep in FP32.
+
+    Transformers heeds ``_keep_in_fp32_modules`` for float16 only, and the strict list for both formats.
+    """
+    lists = ["_keep_in_fp32_modules_strict"]
+    if low_dtype is torch.float16:
+        lists.append("_keep_in_fp32_modules")
+    names: set[str] = set()
+    for module in model.modules():
+        for attribute in lists:
+            listed = getattr(module, attribute, None)
+            if isinstance(listed, Iterable):
+                names.update(str(name) for name in listed)
+    return tuple(sorted(names))
+
+
+def _keeps(rule: KeepFp32, name: str, module: nn.Module) -> bool:
+    return (
+        (not rule.module or matches_class(rule.module, class_names(type(module))))
+        and (not rule.attributes or with_attributes(module, rule.attributes))
+        and (not rule.parameter or matches_any(rule.parameter, name))
+    )
+
+
+def _holds(model: nn.Module, classes: tuple[str, ...]) -> bool:
+    return any(matches_class(classes, class_names(type(module))) for module in model.modules())

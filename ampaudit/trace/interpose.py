@@ -35,7 +35,6 @@ from ampaudit.trace.caster import (
 )
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.flatten import is_mark
-from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.internals import (
     ProxyTorchDispatchMode,
     Replacement,
@@ -49,7 +48,13 @@ from ampaudit.trace.internals import (
     without_autocast,
     without_pre_dispatch,
 )
-from ampaudit.trace.kernels import rejected_number, says_no_kernel, takes_low_precision
+from ampaudit.trace.kernels import (
+    is_fourier,
+    record_half_fourier,
+    rejected_number,
+    says_no_kernel,
+    takes_low_precision,
+)
 from ampaudit.trace.op_calls import OpCalled, functional_overload, resize_outputs
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import READING, PathRecorder

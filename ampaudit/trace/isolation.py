@@ -1,20 +1,35 @@
-"""Runs code without changing the user's model or the global random state."""
+"""Runs code without changing the user's model or the global random state.
+
+``copy.deepcopy`` fails at the first lock, open file or non-leaf tensor. Here such an object is shared and
+everything around it is copied, so that code which runs on the copy leaves the user's model unchanged.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import copyreg
 import random
-from collections.abc import Iterator, Mapping
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.structure import structural_copy
+__all__ = ["call_unchanged", "host_state", "preserved", "seeded", "structural_copy"]
 
-__all__ = ["call_unchanged", "host_state", "preserved", "seeded"]
+Module = TypeVar("Module", bound=nn.Module)
+
+# immutable types, and graphs, which no run changes
+_ATOMS = (
+    *(types.NoneType, bool, int, float, complex, str, bytes, type),
+    *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph, pytree.TreeSpec),
+)
 
 
 @contextmanager
@@ -66,3 +81,170 @@ def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     )
     with seeded(seed):
         return model(*args, **kwargs)
+
+
+def structural_copy(model: Module, replace: Mapping[int, Any] | None = None) -> Module:
+    """Copy modules, containers, objects, hooks and closures, preserving ties.
+
+    A hook or a patched ``forward`` that closes over the model, a list or a counter closes over their copies.
+    Objects that cannot be copied (locks, files, handles), or that release something when they are collected,
+    are shared.
+
+    Args:
+        model: Not changed.
+        replace: Replacements by the ``id`` of a tensor or a module; other tensors are cloned. A mapping of
+            each parameter to itself makes a copy that shares parameters and has buffers of its own.
+    """
+    clone: Module = _Copier(replace or {}).copied(model)
+    return clone
+
+
+class _Copier:
+    """One copy in progress; ``_memo`` maps the id of each original to its copy, as ``copy.deepcopy`` does."""
+
+    def __init__(self, replace: Mapping[int, Any]) -> None:
+        self._memo: dict[int, Any] = dict(replace)
+        self._originals: list[Any] = []  # an id means one object for as long as that lives
+
+    def copied(self, value: Any) -> Any:
+        """Copy a value once."""
+        if isinstance(value, _ATOMS) or type(value) is object:
+            return value
+        if id(value) not in self._memo:
+            self._originals.append(value)
+            self._memo[id(value)] = self._copy(value)
+        return self._memo[id(value)]
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
+            return self._filled(object.__new__(type(value)), value)
+        special = _SPECIAL.get(type(value))
+        return self._object(value) if special is None else special(self, value)
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if value.is_leaf:
+            with contextlib.suppress(Exception):
+                tensor: torch.Tensor = copy.deepcopy(value, self._memo)  # views of one storage stay so
+                return tensor
+        return value.detach().clone()
+
+    def _filled(self, target: Any, value: Any) -> Any:
+        """Fill an empty object with copies of another one's attributes."""
+        self._memo[id(value)] = target
+        for name, item in getattr(value, "__dict__", {}).items():
+            target.__dict__[name] = self.copied(item)
+        for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+            with contextlib.suppress(AttributeError):
+                object.__setattr__(target, name, self.copied(getattr(value, name)))
+        return target
+
+    def _object(self, value: Any) -> Any:
+        """Copy by the object's own protocol, else attribute by attribute, else share it."""
+        if hasattr(type(value), "__del__"):
+            return value
+        size_before = len(self._memo)
+        for attempt in (self._by_protocol, self._by_attributes):
+            try:
+                return attempt(value)
+            except Exception:
+                while len(self._memo) > size_before:  # a half-made copy, and what refers to it
+                    self._memo.popitem()
+        return value
+
+    def _by_protocol(self, value: Any) -> Any:
+        """Copy as ``copy.deepcopy`` does, but share parts that cannot be copied."""
+        deepcopy = getattr(value, "__deepcopy__", None)
+        if deepcopy is not None:
+            return deepcopy(self._memo)
+        reduce = copyreg.dispatch_table.get(type(value))
+        reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return value
+        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        instance = make(*map(self.copied, args))
+        self._memo[id(value)] = instance
+        if state is not None:
+            _set_state(instance, self.copied(state))
+        for item in items or ():
+            instance.append(self.copied(item))
+        for key, item in pairs or ():
+            instance[self.copied(key)] = self.copied(item)
+        return instance
+
+    def _by_attributes(self, value: Any) -> Any:
+        """Copy a plain Python object that cannot be pickled; ``__new__`` fails for others."""
+        return self._filled(object.__new__(type(value)), value)
+
+    def list(self, value: list[Any]) -> Any:
+        items: list[Any] = []
+        self._memo[id(value)] = items
+        items.extend(map(self.copied, value))
+        return items
+
+    def dict(self, value: dict[Any, Any]) -> Any:
+        items: dict[Any, Any] = {}
+        self._memo[id(value)] = items
+        items.update((self.copied(key), self.copied(item)) for key, item in value.items())
+        return items
+
+    def set(self, value: set[Any]) -> Any:
+        return set(map(self.copied, value))
+
+    def tuple(self, value: tuple[Any, ...]) -> Any:
+        items = tuple(map(self.copied, value))
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+
+    def method(self, value: types.MethodType) -> Any:
+        return types.MethodType(value.__func__, self.copied(value.__self__))
+
+    def builtin(self, value: types.BuiltinMethodType) -> Any:
+        """Bind ``results.append`` to the copied list; ``torch.relu`` stays itself."""
+        owner = self.copied(value.__self__)
+        return value if owner is value.__self__ else getattr(owner, value.__name__)
+
+    def function(self, value: types.FunctionType) -> Any:
+        """Copy the variables of a closure; a function without any is shared."""
+        if not value.__closure__:
+            return value
+        cells = tuple(map(self.copied, value.__closure__))
+        function = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        self._memo[id(value)] = function
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            setattr(function, name, self.copied(getattr(value, name)))
+        function.__qualname__, function.__module__ = value.__qualname__, value.__module__
+        return function
+
+    def cell(self, value: types.CellType) -> Any:
+        self._memo[id(value)] = cell = types.CellType()
+        with contextlib.suppress(ValueError):  # an empty one
+            cell.cell_contents = self.copied(value.cell_contents)
+        return cell
+
+    def weak(self, value: weakref.ref[Any]) -> Any:
+        target = value()
+        return weakref.ref(self.copied(target)) if isinstance(target, nn.Module | torch.Tensor) else value
+
+
+_SPECIAL: Mapping[type, Callable[[_Copier, Any], Any]] = {
+    list: _Copier.list,
+    dict: _Copier.dict,
+    set: _Copier.set,
+    tuple: _Copier.tuple,
+    types.MethodType: _Copier.method,
+    types.BuiltinMethodType: _Copier.builtin,
+    types.FunctionType: _Copier.function,
+    types.CellType: _Copier.cell,
+    weakref.ref: _Copier.weak,
+}
+
+
+def _set_state(instance: Any, state: Any) -> None:
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    instance.__dict__.update(attributes or {})
+    for name, item in (slots or {}).items():
+        setattr(instance, name, item)

@@ -16,15 +16,14 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import Decision, Measurement, RuleSet, plain_fp32
-from ampaudit.policy.planning import PlanSite, plan_graph
+from ampaudit.policy.decide import PlanSite, plan_graph
 from ampaudit.trace.backward.graphs import separate_backwards
-from ampaudit.trace.capture import TraceConfig, capture
-from ampaudit.trace.dynamic import Dimensions
-from ampaudit.trace.edits import Edit
+from ampaudit.trace.capture import Dimensions, TraceConfig, capture
 from ampaudit.trace.entry import layer_path, named_inputs, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Site, Slot, TracedModel
 from ampaudit.trace.internals import FakeTensor
+from ampaudit.trace.op_calls import Edit
 from ampaudit.trace.path.recorder import GivenValues, PathTracing
 from ampaudit.trace.replay import REPLAYED, Replayer
 from ampaudit.trace.values import float_value

@@ -24,7 +24,7 @@ from ampaudit.core.config import (
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.policy import RuleSet
-from ampaudit.policy.scaling import profile
+from ampaudit.policy.load import profile
 
 __all__ = ["TrainConfig"]
 

@@ -21,7 +21,7 @@ from ampaudit.core.errors import RunFailed, UsageError, first_line
 from ampaudit.core.untrusted import describe
 from ampaudit.source.unwrapping import fsdp_kind
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.isolation import structural_copy
 
 __all__ = [
     "AutocastModule",

@@ -19,7 +19,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import RunConfig, measure
 from ampaudit.run.backends import rounded
-from ampaudit.run.step import differentiable
+from ampaudit.run.program import differentiable
 from ampaudit.source import Batch
 from ampaudit.trace import trace
 from ampaudit.trace.backward.patches import CHECKPOINT
@@ -27,8 +27,7 @@ from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
-from ampaudit.trace.keys import TraceCache, call_key
-from ampaudit.trace.state import PythonState, apply_changes
+from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype, widened
 from ampaudit.training.model_proxy import (
     Executable,

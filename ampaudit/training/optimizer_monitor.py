@@ -19,17 +19,19 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import FLOAT16, Dtype, NumberFormat, format_named, low_precision_format
 from ampaudit.core.text import plural
 from ampaudit.report.training import Health, ParameterHealth, StepRecord
-from ampaudit.trace.values import dtype_name, torch_dtype
+from ampaudit.trace.entry import layer_path
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, torch_dtype
 from ampaudit.training.agreement import own_part
-from ampaudit.training.loop_format import LoopFormat
-from ampaudit.training.written_state import WrittenState
 
-__all__ = ["OptimizerMonitor"]
+__all__ = ["LoopFormat", "OptimizerMonitor", "WrittenState"]
+
 
 SAMPLE = 1024  # sampled elements of each parameter
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
@@ -636,3 +638,95 @@ def _nearest_to_leaf(node: Any) -> Any:
         pending += [inner for inner in following if inner not in visited]
         visited |= set(following)
     return node
+
+
+class LoopFormat:
+    """The format of a loop: the caller's, that of the parameters, or that of autocast.
+
+    Autocast is detected in the forward passes before the first measured step; the default is float16.
+
+    Args:
+        model: Model that is trained.
+        dtype: Format, if the caller knows it.
+        reason: Source of the caller's format, for the report.
+
+    Attributes:
+        form: Number format.
+        reason: Source of the format, as it follows the format's name; empty if the user chose it.
+    """
+
+    def __init__(self, model: nn.Module, dtype: Dtype | None, reason: str = "") -> None:
+        self.form: NumberFormat = FLOAT16
+        self.reason = "by default: the loop has neither 16-bit parameters nor autocast"
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        sizes = dict.fromkeys(LOW_PRECISION_DTYPES, 0)
+        for parameter in model.parameters():
+            if parameter.dtype in sizes:
+                sizes[parameter.dtype] += parameter.numel()
+        largest = max(sizes, key=sizes.__getitem__)
+        if dtype is not None:
+            self.form, self.reason = low_precision_format(dtype), reason
+        elif sizes[largest]:
+            self.form, self.reason = format_named(dtype_name(largest)), "the format of the parameters"
+        else:
+            for module in model.modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    self._hooks.append(module.register_forward_pre_hook(self._see))
+
+    def _see(self, module: nn.Module, _: Any) -> None:
+        kind = next(module.parameters(recurse=False)).device.type
+        if torch.is_autocast_enabled(kind):
+            self.form = format_named(dtype_name(torch.get_autocast_dtype(kind)))
+            self.reason = "the format of autocast"
+            self.settle()
+
+    def settle(self) -> None:
+        """Stop looking for autocast."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+class WrittenState:
+    """The floating-point buffers of a model that were finite when it was first seen.
+
+    A step that the loss scaler skips leaves the parameters alone, but not what its forward pass has written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        buffers = [
+            (layer_path(name), b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel()
+        ]
+        finite = _finite([buffer for _, buffer in buffers])
+        self._buffers = {
+            name: buffer for (name, buffer), holds in zip(buffers, finite.tolist(), strict=True) if holds
+        }
+        self._seen: list[tuple[int, torch.Tensor]] = []
+
+    def measure(self, step: int) -> None:
+        """Note which buffers are finite after a step, on their device."""
+        if self._buffers:
+            self._seen.append((step, _finite(list(self._buffers.values()))))
+
+    def broken(self) -> tuple[tuple[str, int | None], ...]:
+        """Return the buffers that are inf or NaN now, with the first measured step after which they were."""
+        buffers = []
+        now = _finite(list(self._buffers.values())).tolist()
+        table = [(step, finite.tolist()) for step, finite in self._seen]
+        for index, name in enumerate(self._buffers):
+            if not now[index]:
+                since = None
+                for step, finite in reversed(table):
+                    if finite[index]:
+                        break
+                    since = step
+                buffers.append((name, since))
+        return tuple(buffers)
+
+
+@torch.no_grad()
+def _finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return for each tensor whether all its elements are finite: their product with zero is zero."""
+    if not tensors:
+        return torch.ones(0, dtype=torch.bool)
+    device = tensors[0].device
+    return torch.stack([(t * 0).sum().to(device, torch.float32) == 0 for t in tensors])

@@ -19,11 +19,10 @@ from ampaudit.core.formats import FLOAT16, Dtype, NumberFormat, low_precision_fo
 from ampaudit.core.text import format_scale
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.policy.scaling import loss_scale_for, profile
+from ampaudit.policy.load import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale
 from ampaudit.run.backends import rounded
-from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.storage import stored_dtypes
+from ampaudit.trace.fake_model import named_tensors, stored_dtypes
 from ampaudit.training.agreement import agree, own_parts, process_groups
 from ampaudit.training.model_proxy import AutocastModule, ModelProxy
 from ampaudit.training.module import MixedModule, ModuleConfig

@@ -6,12 +6,14 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.amp import GradScaler
 
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
@@ -22,24 +24,35 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, TrainingReport, Variant
-from ampaudit.run.device import environment_of, generators_of, pick_device, random_state, restore_random_state
+from ampaudit.run.device import (
+    environment_of,
+    generators_of,
+    naming_indices,
+    pick_device,
+    random_state,
+    restore_random_state,
+)
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
-from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.entry import LossAndOutput
+from ampaudit.trace.isolation import structural_copy
+from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.training.config import TrainConfig
 from ampaudit.training.findings import diverged_at, smoothed_end, training_report
 from ampaudit.training.module import KEEPS_ACTIVATIONS, MixedModule
-from ampaudit.training.prepare import How, is_master_free
-from ampaudit.training.step import (
-    TrainingStep,
-    make_optimizer,
-    model_with_loss,
-    optimizer_state,
-    prepare_step,
-)
+from ampaudit.training.prepare import How, is_master_free, prepare
 from ampaudit.training.watch import watch
 
-__all__ = ["MAX_BATCHES", "train"]
+__all__ = [
+    "MAX_BATCHES",
+    "TrainingStep",
+    "make_optimizer",
+    "model_with_loss",
+    "optimizer_state",
+    "prepare_step",
+    "train",
+]
+
 
 _METRIC_BATCHES = 8
 MAX_BATCHES = 256  # batches in memory; a longer run repeats them
@@ -322,3 +335,97 @@ def _restore(state: tuple[torch.Tensor, ...], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     if device.type != "cpu":
         restore_random_state(state[1], device)
+
+
+@dataclass
+class TrainingStep:
+    """A model with its optimizer, and the parts of one step.
+
+    Attributes:
+        model: gives a loss and an output; from ``model_with_loss``, prepared or not.
+        optimizer: of its parameters.
+        scaler: of the loss, if there is one.
+        context: entered around each forward pass.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: GradScaler | None = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model without the wrappers of ``prepare``."""
+        model: nn.Module = getattr(self.model, "original", self.model)
+        return model
+
+    def forward(self, batch: Batch) -> LossAndOutput:
+        """Run the forward pass."""
+        item = item_apart(batch.args, batch.kwargs, batch.whole)
+        with self.context(), naming_indices(batch):
+            result: LossAndOutput = self.model(batch.args, batch.kwargs, item)
+        return result
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of the loss, scaled if there is a scaler."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def update(self) -> None:
+        """Step the optimizer, unless the scaler skips it."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def model_with_loss(source: ModelSource, device: torch.device) -> nn.Module:
+    """Return a copy of a source's model together with its loss, ready to train."""
+    return WithLoss(structural_copy(source.model), source.loss).to(device).train()
+
+
+def prepare_step(
+    source: ModelSource,
+    device: torch.device,
+    rules: RuleSet,
+    dtype: str,
+    *,
+    how: How = "graph",
+    emulate: bool = False,
+    loss_scale: str | float | None = None,
+) -> TrainingStep:
+    """Prepare a copy of a source's model to train under a policy."""
+    model = model_with_loss(source, device)
+    optimizer = make_optimizer(source, model)
+    prepared = prepare(
+        model, optimizer, policy=rules, dtype=dtype, loss_scale=loss_scale, how=how, emulate=emulate
+    )
+    return TrainingStep(prepared.model, optimizer, prepared.scaler if prepared.scaler.is_enabled() else None)
+
+
+def make_optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:
+    """Create the model file's own optimizer, or AdamW.
+
+    Raises:
+        InputError, UsageError: there is nothing to train, or it is no optimizer that steps once a batch.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError("no parameter of the model requires a gradient", hint="call requires_grad_()")
+    with calling_user_code("optimizer(params)"):
+        optimizer = source.optimizer(parameters) if source.optimizer is not None else None
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer(params) returned {type(optimizer).__name__}", hint="return a torch optimizer"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS calls the model itself, and torch's GradScaler cannot scale that")
+    return optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -16,10 +16,8 @@ from ampaudit.core.formats import Dtype
 from ampaudit.core.text import plural
 from ampaudit.report.training import Health, TrainingReport
 from ampaudit.trace.entry import layer_path
-from ampaudit.training.loop_format import LoopFormat
 from ampaudit.training.model_proxy import ModelProxy
-from ampaudit.training.optimizer_monitor import OptimizerMonitor
-from ampaudit.training.written_state import WrittenState
+from ampaudit.training.optimizer_monitor import LoopFormat, OptimizerMonitor, WrittenState
 
 __all__ = ["TrainingMonitor", "watch", "watch_as"]
 

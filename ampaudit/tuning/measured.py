@@ -27,7 +27,7 @@ from ampaudit.trace.opnames import base_name, composite_kernel, example_size, is
 from ampaudit.trace.site_table import results_of
 from ampaudit.trace.values import CASTABLE_DTYPES, WIDE
 from ampaudit.tuning.config import CostKind
-from ampaudit.tuning.problem import Prices, TuningProblem
+from ampaudit.tuning.search import Prices, TuningProblem
 from ampaudit.tuning.trials import Trials
 
 __all__ = ["CostKind", "LowPrecisionRun", "costs_of", "default_device", "run_low_precision"]

@@ -34,8 +34,7 @@ from ampaudit.run.share import ALONE, BatchNumbers, PartDone, Share
 from ampaudit.source import ModelSource
 from ampaudit.trace.values import torch_dtype
 from ampaudit.tuning.config import TuneConfig
-from ampaudit.tuning.problem import Choice
-from ampaudit.tuning.search import Accuracy
+from ampaudit.tuning.search import Accuracy, Choice
 
 __all__ = ["Trials", "follow", "loaded", "rescale_text", "rule_file"]
 

@@ -13,13 +13,12 @@ from typing import Any
 from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Exemption
 from ampaudit.audit.advice.pytorch import half_method, with_code
-from ampaudit.audit.checks.interface import finding_source
+from ampaudit.audit.checks.interface import context_of, finding_source
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
 from ampaudit.audit.config import PolicyConfig, ScanConfig
-from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.metric import within_drop
-from ampaudit.audit.plan_report import planned_weights
+from ampaudit.audit.plan import planned_weights
 from ampaudit.audit.scan import Audited
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.audit.sensitivity import noise_rows
@@ -47,8 +46,16 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 from ampaudit.tuning.config import TuneConfig
 from ampaudit.tuning.measured import LowPrecisionRun, run_low_precision
-from ampaudit.tuning.problem import Choice, TuningProblem
-from ampaudit.tuning.search import Accuracy, TuningSearch, accuracy_of, finite_db, noise_of, tried_set
+from ampaudit.tuning.search import (
+    Accuracy,
+    Choice,
+    TuningProblem,
+    TuningSearch,
+    accuracy_of,
+    finite_db,
+    noise_of,
+    tried_set,
+)
 from ampaudit.tuning.trials import Trials, follow, loaded, rescale_text, rule_file
 
 __all__ = ["tune", "tuned_rules"]

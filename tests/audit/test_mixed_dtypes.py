@@ -15,9 +15,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from ampaudit import scan
+from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
 from ampaudit.audit.config import ScanConfig
-from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import audit_policies
 from ampaudit.core.formats import FLOAT16

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ampaudit import scan
 from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
-from ampaudit.audit.advice.residual_call import Refusal
+from ampaudit.audit.advice.residual_stream import Refusal
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.trace import trace

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import ampaudit
 from ampaudit.audit.config import ScanConfig
+from ampaudit.core.assumptions import parse_sweep
 from ampaudit.core.errors import AuditError, InputError, SourceError, UsageError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.sweep import parse_sweep
 from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.html.page import to_html
 from ampaudit.render.render import formats_of

@@ -18,8 +18,7 @@ from torch import nn
 from ampaudit.audit.inputs import as_source
 from ampaudit.benchmarking import run as running
 from ampaudit.benchmarking.config import BenchConfig
-from ampaudit.benchmarking.mode_runs import ModeRun
-from ampaudit.benchmarking.run import bench
+from ampaudit.benchmarking.run import ModeRun, bench
 from ampaudit.core.errors import UsageError
 from ampaudit.devices.catalogue import device_named
 from ampaudit.render.bench_plot import plot_bench

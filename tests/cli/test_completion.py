@@ -15,7 +15,7 @@ from click.shell_completion import BashComplete
 from ampaudit.cli.options import GroupedCommand
 from ampaudit.cli.program import COMMANDS, main
 from ampaudit.devices.catalogue import all_devices
-from ampaudit.policy.scaling import policy_names
+from ampaudit.policy.load import policy_names
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import code_titles
 

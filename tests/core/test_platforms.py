@@ -17,7 +17,7 @@ from ampaudit.core import confinement, files, text
 from ampaudit.core.child import ChildProcess, child_environment
 from ampaudit.core.text import model_file
 from ampaudit.render import sarif
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import relative_path
 from ampaudit.report.finding import Source
 from ampaudit.trace import stack
 from tests.support.paths import ROOT

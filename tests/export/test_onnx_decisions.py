@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from ampaudit.export.onnx.decisions import comparable_outputs, orderings
-from ampaudit.export.onnx.outputs import describe_inaccurate
-from ampaudit.export.reference import compare_output
+from ampaudit.export.onnx.outputs import comparable_outputs, describe_inaccurate, orderings
+from ampaudit.export.program import compare_output
 from ampaudit.report.conversion import OutputRecord
 from tests.support.onnx_conversion import converted_graph
 from tests.support.onnx_strict import run_strict

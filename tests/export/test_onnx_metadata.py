@@ -13,7 +13,7 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.text import format_number
-from ampaudit.export.onnx.metadata import PREFIX
+from ampaudit.export.onnx.torch_export import PREFIX
 
 
 class Block(nn.Module):

@@ -13,8 +13,7 @@ from ampaudit.core.config import silent
 from ampaudit.core.formats import FLOAT16
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.policy.load import load_file
-from ampaudit.policy.scaling import policy_names
+from ampaudit.policy.load import load_file, policy_names
 from ampaudit.run.audit import RunConfig, measure
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace

@@ -13,7 +13,7 @@ from torch.export.passes import move_to_device_pass
 from ampaudit.audit.inputs import as_source
 from ampaudit.core.errors import UsageError
 from ampaudit.export.manifest import read_manifest
-from ampaudit.export.reference import compare_output
+from ampaudit.export.program import compare_output
 from ampaudit.source import Batch, ModelSource
 from tests.support.converted import Tied, converted, load, same_bits, tied
 from tests.support.planted import SelfAttention

@@ -16,8 +16,7 @@ from ampaudit.policy import load_file, load_policy
 from ampaudit.policy.schema import Constants
 from ampaudit.trace import trace
 from ampaudit.trace.converted import attach_weights, clipped
-from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.storage import stored_dtypes
+from ampaudit.trace.fake_model import named_tensors, stored_dtypes
 
 
 def t5(name: str) -> Any:

@@ -16,7 +16,7 @@ from ampaudit.ci.judge import judge as judge_report
 from ampaudit.ci.judge import measured_in
 from ampaudit.cli.program import main
 from ampaudit.report.check import Budgets
-from ampaudit.source.calls import recorded_calls
+from ampaudit.source.inputs import recorded_calls
 from tests.fuzz import honest
 from tests.fuzz.containers import as_pickle, as_safetensors, as_zip
 from tests.fuzz.judge import Verdict, judge

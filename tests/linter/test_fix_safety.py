@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ampaudit.linter import linting
-from ampaudit.linter.declared_torch import declared_torch
-from ampaudit.linter.fix_safety import is_bound
+from ampaudit.linter.fix_safety import declared_torch, is_bound
 from ampaudit.linter.flow.script import read_script
 from tests.linter.examples import BAD, lint
 

@@ -17,10 +17,9 @@ from ampaudit.core.config import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.parallel.identity import identity_of
-from ampaudit.parallel.parts import FilePart, read_parts
-from ampaudit.parallel.wire import records_from_json, records_of_rank, records_to_json
+from ampaudit.parallel.parts import FilePart, read_parts, records_from_json, records_of_rank, records_to_json
 from ampaudit.policy import load_policy
-from ampaudit.report.gap import Gap, GapKind
+from ampaudit.report.finding import Gap, GapKind
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import PartDone, PartRecords, join_parts
 from ampaudit.source.open import open_source

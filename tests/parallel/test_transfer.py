@@ -14,7 +14,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.parallel.board import Board
 from ampaudit.parallel.identity import Identity
 from ampaudit.parallel.ranks import RankShare
-from ampaudit.run.observation import Observation
+from ampaudit.run.measure import Observation
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import Failure, PartRecords, join_parts
 

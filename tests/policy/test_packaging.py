@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 
 SHIPPED = " ".join(sorted(path.stem for path in (ROOT / "rules").glob("*.yaml")))
 ASK = (
-    "import ampaudit.policy as load; from ampaudit.policy.scaling import rules_directory; "
+    "import ampaudit.policy as load; from ampaudit.policy.load import rules_directory; "
     "print(rules_directory()); "
     "print(load.load_policy('torch-cuda').name, *load.policy_names())"
 )

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.policy.planning import color
+from ampaudit.policy.decide import color
 from ampaudit.policy.schema import Cast
-from ampaudit.trace.facts import reduction_depth
+from ampaudit.trace.caster import reduction_depth
 from ampaudit.trace.opnames import named_arguments
 
 # -- coloring ------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import torch
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy
 from ampaudit.policy.aten_ops import aten_names, expand, inner_op
-from ampaudit.policy.load import load_vocabulary
-from ampaudit.policy.scaling import profiles, starting_scale
+from ampaudit.policy.load import load_vocabulary, profiles, starting_scale
 from ampaudit.policy.schema import Cast
 from tests.support.paths import DATA
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import OpFacts, RuleSet, TargetEnvironment, load_policy
-from ampaudit.policy.planning import PlanSite, plan_graph
+from ampaudit.policy.decide import PlanSite, plan_graph
 from ampaudit.policy.schema import UNSET, ArgTest, Cast, NumericCondition
 from ampaudit.trace import Role, TracedModel, trace
 from ampaudit.trace.caster import MIXED_DTYPES

@@ -27,7 +27,7 @@ from ampaudit.core.errors import OutputError, UsageError
 from ampaudit.recording.calls import record_named
 from ampaudit.recording.config import RecordConfig
 from ampaudit.source import Batch
-from ampaudit.source.calls import recorded_calls
+from ampaudit.source.inputs import recorded_calls
 from tests.support.paths import ROOT
 from tests.support.recorded import Colour, Pair, Points, Sink, tensors_in
 

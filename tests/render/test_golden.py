@@ -22,11 +22,11 @@ from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal
+from ampaudit.report.compare import diff
 from ampaudit.report.documents import Document
 from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Comparison
 from ampaudit.report.pages import all_pages
-from ampaudit.report.public import diff
 from tests.support.paths import GOLDEN
 from tests.support.saved import HOSTILE, NAMES, saved, saved_report
 from tests.support.tuned import SENSITIVITY, hostile, tuned, tuned_short

@@ -35,7 +35,7 @@ from ampaudit.render.junit import to_junit
 from ampaudit.render.markdown import code, escaped, to_markdown
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.sarif import to_sarif
-from ampaudit.render.scan_summary import summary_rows
+from ampaudit.render.scan_tables import summary_rows
 from ampaudit.report.check import CheckResults
 from ampaudit.report.documents import Document
 from ampaudit.report.extrapolation import Stressed

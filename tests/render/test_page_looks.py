@@ -10,8 +10,7 @@ import pytest
 
 from ampaudit.core.sites import SiteId
 from ampaudit.render.html.page import to_html
-from ampaudit.report.accuracy import OutputAccuracy
-from ampaudit.report.model import Report
+from ampaudit.report.model import OutputAccuracy, Report
 from tests.support.browser import Open
 from tests.support.saved import NAMES, sample, saved, saved_report
 

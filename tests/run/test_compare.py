@@ -19,7 +19,7 @@ from ampaudit.core.errors import TraceFailed
 from ampaudit.report.model import Report
 from ampaudit.run import audit as audit_module
 from ampaudit.run.backends import Float32Backend
-from ampaudit.run.sharing import SharedReference
+from ampaudit.run.lockstep import SharedReference
 from ampaudit.source import Batch, ModelSource
 from tests.support.zoo import ZOO
 

@@ -10,8 +10,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.policy.load import load_policy
 from ampaudit.run.config import RunConfig
 from ampaudit.run.executors import ExecutorCache
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer
+from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.record import RunRecord
 from ampaudit.source.interface import Batch
 

@@ -13,7 +13,7 @@ from ampaudit.core.config import Config, DeviceName
 from ampaudit.core.errors import UsageError
 from ampaudit.run import device as devices
 from ampaudit.run.backends import Emulated, Float32Backend, choose_backend
-from ampaudit.run.step import Step
+from ampaudit.run.program import Step
 from tests.support.planted import SelfAttention
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ampaudit.run.growth import crossing_of
+from ampaudit.run.extreme_value import crossing_of
 
 SIZES = (64, 256, 1024, 4096)
 LIMIT = 65520.0

@@ -14,9 +14,7 @@ from hypothesis.extra import numpy as hnp
 from ampaudit.core.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, NumberFormat
 from ampaudit.run import measure as measure_module
 from ampaudit.run.backends import rounded
-from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
-from ampaudit.run.samples import Samples
-from ampaudit.run.views import flat_pair, sample
+from ampaudit.run.measure import FIELDS, BlockMeasure, Samples, flat_pair, measure_any, measure_cpu, sample
 
 FLOATS = hnp.arrays(
     np.float32,

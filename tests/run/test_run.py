@@ -13,8 +13,7 @@ from ampaudit.audit.checks import Severity
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.report.model import Report
-from ampaudit.report.site import SiteReport
+from ampaudit.report.model import Report, SiteReport
 from ampaudit.run import runner as runner_module
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.run.meter import FULL_CALL, Meter

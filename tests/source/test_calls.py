@@ -22,7 +22,7 @@ from ampaudit.render.render import as_file
 from ampaudit.report.finding import Severity
 from ampaudit.run import executors
 from ampaudit.source import Batch
-from ampaudit.source.calls import recorded_calls
+from ampaudit.source.inputs import recorded_calls
 from ampaudit.source.user_code import module_from_file
 from tests.support.recorded import Pair, Sink
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from ampaudit.cli.program import main
 from ampaudit.core.errors import AuditError, SourceError, WeightsError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.source.float8_weights import notes_on, open_weights, tensors_of
 from ampaudit.source.open import open_source
+from ampaudit.source.streamed import notes_on, open_weights, tensors_of
 
 BLOCK = 16
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}

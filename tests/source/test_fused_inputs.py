@@ -10,8 +10,17 @@ import torch
 
 from ampaudit import scan
 from ampaudit.core.errors import UsageError
-from ampaudit.source.fused_inputs import MetaRun, ValuesNeeded, find_fusions, meta_copy
-from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, resize_batches
+from ampaudit.source.made_inputs import (
+    InputRequest,
+    MadeInputs,
+    MetaRun,
+    ValuesNeeded,
+    check_ids,
+    find_fusions,
+    make_inputs,
+    meta_copy,
+    resize_batches,
+)
 from tests.support.fused import FUSED, MODALITY, PLACEHOLDER, fused_model
 from tests.support.processors import tokenizer
 

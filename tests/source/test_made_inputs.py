@@ -22,7 +22,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.formats import OUTPUT_FORMATS
 from ampaudit.render.render import as_file, for_terminal
 from ampaudit.render.verdict import verdict_words
-from ampaudit.report.inputs import GIVEN, InputsInfo
+from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, sounds
 from ampaudit.source.open import open_source

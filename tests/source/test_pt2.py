@@ -21,10 +21,9 @@ from torch.utils import _pytree as pytree
 from ampaudit import scan
 from ampaudit.core.errors import SourceError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.source.exported import ExportedModel
+from ampaudit.source.exported import ExportedModel, read_program
 from ampaudit.source.open import open_source
 from ampaudit.source.pt2.graph import UnknownOperator, operator_named
-from ampaudit.source.pt2.program import read_program
 from ampaudit.source.pt2.schema import check_expression
 from tests.support import zoo
 

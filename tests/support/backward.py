@@ -12,7 +12,7 @@ from torch import nn
 from ampaudit.core.config import silent
 from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
-from ampaudit.policy.scaling import StartingScale
+from ampaudit.policy.load import StartingScale
 from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.backward.gradients import GradientAudit, MeasuringObserver
 from ampaudit.source.interface import Batch

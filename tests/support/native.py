@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer
+from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import compile_program
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import attach_weights

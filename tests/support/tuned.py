@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.report.finding import Source
-from ampaudit.report.inputs import GIVEN
-from ampaudit.report.model import Environment, ModelInfo, ToolInfo
+from ampaudit.report.model import GIVEN, Environment, ModelInfo, ToolInfo
 from ampaudit.report.sensitivity import Noise, Sensitivity
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
 

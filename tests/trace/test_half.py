@@ -15,8 +15,7 @@ from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import attach_weights
-from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.storage import stored_dtypes
+from ampaudit.trace.fake_model import named_tensors, stored_dtypes
 
 
 class Buffers(nn.Module):

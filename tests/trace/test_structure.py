@@ -19,8 +19,8 @@ from torch import fx, nn
 from torch.nn.utils import parametrizations
 
 from ampaudit.audit.scan import scan
+from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.state import PythonState
-from ampaudit.trace.structure import structural_copy
 from tests.support import zoo
 
 

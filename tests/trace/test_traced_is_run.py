@@ -17,8 +17,7 @@ from torch import nn
 import ampaudit
 from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import scan
-from ampaudit.trace.keys import call_key
-from ampaudit.trace.state import PythonState
+from ampaudit.trace.state import PythonState, call_key
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 Call = Callable[[nn.Module], Any]

@@ -7,8 +7,15 @@ import pytest
 
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, PrecisionValue, ValueKind
 from ampaudit.run.sensitivity.probe import Sensitivities
-from ampaudit.tuning.problem import Choice, Prices, TuningProblem
-from ampaudit.tuning.search import Accuracy, TuningSearch, accuracy_of, noise_of
+from ampaudit.tuning.search import (
+    Accuracy,
+    Choice,
+    Prices,
+    TuningProblem,
+    TuningSearch,
+    accuracy_of,
+    noise_of,
+)
 
 DB = 49.0
 

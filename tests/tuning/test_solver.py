@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, PrecisionValue, ValueKind
 from ampaudit.run.sensitivity.probe import Sensitivities
-from ampaudit.tuning.problem import Prices, TuningProblem
-from ampaudit.tuning.search import Solver
+from ampaudit.tuning.search import Prices, Solver, TuningProblem
 
 NAMES = "abcde"
 EDGES = list(combinations(NAMES, 2))

@@ -14,8 +14,7 @@ import ampaudit
 from ampaudit.audit.metric import within_drop
 from ampaudit.core.errors import AuditError
 from ampaudit.report.tuning import TuningReport
-from ampaudit.tuning.problem import Choice
-from ampaudit.tuning.search import Accuracy
+from ampaudit.tuning.search import Accuracy, Choice
 from ampaudit.tuning.trials import Trials
 
 Runs = dict[Choice, Accuracy]

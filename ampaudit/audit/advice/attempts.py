@@ -11,17 +11,17 @@ from torch import nn
 
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
+from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.config import ScanConfig
-from ampaudit.audit.context import context_of
 from ampaudit.core.config import silent
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.run.audit import RunConfig, run_audits
-from ampaudit.run.observer import Pair
+from ampaudit.run.lockstep import Pair
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
 from ampaudit.trace.isolation import call_unchanged

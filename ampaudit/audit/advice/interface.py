@@ -12,8 +12,8 @@ from ampaudit.audit.checks import CheckContext
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.policy import RuleSet
 from ampaudit.report.finding import TrialKind
-from ampaudit.trace.edits import Edit
 from ampaudit.trace.flow import Flow
+from ampaudit.trace.op_calls import Edit
 
 __all__ = ["AdviceContext", "Exemption", "LineChange", "Proposal", "RewriteKind"]
 

@@ -13,16 +13,15 @@ import torch
 from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, outputs_text, worst_db
 from ampaudit.audit.advice.interface import Proposal
 from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
-from ampaudit.audit.advice.residual_call import Stream
-from ampaudit.audit.advice.residual_stream import find_stream
+from ampaudit.audit.advice.residual_stream import Stream, find_stream
 from ampaudit.audit.checks import CheckContext
 from ampaudit.audit.checks.range import limited_peak
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Trial
-from ampaudit.run.observer import Pair
+from ampaudit.run.lockstep import Pair
 from ampaudit.trace import Site
-from ampaudit.trace.edits import Bypass
+from ampaudit.trace.op_calls import Bypass
 
 __all__ = ["LimitedStreams"]
 

@@ -1,17 +1,41 @@
-"""Lists all proposals for a finding, the least invasive first."""
+"""Lists all proposals for a finding, the least invasive first.
+
+``B(f(A x)) = (2^k B)(f(2^-k A x))`` for a linear B and an f with f(c x) = c f(x) for c > 0, such as ReLU.
+Powers of two change no bit of a significand, so FP32 computes exactly the same. The conditions: A's value
+is read, through such f alone, by linear B that take it as input (not as a weight), and is not returned; each
+of these weights has one use and one name.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+import torch
+from torch import nn
+
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
-from ampaudit.audit.advice.rescale import rescaled
 from ampaudit.audit.advice.residual import stream_rescaled
-from ampaudit.audit.advice.rewrites import rewrites
+from ampaudit.audit.advice.rewrites import is_returned, rewrites
 from ampaudit.audit.advice.rules import keep_in_float32
 from ampaudit.report.finding import Finding
+from ampaudit.trace import Site
+from ampaudit.trace.flow import Flow
+from ampaudit.trace.isolation import structural_copy
 
 __all__ = ["proposals"]
+
+_PRODUCTS = ("linear", "conv1d", "conv2d", "conv3d")
+_HOMOGENEOUS = (
+    "relu",
+    "leaky_relu",
+    "max_pool2d",
+    "max_pool1d",
+    "avg_pool2d",
+    "adaptive_avg_pool2d",
+    "dropout",
+)
+SPARE_BITS = 2
 
 
 def proposals(subject: AdviceContext, finding: Finding) -> Iterator[tuple[Proposal, ...]]:
@@ -27,3 +51,92 @@ def proposals(subject: AdviceContext, finding: Finding) -> Iterator[tuple[Propos
     if subject.context.number_format.name == "float16":
         change = "use bfloat16, which has the range of float32"
         yield (Proposal("dtype", change, "--dtype bfloat16", dtype="bfloat16"),)
+
+
+def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
+    """Propose the change if the overflowing layer and all its readers are products with their own weights."""
+    context = subject.context
+    site = context.site.get(finding.site)
+    if site is None or context.flow.base(site) not in _PRODUCTS:
+        return
+    readers = _products_after(subject, site)
+    names = [_weights(subject, s) for s in (site, *readers)]
+    if not readers or any(weights is None for weights in names):
+        return
+    first, *after = [weights for weights in names if weights is not None]
+    used = [name for weights in (first, *after) for name in weights]
+    if len(used) != len(set(used)) or not _only_used_here(subject, used):
+        return
+    peak = context.observed(site.id).bad_ref_peak
+    if peak <= 0.0:
+        return
+    bits = math.ceil(math.log2(peak / context.number_format.max)) + SPARE_BITS
+    following = [weights[0] for weights in after]
+    change = (
+        f"multiply {', '.join(first)} by 2^-{bits}, and {', '.join(following)} by 2^{bits}: the same function"
+    )
+    scales = [(name, -bits) for name in first] + [(name, bits) for name in following]
+    lines = [f'model.get_parameter("{name}").mul_(2.0**{power})' for name, power in scales]
+    paste = "with torch.no_grad(): " + "; ".join(lines)
+    yield Proposal("rescale", change, paste, model=_with_scales(subject.model, first, following, bits))
+
+
+def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
+    """Return the products that read a value through homogeneous ops; empty if any other op reads it."""
+    flow, products, frontier = subject.context.flow, list[Site](), [site]
+    while frontier:
+        step = frontier.pop()
+        readers = flow.readers(step)
+        if not readers or is_returned(flow, flow.node(step)):
+            return []
+        for reader in readers:
+            if flow.base(reader) in _PRODUCTS and _takes(flow, reader, step):
+                products.append(reader)
+            elif flow.base(reader) in _HOMOGENEOUS:
+                frontier.append(reader)
+            else:
+                return []
+    return list({reader.id: reader for reader in products}.values())
+
+
+def _takes(flow: Flow, product: Site, step: Site) -> bool:
+    """Return whether a product reads a value as its input, and not as its weight or bias."""
+    first, *rest = (flow.maker(node) for node in flow.node(product).all_input_nodes)
+    return first is not None and first.id == step.id and all(m is None or m.id != step.id for m in rest)
+
+
+def _weights(subject: AdviceContext, site: Site) -> list[str] | None:
+    """Return the names of weight and bias, if both are parameters."""
+    flow, names = subject.context.flow, list[str]()
+    arguments = flow.arguments(site)
+    for key in ("weight", "bias"):
+        if arguments.get(key) is None:
+            continue
+        place = flow.given(arguments[key])
+        if place is None or place.name not in dict(subject.model.named_parameters(remove_duplicate=False)):
+            return None
+        names.append(place.name)
+    return names or None
+
+
+def _only_used_here(subject: AdviceContext, names: list[str]) -> bool:
+    """Return whether each weight has one use and one name, and shares memory with no other tensor."""
+    parameters = dict(subject.model.named_parameters(remove_duplicate=False))
+    tensors = [*parameters.values(), *subject.model.buffers()]
+    ids = [tensor.untyped_storage()._cdata for tensor in tensors]
+    nodes = {node.name: node for node in subject.context.flow.traced.graph.nodes}
+    places = {place.name: nodes[place.node] for place in subject.context.flow.traced.placeholders}
+    return all(
+        ids.count(parameters[n].untyped_storage()._cdata) == 1 and len(places[n].users) == 1 for n in names
+    )
+
+
+def _with_scales(model: nn.Module, smaller: list[str], larger: list[str], bits: int) -> nn.Module:
+    changed = structural_copy(model)
+    parameters = dict(changed.named_parameters())
+    with torch.no_grad():
+        for name in smaller:
+            parameters[name].mul_(2.0**-bits)
+        for name in larger:
+            parameters[name].mul_(2.0**bits)
+    return changed

@@ -11,7 +11,7 @@ from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.schema import Cast, KeepFp32
-from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.isolation import structural_copy
 
 __all__ = ["code_of_dtype", "half_method", "with_code"]
 

@@ -17,8 +17,7 @@ import torch
 from torch import fx, nn
 
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
-from ampaudit.audit.advice.residual_call import AttributeChange, Refusal, Stream
-from ampaudit.audit.advice.residual_stream import find_stream
+from ampaudit.audit.advice.residual_stream import AttributeChange, Refusal, Stream, find_stream
 from ampaudit.core.decibels import ratio_db
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
@@ -30,8 +29,8 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.isolation import structural_copy
 from ampaudit.trace.opnames import CAST_OPS, base_name, named_arguments
-from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import torch_dtype
 
 __all__ = ["ResidualRescale", "residual_rescale", "stream_rescaled"]

@@ -9,8 +9,8 @@ from functools import partial
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, finding_source
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.text import plural
-from ampaudit.report.against import AgainstReport, Correspondence, ReferenceDifference
 from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.model import AgainstReport, Correspondence, ReferenceDifference
 from ampaudit.run.against.comparison import ModelDifference
 
 __all__ = ["CHECKS", "against_report", "differences_with"]
@@ -29,7 +29,7 @@ def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
         explained = _harmless(context, difference) or set(difference.outputs) <= others
         if difference.kind == "clamped" and explained:
             continue  # as masks are meant to be
-        cause = f"{_describe(difference)}; {_effect(context, difference)}"
+        cause = f"{_describe(difference)}; {_against_effect(context, difference)}"
         severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
         yield finding_at(context, difference.site, code, cause, _OTHER_FUNCTION_ADVICE, severity=severity)
 
@@ -44,7 +44,7 @@ def _describe(difference: ModelDifference) -> str:
     return f"{difference.what}; its counterpart is {where}" if where else difference.what
 
 
-def _effect(context: CheckContext, difference: ModelDifference) -> str:
+def _against_effect(context: CheckContext, difference: ModelDifference) -> str:
     if not difference.outputs:
         return "on these inputs it makes no difference"
     first, *others = difference.outputs

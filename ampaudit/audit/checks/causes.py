@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from ampaudit.audit.checks.compared_numbers import rounded_number
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
 from ampaudit.audit.checks.model_code import names_dtype
 from ampaudit.audit.checks.precision import (
@@ -22,6 +21,7 @@ from ampaudit.audit.checks.precision import (
     LOG_SIGMOID_CAUSE,
     LOG_SOFTMAX_CAUSE,
     POSITIONS_CAUSE,
+    rounded_number,
 )
 from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.text import format_number

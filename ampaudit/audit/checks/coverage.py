@@ -14,12 +14,11 @@ from torch.utils import _pytree as pytree
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import listed
-from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.gap import Gap, GapKind
+from ampaudit.report.finding import Finding, Gap, GapKind, Severity
 from ampaudit.trace import Role, Site
 from ampaudit.trace.caster import NO_KERNEL
-from ampaudit.trace.fourier import is_fourier, signal_sizes
 from ampaudit.trace.internals import has_kernel
+from ampaudit.trace.kernels import is_fourier, signal_sizes
 from ampaudit.trace.opnames import base_name, is_foreign
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import fake_arguments

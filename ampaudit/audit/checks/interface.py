@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from ampaudit.audit.steps_report import steps_report
+from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import BoundTable
+from ampaudit.core.decibels import ratio_db
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import listed, plural
 from ampaudit.report.finding import CRASHED, Evidence, Finding, Severity, Source
 from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.pages import page_of
-from ampaudit.report.steps import StepsReport
+from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
+from ampaudit.run.audit import Audit
 from ampaudit.run.backward.record import NamedGradient, advice_on_scale
-from ampaudit.run.observation import Observation
-from ampaudit.run.record import Origin, RunRecord
-from ampaudit.run.weights import WeightRange
+from ampaudit.run.contract import parse_contract
+from ampaudit.run.measure import Observation
+from ampaudit.run.record import Origin, RunRecord, StepObservation
+from ampaudit.run.weights import WeightRange, weight_ranges
 from ampaudit.trace import Role, Site
-from ampaudit.trace.flow import Flow
-from ampaudit.trace.stacks import ParameterUse, parameter_use
+from ampaudit.trace.flow import Flow, ParameterUse, parameter_use
 
 __all__ = [
     "Cause",
     "Check",
     "CheckContext",
+    "context_of",
     "evidence_of",
     "finding_about",
     "finding_at",
@@ -38,7 +43,7 @@ __all__ = [
     "source_of",
 ]
 
-
+_SATURATES = 0.3  # relative error from which growth saturates
 _HANDS_ON = (Role.VIEW, Role.SELECT)
 
 
@@ -379,3 +384,138 @@ def _run(check: Check, context: CheckContext) -> list[Finding]:
         cause = f"check {check.code} itself failed: {type(error).__name__}: {text} ({place})"
         advice = "the other findings stand; please report this one, with the model if you can"
         return [finding_about(CRASHED, SiteId(f"{check.code}/crashed"), "", cause, advice)]
+
+
+def context_of(
+    audit: Audit, form: NumberFormat, settings: ScanConfig, bounds: BoundTable | None = None
+) -> CheckContext:
+    """Build the context of one audit under a number format."""
+    contract = parse_contract(settings.contract)
+    return CheckContext(
+        sites=audit.sites,
+        record=audit.record,
+        flow=Flow(*(converted.traced for converted in audit.every)),
+        number_format=form,
+        parameter_free=audit.parameter_free,
+        weights=() if settings.ranges else _weights(audit),
+        users=_weight_users(audit),
+        min_headroom=settings.min_headroom,
+        min_sqnr=settings.min_sqnr,
+        ranges_only=settings.ranges,
+        bounds=bounds,
+        fused=contract.fused,
+        saturating="saturate" in contract.words,
+        step_count=settings.steps,
+    )
+
+
+def _weights(audit: Audit) -> tuple[WeightRange, ...]:
+    """Return the ranges of 16-bit weights; those measured in the run are not read again."""
+    stats = audit.record.observations
+    peaks = {s.weight: stats[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in stats}
+    ranges = (each for converted in audit.every for each in weight_ranges(converted, peaks))
+    return tuple({each.name: each for each in ranges}.values())
+
+
+def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
+    """Map each site to the 16-bit weights that it uses directly."""
+    users: dict[SiteId, tuple[str, ...]] = {}
+    for converted in audit.every:
+        copies = {copy.node: copy.name for copy in converted.copies.values()}
+        nodes = {node.name: node for node in converted.traced.graph.nodes}
+        for site in converted.traced.sites:
+            sources = nodes[site.node].all_input_nodes
+            users.setdefault(site.id, tuple(copies[n.name] for n in sources if n.name in copies))
+    return users
+
+
+def steps_report(
+    record: RunRecord, min_sqnr: float, limit: float, low_precision: Collection[SiteId]
+) -> StepsReport | None:
+    """Return the report; ``None`` for an audit without ``--steps``.
+
+    Args:
+        record: Record of the run.
+        min_sqnr: Required accuracy of outputs in dB.
+        limit: Largest number of the 16-bit format.
+        low_precision: Sites with values in this format.
+    """
+    if not record.steps:
+        return None
+    by_step: defaultdict[int, list[StepObservation]] = defaultdict(list)
+    for row in record.steps:
+        by_step[row.step].append(row)
+    growth = (*_error_growth(by_step, min_sqnr), *_value_growth(record, len(by_step), limit, low_precision))
+    rows = tuple(_step(step, observations) for step, observations in by_step.items())
+    return StepsReport(record.traces, rows, growth, record.fed_back)
+
+
+def _step(step: int, rows: Sequence[StepObservation]) -> StepReport:
+    accuracies = [
+        (decibels, name)
+        for row in rows
+        for name, (error, signal) in row.errors.items()
+        if (decibels := ratio_db(signal, error)) < math.inf
+    ]
+    accuracy, output = min(accuracies, default=(math.inf, ""))
+    headrooms = [(row.headroom_bits, row.headroom_at) for row in rows if row.headroom_bits is not None]
+    bits, site = min(headrooms, default=(None, ""))
+    return StepReport(
+        step=step,
+        accuracy_db=round(accuracy, 3) if math.isfinite(accuracy) else None,
+        output=output,
+        headroom_bits=None if bits is None else round(bits, 4),
+        headroom_at=site,
+        origins=tuple(dict.fromkeys(str(site) for row in rows for site in row.origins)),
+        broken_inputs=tuple(dict.fromkeys(fault.name for row in rows for fault in row.faults)),
+        flipped=tuple(dict.fromkeys(name for row in rows for name in row.flipped)),
+        poisoned=any(row.poisoned for row in rows),
+    )
+
+
+def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) -> Iterator[StepGrowth]:
+    """Yield the growth of the output with the largest error at the last step that is fitted."""
+    candidates: list[tuple[float, StepGrowth]] = []
+    for name in dict.fromkeys(name for rows in by_step.values() for row in rows for name in row.errors):
+        points: list[tuple[int, float]] = []
+        for step, rows in by_step.items():
+            error = max((_relative(*row.errors[name]) for row in rows if name in row.errors), default=0.0)
+            if error > _SATURATES:
+                break
+            if error > 0.0:
+                points.append((step, error))
+        fitted = doubling_time(points)
+        if fitted is not None:
+            every, last = fitted
+            reaches = points[-1][0] + (-min_sqnr / 20 * math.log2(10) - last) * every
+            soon = math.ceil(max(reaches, 1)) if reaches <= 2 * len(by_step) else None
+            candidates.append((last, StepGrowth("error", name, round(every, 2), soon)))
+    if candidates:
+        yield max(candidates, key=lambda item: item[0])[1]
+
+
+def _relative(error: float, signal: float) -> float:
+    return math.sqrt(error / signal) if signal > 0.0 and math.isfinite(error) else 0.0
+
+
+def _value_growth(
+    record: RunRecord, count: int, limit: float, low_precision: Collection[SiteId]
+) -> Iterator[StepGrowth]:
+    """Yield the growth of the values that leave the range first, or else grow fastest."""
+    candidates: list[StepGrowth] = []
+    for site, stats in record.observations.items():
+        if site not in low_precision:
+            continue
+        peaks: defaultdict[int, float] = defaultdict(float)
+        for call, peak in sorted(stats.batch_peaks.items()):
+            step = call % count + 1
+            peaks[step] = max(peaks[step], peak)
+        points = [(step, peak) for step, peak in sorted(peaks.items()) if peak > 0.0]
+        fitted = doubling_time(points)
+        if fitted is not None:
+            every, last = fitted
+            reaches = math.ceil(points[-1][0] + (math.log2(limit) - last) * every)
+            soon = reaches if 0 < reaches <= 2 * count else None
+            candidates.append(StepGrowth("values", site, round(every, 2), soon))
+    if candidates:
+        yield min(candidates, key=lambda growth: (growth.reaches or math.inf, growth.doubles_every))

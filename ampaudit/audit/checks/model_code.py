@@ -19,7 +19,7 @@ from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.path_record import ReadStats
 from ampaudit.run.record import OutputDifference
 from ampaudit.trace import Role, Site
-from ampaudit.trace.compare import CodeDifference
+from ampaudit.trace.converted import CodeDifference
 from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ampaudit.audit.checks.compared_numbers import rounded_number
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
-from ampaudit.audit.checks.precision import subtracts
+from ampaudit.audit.checks.precision import rounded_number, subtracts
 from ampaudit.audit.checks.steps import error_growth
 from ampaudit.core.decibels import differing_share
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
-from ampaudit.report.accuracy import LOST_DB
 from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.model import LOST_DB
 from ampaudit.run.attribution import Culprit
-from ampaudit.run.decisions import DecisionDetail, spacing
+from ampaudit.run.meter import DecisionDetail, spacing
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.trace import Role, Site
 

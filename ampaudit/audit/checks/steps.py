@@ -67,7 +67,7 @@ def find_growth(context: CheckContext) -> Iterator[Finding]:
     """
     broken = any(row.origins or row.faults for row in context.record.steps)
     for growth in _harmful(context):
-        site = _site(context, growth)
+        site = _steps_site(context, growth)
         beyond = (growth.reaches or 0) > (context.step_count or 0)
         if site is not None and beyond and not broken:
             yield _growth_finding(context, growth, site)
@@ -97,7 +97,7 @@ def _growth_finding(context: CheckContext, growth: StepGrowth, site: Site) -> Fi
     return replace(finding, evidence=replace(finding.evidence, step=count))
 
 
-def _site(context: CheckContext, growth: StepGrowth) -> Site | None:
+def _steps_site(context: CheckContext, growth: StepGrowth) -> Site | None:
     """Return the site of the values, or the one that makes the output."""
     site = next((site for name, site, _ in context.outputs if name == growth.name and site is not None), None)
     return context.site.get(site) if site is not None else context.site.get(SiteId(growth.name))

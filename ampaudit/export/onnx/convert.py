@@ -17,18 +17,18 @@ from ampaudit.core.text import format_number, plural
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.check import checking
-from ampaudit.export.onnx.metadata import annotate_graph
-from ampaudit.export.onnx.other_inputs import OtherBatch, other_batches
 from ampaudit.export.onnx.outputs import (
     Original,
+    OtherBatch,
     WrittenFile,
     describe_inaccurate,
+    other_batches,
     refuse_broken,
     worst_records,
 )
 from ampaudit.export.onnx.plan import OnnxPlan, PlanWishes, decisions_of, plan_onnx
-from ampaudit.export.onnx.regions import choose_types
-from ampaudit.export.onnx.rewrite import Rewriter
+from ampaudit.export.onnx.rewrite import Rewriter, choose_types
+from ampaudit.export.onnx.torch_export import annotate_graph
 from ampaudit.export.onnx.types import is_float32, strangers_in
 from ampaudit.export.onnx.write import ONNX_FLOATS, casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
@@ -38,8 +38,8 @@ from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion, OutputRecord
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
-from ampaudit.source.onnx.inputs import inputs_of
 from ampaudit.source.onnx.model import OnnxModel
+from ampaudit.source.onnx.source import inputs_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -1,12 +1,17 @@
-"""Runs a written ONNX file in lock-step, and compares its outputs with the original's."""
+"""Runs a written ONNX file in lock-step, and compares its outputs with the original's.
+
+A box, a label or a token is either the same as before or a different one. The distance between coordinates
+or scores of different ones says nothing about the accuracy of a conversion.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,34 +19,46 @@ from ampaudit.core.errors import RunFailed
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.onnx.decisions import breaks, comparable_outputs, orderings
+from ampaudit.export.onnx.types import CHOOSING, COMPARING, is_float32, on_last_axis
 from ampaudit.export.onnx.write import ONNX_FLOATS
-from ampaudit.export.reference import compare_output, digest_of_tensors
+from ampaudit.export.program import compare_output, digest_of_tensors
 from ampaudit.policy.load import load_policy
 from ampaudit.policy.schema import AS_IS
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import pick_device
 from ampaudit.run.executors import ExecutorCache
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer
+from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
-from ampaudit.source.onnx.inputs import batch_of, by_name, inputs_of
 from ampaudit.source.onnx.model import OnnxModel
+from ampaudit.source.onnx.names import bodies_of, plain_domain
+from ampaudit.source.onnx.source import GraphInput, batch_of, by_name, inputs_of, is_sum, size_of
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.values import dtype_name
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 __all__ = [
     "Original",
+    "OtherBatch",
     "WrittenFile",
+    "comparable_outputs",
     "describe_inaccurate",
+    "nodes_before_choices",
+    "orderings",
+    "other_batches",
     "refuse_broken",
     "worst_records",
 ]
 
+Outputs = Mapping[str, torch.Tensor]
+_MOST_ELEMENTS = 1 << 22  # limit for each generated input
+_LARGER = 3  # factor of each open axis except the batch
+_LONGER = 8  # factor of integers that are not indices into a table of known size
 _NEAR_ZERO = 2.0**-7  # spacing of bfloat16 at 1
 Tensors = Mapping[str, torch.Tensor]
 
@@ -178,3 +195,240 @@ def worst_records(batches: Iterable[Iterable[OutputRecord]]) -> tuple[OutputReco
 
 def _badness(record: OutputRecord) -> tuple[float, float]:
     return -_decibels(record), record.max_error or 0.0
+
+
+def nodes_before_choices(model: ir.Model, steps: int) -> set[ir.Node]:
+    """Return the choosing nodes, and the nodes whose values reach one in at most ``steps`` nodes."""
+    near = dict.fromkeys(filter(_chooses, model.graph.all_nodes()), 0)
+    pending = deque(near)
+    while pending:
+        node = pending.popleft()
+        if near[node] == steps:
+            continue
+        returned = (value for body in bodies_of(node) for value in body.outputs)
+        for value in (*node.inputs, *returned):
+            producer = None if value is None or not is_float32(value) else value.producer()
+            if producer is not None and producer not in near:
+                near[producer] = near[node] + 1
+                pending.append(producer)
+    return set(near)
+
+
+def _chooses(node: ir.Node) -> bool:
+    chooses = node.op_type in CHOOSING | COMPARING and plain_domain(node.domain) == ""
+    return chooses and any(map(is_float32, node.inputs))
+
+
+def orderings(model: ir.Model) -> dict[str, str]:
+    """Return the operator of each output that holds the sorted choices of TopK or NonMaxSuppression.
+
+    A TopK along another axis than the last is left out: its order counts.
+    """
+    operators = {}
+    for value in model.graph.outputs:
+        producer = value.producer()
+        while producer is not None and producer.op_type in ("Cast", "Identity"):
+            producer = producer.inputs[0].producer() if producer.inputs[0] is not None else None
+        if producer is None or is_float32(value):
+            continue
+        if producer.op_type == "NonMaxSuppression" or (producer.op_type == "TopK" and on_last_axis(producer)):
+            operators[str(value.name)] = producer.op_type
+    return operators
+
+
+def comparable_outputs(
+    ours: Outputs, exact: Outputs, ordered: Mapping[str, str] | None = None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Pair outputs: integers unchanged, and floats where the integers that they belong to agree.
+
+    Choices in another order, or of another number, are paired by value, and so are the floats beside them. A
+    choice without a partner counts as different. An output that is inf or NaN where the original's is finite
+    is paired as a whole.
+
+    Args:
+        ours: Outputs by name.
+        exact: Outputs of the original by name.
+        ordered: Operators of sorted outputs; see ``orderings``.
+    """
+    ordered = ordered or {}
+    pairs = {name: (ours[name], exact[name]) for name in exact}
+    equal = []
+    for name in [name for name, (_, theirs) in pairs.items() if _is_choice(theirs)]:
+        mine, theirs = ours[name], exact[name]
+        others = [other for other in pairs if other == name or other not in ordered]
+        if mine.shape == theirs.shape and ordered.get(name) == "TopK":
+            depth, rows = theirs.ndim, _equal_rows(_in_groups(mine), _in_groups(theirs))
+            alike = [other for other in ordered if exact[other].shape == theirs.shape]
+            for other in others if len(alike) == 1 else [name]:
+                pair = pairs[other]
+                if all(tensor.shape[:depth] == theirs.shape for tensor in pair):
+                    flat = pair[0].flatten(0, depth - 1), pair[1].flatten(0, depth - 1)
+                    pairs[other] = _at_rows(flat, rows)
+        elif mine.shape[1:] == theirs.shape[1:] and (mine.shape != theirs.shape or name in ordered):
+            rows = _equal_rows(mine, theirs)
+            for other in others:
+                pair = pairs[other]
+                if pair[0].ndim and [*map(len, pair)] == [len(mine), len(theirs)]:
+                    pairs[other] = _at_rows(pair, rows)
+        elif mine.shape == theirs.shape:
+            equal.append(mine == theirs)
+    for name, pair in pairs.items():
+        if breaks(ours[name], exact[name]):
+            pairs[name] = ours[name], exact[name]
+        elif pair[1].is_floating_point():
+            pairs[name] = _where(equal, *pair)
+    return pairs
+
+
+def breaks(ours: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Return whether an output is inf or NaN where the original's is finite."""
+    if ours.shape != exact.shape:
+        return bool(exact.isfinite().all()) and not bool(ours.isfinite().all())
+    return bool((exact.isfinite() & ~ours.isfinite()).any())
+
+
+def _is_choice(tensor: torch.Tensor) -> bool:
+    return tensor.ndim > 0 and not tensor.is_floating_point()
+
+
+def _in_groups(indices: torch.Tensor) -> torch.Tensor:
+    """Return rows of (group, index) for choices along the last axis."""
+    groups = torch.arange(indices.shape[:-1].numel()).repeat_interleave(indices.shape[-1])
+    return torch.stack([groups, indices.flatten()], 1)
+
+
+def _where(
+    equal: Sequence[torch.Tensor], ours: torch.Tensor, exact: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the elements that belong to equal choices; all of them if there are none."""
+    if not equal:
+        return ours, exact
+    mask = torch.ones_like(exact, dtype=torch.bool)
+    for each in equal:
+        if each.shape != exact.shape[: each.ndim]:
+            each = each.flatten(1).all(1) if each.ndim > 1 else each  # a box beside its indices
+        if ours.shape == exact.shape and each.shape == exact.shape[: each.ndim]:
+            mask &= each.reshape(*each.shape, *[1] * (exact.ndim - each.ndim))
+    return (ours, exact) if mask.all() or not mask.any() else (ours[mask], exact[mask])
+
+
+def _equal_rows(ours: torch.Tensor, exact: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the positions of rows that both tensors contain, each row once."""
+    places = defaultdict[str, deque[int]](deque)
+    for place, row in enumerate(exact.tolist()):
+        places[str(row)].append(place)
+    paired = [
+        (place, places[str(row)].popleft()) for place, row in enumerate(ours.tolist()) if places[str(row)]
+    ]
+    return [mine for mine, _ in paired], [theirs for _, theirs in paired]
+
+
+def _at_rows(
+    pair: tuple[torch.Tensor, torch.Tensor], rows: tuple[list[int], list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return paired rows; of integers also one that differs for each that has no partner."""
+    ours, exact = (tensor[places] for tensor, places in zip(pair, rows, strict=True))
+    if exact.is_floating_point():
+        return ours, exact
+    alone = (max(map(len, pair)) - len(exact), *exact.shape[1:])
+    return torch.cat([ours, ours.new_zeros(alone)]), torch.cat([exact, exact.new_ones(alone)])
+
+
+class OtherBatch(NamedTuple):
+    """A variation of a batch.
+
+    Attributes:
+        what: Description of the difference.
+        batch: Inputs.
+        padded: Whether its masks differ.
+    """
+
+    what: str
+    batch: Batch
+    padded: bool = False
+
+
+def other_batches(inputs: Sequence[GraphInput], batch: Batch, seed: int) -> Iterator[OtherBatch]:
+    """Yield variations of a batch.
+
+    Args:
+        inputs: Inputs of the graph.
+        batch: Batch to vary.
+        seed: Seed of the random order of values.
+    """
+    values = by_name(batch, [spec.name for spec in inputs])
+    random = torch.Generator().manual_seed(seed)
+    shuffled = {spec.name: _shuffled(spec, values[spec.name], random) for spec in inputs}
+    batches = {spec.sizes[0] if len(spec.sizes) > 1 else None for spec in inputs if spec.sizes}
+    current = {
+        name: size
+        for spec in inputs
+        for name, size in zip(spec.sizes or (), values[spec.name].shape, strict=False)
+        if isinstance(name, str)
+    }
+    sizes = {
+        name: size + 1 if batches == {name} else _LARGER * size + 1 if size else 0
+        for name, size in current.items()
+        if not is_sum(name, current)
+    }
+    tiled = {spec.name: _tiled(spec, shuffled[spec.name], sizes) for spec in inputs}
+    if sizes and all(tensor.numel() <= _MOST_ELEMENTS for tensor in tiled.values()):
+        axes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        yield OtherBatch(f"larger sizes ({axes})", batch_of(inputs, tiled))
+    else:
+        yield OtherBatch("other values", batch_of(inputs, shuffled))
+    padded = {spec.name: _padded(spec, values[spec.name]) for spec in inputs}
+    if masks := _changed(padded, values):
+        what = f"padding at the start ({', '.join(masks)} = 0)"
+        yield OtherBatch(what, batch_of(inputs, padded), padded=True)
+    extreme = {spec.name: _extreme(spec, values[spec.name]) for spec in inputs}
+    if changed := _changed(extreme, values):
+        largest = ", ".join(f"{name} up to {int(extreme[name].long().amax())}" for name in changed)
+        yield OtherBatch(f"larger integers ({largest})", batch_of(inputs, extreme))
+
+
+def _changed(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not torch.equal(tensor, values[name])]
+
+
+def _extreme(spec: GraphInput, value: torch.Tensor) -> torch.Tensor:
+    """Replace integers by the largest ones that are valid; masks and floats stay unchanged."""
+    if value.dtype == torch.bool or value.is_floating_point() or not value.numel():
+        return value
+    if spec.rows or value.dtype.itemsize == 1:
+        most = min(spec.rows - 1 if spec.rows else torch.iinfo(value.dtype).max, torch.iinfo(value.dtype).max)
+        return torch.full_like(value, most)
+    wide = value.long()  # few operations take unsigned integers
+    return value if int(wide.abs().amax()) <= 1 else (wide * _LONGER).to(value.dtype)
+
+
+def _padded(spec: GraphInput, value: torch.Tensor) -> torch.Tensor:
+    """Mask the first half of a sequence; inputs other than masks stay unchanged."""
+    if not _is_mask(spec, value) or value.ndim < 2:
+        return value
+    padded = value.clone()
+    padded[..., : value.shape[-1] // 2] = 0
+    return padded
+
+
+def _is_mask(spec: GraphInput, value: torch.Tensor) -> bool:
+    """Return whether an input contains only 0 and 1 and is not an index, like an attention mask."""
+    return not spec.rows and bool(((value == 0) | (value == 1)).all())
+
+
+def _shuffled(spec: GraphInput, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Shuffle the elements of a float input, and replace indices by random ones."""
+    if spec.rows and not value.is_floating_point():
+        return torch.randint(0, spec.rows, value.shape, generator=random).to(value.dtype)
+    if not value.is_floating_point():
+        return value  # masks and lengths belong to each other
+    return value.reshape(-1)[torch.randperm(value.numel(), generator=random)].reshape(value.shape)
+
+
+def _tiled(spec: GraphInput, value: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Resize the open axes of an input by repeating its elements."""
+    for axis, size in enumerate(spec.sizes or ()):
+        if value.shape[axis]:
+            target = size_of(size, sizes)
+            value = value.index_select(axis, torch.arange(target) % value.shape[axis])
+    return value

@@ -1,11 +1,18 @@
-"""Decides which nodes of an ONNX model stay in float32."""
+"""Decides which nodes of an ONNX model stay in float32.
+
+A mask of -1e9 or of float32's lowest number means "no weight after the softmax". Any large negative
+number means the same, so it may be replaced; data may not. A constant is a mask if all that is computed
+from it, by moving, selecting, scaling or adding to scores, ends in a softmax.
+"""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -15,10 +22,16 @@ from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.onnx.decisions import nodes_before_choices
-from ampaudit.export.onnx.masks import ClampedMask, clamp_masks
-from ampaudit.export.onnx.opset import raise_opset
-from ampaudit.export.onnx.types import MOVING
+from ampaudit.export.onnx.outputs import nodes_before_choices
+from ampaudit.export.onnx.types import (
+    MOVING,
+    TensorOf,
+    constant_of,
+    is_float32,
+    node_types,
+    on_last_axis,
+    schema_of,
+)
 from ampaudit.export.onnx.whole_numbers import whole_number_nodes
 from ampaudit.policy import RuleSet
 from ampaudit.policy.load import load_policy
@@ -28,7 +41,7 @@ from ampaudit.report.model import Report
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.names import NodeNames, bodies_of, plain_domain
+from ampaudit.source.onnx.names import STANDARD, NodeNames, bodies_of, plain_domain
 from ampaudit.trace.graph import Site
 from ampaudit.tuning.tune import tuned_rules
 
@@ -37,6 +50,16 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxPlan", "PlanWishes", "decisions_of", "plan_onnx"]
 
+_ENDS = {"Softmax", "LogSoftmax"}
+_THROUGH = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
+_MAX_STEPS = 2000
+_Put = Callable[["ir.TensorProtocol"], None]
+_NEWEST = 23
+# version in which each operator changed its semantics other than by its attributes and inputs
+_CHANGED = {
+    **{"Softmax": 13, "LogSoftmax": 13, "Hardmax": 13},
+    **{"RoiAlign": 16, "Resize": 11, "GridSample": 20, "GroupNormalization": 21},
+}
 _POLICY = "strongly-typed"
 _ROUNDS = 6
 _MARGIN = 1.4  # the policy's margin below the format's limit
@@ -44,6 +67,98 @@ _WHOLE = "it computes with integers that 16 bits may round to others."
 _OTHERS = "the run in 16 bits broke here on other inputs."
 _CHOICES = "in 16 bits, the model chooses differently."
 _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"}
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedMask:
+    """A constant that was clamped.
+
+    Attributes:
+        value: Value in the graph.
+        lowest: Minimum of the original.
+        restore: Function that restores the original.
+    """
+
+    value: ir.Value
+    lowest: float
+    restore: Callable[[], None]
+
+
+def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> list[ClampedMask]:
+    """Clamp the masks of a model, in place.
+
+    The new minimum of a mask is half the format's lowest number, so that scores can be added, divided by the
+    number of masks that are added to the same scores. A large magnitude matters: in a fully masked row, it
+    absorbs the scores, as the original does.
+    """
+    import onnx_ir as ir
+
+    masks: list[tuple[ir.Value, ir.TensorProtocol, set[ir.Node], _Put]] = []
+    for value, constant, setter in _constants(model):
+        ends = _softmaxes(value)  # first, as it reads no weights
+        if ends is None:
+            continue
+        values = tensor_of(constant)
+        lowered = values.to(dtype)
+        if (lowered.isneginf() & values.isfinite()).any() and not lowered.isposinf().any():
+            masks.append((value, constant, ends, setter))
+    together = Counter(end for _, _, ends, _ in masks for end in ends)
+    clamped_masks = []
+    for value, constant, ends, setter in masks:
+        lowest = torch.finfo(dtype).min / 2 / max(together[end] for end in ends)
+        values = tensor_of(constant)
+        beyond = values.to(dtype).isneginf() & values.isfinite()
+        clamped = torch.where(beyond, torch.tensor(lowest, dtype=values.dtype), values)
+        setter(ir.tensor(clamped.numpy(), name=str(value.name)))
+        clamped_masks.append(ClampedMask(value, float(values[beyond].amin()), partial(setter, constant)))
+    return clamped_masks
+
+
+def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _Put]]:
+    """Yield the stored float32 values, each with a function that replaces it."""
+    import onnx_ir as ir
+
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            if is_float32(value) and value.const_value is not None:
+                yield value, value.const_value, lambda tensor, v=value: setattr(v, "const_value", tensor)  # type: ignore[misc]
+        for node in graph:
+            if node.op_type != "Constant" or not is_float32(node.outputs[0]):
+                continue
+            tensor = constant_of(node)
+            assert tensor is not None
+
+            def put(tensor: ir.TensorProtocol, node: ir.Node = node) -> None:
+                node.attributes.clear()
+                node.attributes["value"] = ir.AttrTensor("value", tensor)
+
+            yield node.outputs[0], tensor, put
+
+
+def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
+    """Return the softmax nodes that consume a value; ``None`` if some path from it ends elsewhere."""
+    pending, visited = [value], {value}
+    ends: set[ir.Node] = set()
+    while pending:
+        current = pending.pop()
+        uses = list(current.uses())
+        if not uses or current.is_graph_output() or len(visited) > _MAX_STEPS:
+            return None
+        for use in uses:
+            node = use.node
+            if node is None or node.domain not in STANDARD:
+                return None
+            if node.op_type in _ENDS:
+                ends.add(node)
+                continue
+            if node.op_type not in _THROUGH or (node.op_type in ("Sub", "Div") and use.idx == 1):
+                return None
+            if not is_float32(node.outputs[0]):
+                return None
+            fresh = set(node.outputs) - visited
+            visited |= fresh
+            pending.extend(fresh)
+    return ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,3 +392,96 @@ def _handed_on(node: ir.Node) -> list[ir.Value]:
     operands = node.inputs if node.op_type in MOVING and plain_domain(node.domain) == "" else ()
     returned = (value for body in bodies_of(node) for value in body.outputs)
     return [value for value in (*operands, *returned) if value is not None]
+
+
+def raise_opset(model: ir.Model, low: str) -> int | None:
+    """Raise the version to the lowest at which as many nodes as possible support a format.
+
+    Nodes stay unchanged, except that attributes that became inputs are moved. Versions at which a node would
+    compute something else are skipped.
+
+    Returns:
+        The new version, or ``None`` if it does not change.
+    """
+    import onnx
+
+    version_before = model.opset_imports.get("")
+    if version_before is None:
+        return None
+    nodes = [n for n in model.graph.all_nodes() if n.domain in STANDARD and n.version is None]
+    floats = [n for n in nodes if any(map(is_float32, (*n.inputs, *n.outputs)))]
+
+    def taking(version: int) -> int:
+        return sum(node_types(node, version, low).takes_low for node in floats)
+
+    best, most = version_before, taking(version_before)
+    for version in range(version_before + 1, min(_NEWEST, onnx.defs.onnx_opset_version()) + 1):
+        if not all(_means_the_same(node, version_before, version) for node in nodes):
+            break
+        if taking(version) > most:
+            best, most = version, taking(version)
+    if best == version_before:
+        return None
+    names = {str(v.name) for n in model.graph.all_nodes() for v in (*n.inputs, *n.outputs) if v is not None}
+    for node in nodes:
+        _move_attributes(node, version_before, best, names)
+    model.opset_imports[""] = best
+    oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", best)], ignore_unknown=True)
+    model.ir_version = max(model.ir_version, oldest)
+    return best
+
+
+def _means_the_same(node: ir.Node, version_before: int, version: int) -> bool:
+    """Return whether a node of one version computes the same in another."""
+    old, new = (schema_of("", node.op_type, number) for number in (version_before, version))
+    if old is None or new is None or new.deprecated:
+        return False
+    if old.since_version == new.since_version:
+        return True
+    if old.since_version < _CHANGED.get(node.op_type, 0) <= new.since_version and not _keeps_last_axis(node):
+        return False
+    inputs = [[formal.name for formal in schema.inputs] for schema in (old, new)]
+    outputs = [[formal.name for formal in schema.outputs] for schema in (old, new)]
+    if inputs[1][: len(inputs[0])] != inputs[0] or (len(node.outputs) > 1 and outputs[0] != outputs[1]):
+        return False
+    added = [name for name, a in new.attributes.items() if name not in old.attributes and a.required]
+    defaults = [n for n, a in old.attributes.items() if n in new.attributes and n not in node.attributes]
+    removed = {name for name in node.attributes if name not in new.attributes}
+    changed = any(_default(old, name) != _default(new, name) for name in defaults)
+    movable = removed <= set(inputs[1][len(inputs[0]) :]) and len(removed) <= 1
+    halves = node.op_type == "Split" and version >= 18 and len(node.inputs) < 2 and "split" not in removed
+    return not (added or changed or halves) and movable
+
+
+def _keeps_last_axis(node: ir.Node) -> bool:
+    """Return whether a softmax explicitly uses the last axis, on which its versions agree."""
+    return node.op_type.endswith(("Softmax", "Hardmax")) and "axis" in node.attributes and on_last_axis(node)
+
+
+def _default(schema: Any, name: str) -> bytes:
+    default: bytes = schema.attributes[name].default_value.SerializeToString()
+    return default
+
+
+def _move_attributes(node: ir.Node, version_before: int, version: int, names: set[str]) -> None:
+    """Turn the attribute that became an input into an initializer with a new name."""
+    import numpy as np
+    import onnx_ir as ir
+
+    old, new = (schema_of("", node.op_type, number) for number in (version_before, version))
+    for name in [name for name in node.attributes if name not in new.attributes]:
+        numbers = np.array(node.attributes[name].as_ints(), np.int64)
+        graph = node.graph
+        assert isinstance(graph, ir.Graph)
+        label = f"{node.outputs[0].name}_{name}"
+        while label in names or label in graph.initializers:
+            label += "_"
+        names.add(label)
+        constant = ir.Value(name=label, shape=ir.Shape(numbers.shape), type=ir.TensorType(ir.DataType.INT64))
+        constant.const_value = ir.tensor(numbers, name=label)
+        graph.register_initializer(constant)
+        position = [formal.name for formal in new.inputs].index(name)
+        node.resize_inputs(position + 1)
+        node.replace_input_with(position, constant)
+        del node.attributes[name]
+        assert position >= len(old.inputs)

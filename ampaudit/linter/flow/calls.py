@@ -7,25 +7,29 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import file_number
 from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_calls
-from ampaudit.linter.flow.arguments import Arguments
-from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
 from ampaudit.linter.flow.events import SchedulerStep, ThreadStarted
 from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.joining import choice_of_dtypes, join_items
 from ampaudit.linter.flow.losses import call_loss_function
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
-from ampaudit.linter.flow.model_calls import call_model
+from ampaudit.linter.flow.objects import call_model
 from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.torch_calls import assume_any_effect, unknown_call
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
-from ampaudit.linter.flow.unknown_code import assume_any_effect, unknown_call
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     UNSCALED_TENSOR,
+    Arguments,
+    BoundMethod,
+    Class,
     DictLiteral,
+    Function,
+    FunctionInfo,
     GradAttribute,
     ImportedName,
+    Instance,
     KnownItems,
     LiteralValue,
     LossFunction,

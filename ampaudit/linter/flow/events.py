@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ampaudit.linter.flow.contexts import Autocast
-from ampaudit.linter.flow.event_place import EventPlace, Guard
-from ampaudit.linter.flow.values import DictLiteral, Model, Tensor, Value
+from ampaudit.linter.flow.values import Autocast, DictLiteral, Managed, Model, Tensor, Value
 
 __all__ = [
     "AutocastDropped",
@@ -19,10 +17,17 @@ __all__ = [
     "CheckpointSaved",
     "Clip",
     "Event",
+    "EventPlace",
     "GradientRead",
+    "Guard",
     "HalfLayer",
     "HalfUnderAutocast",
     "LossInside",
+    "ManagedBackward",
+    "ManagedClip",
+    "ManagedStep",
+    "ManagedUpdate",
+    "ManagedZeroGrad",
     "ModelCall",
     "NumberRead",
     "OptimizerMade",
@@ -49,6 +54,29 @@ __all__ = [
     "ZeroGrad",
     "of_type",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A node that decides whether, or how often, a statement runs: ``loop``, ``if``, ``call``."""
+
+    kind: str
+    node: ast.AST
+
+
+@dataclass(frozen=True, slots=True)
+class EventPlace:
+    """The place of an event.
+
+    Attributes:
+        node: Expression.
+        guards: Guards around it, outermost first.
+        statement: Statement that contains it.
+    """
+
+    node: ast.AST
+    guards: tuple[Guard, ...]
+    statement: ast.stmt | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,3 +331,37 @@ class ThreadStarted(Event):
 
     target: Value | None
     autocast: Autocast
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedEvent(Event):
+    """A call of an object that a framework manages."""
+
+    managed: Managed
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedBackward(ManagedEvent):
+    """A call of its backward pass."""
+
+    loss: Value | None
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedClip(ManagedEvent):
+    """A call that clips the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedStep(ManagedEvent):
+    """A step of its optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedZeroGrad(ManagedEvent):
+    """A call that zeroes the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedUpdate(ManagedEvent):
+    """An update of its scaler."""

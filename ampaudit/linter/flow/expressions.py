@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.calls import evaluate_call
-from ampaudit.linter.flow.definitions import BoundMethod, Function, Instance, function_of_lambda
 from ampaudit.linter.flow.events import PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.gradient_uses import use_gradient
 from ampaudit.linter.flow.joining import choice_of_dtypes, item_of, join_values
@@ -19,11 +18,14 @@ from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
     UNSCALED_TENSOR,
+    BoundMethod,
     DeviceValue,
     DictLiteral,
     DtypeChoice,
+    Function,
     GradAttribute,
     ImportedName,
+    Instance,
     KnownItems,
     LiteralValue,
     LossGradients,
@@ -35,6 +37,7 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Truth,
     Value,
+    function_of_lambda,
     literal_of,
 )
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.events import GradientRead, UnknownEffect
 from ampaudit.linter.flow.facts import FRESH, IDLE, LEFTOVER, UNSCALED_AT, UNUSED, UPDATED, ZEROED
-from ampaudit.linter.flow.frameworks import FRAMEWORKS
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
@@ -17,6 +16,7 @@ from ampaudit.linter.flow.statement_context import (
     location_suffix,
     nodes_around,
 )
+from ampaudit.linter.flow.torch_names import FRAMEWORKS
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNSCALED,

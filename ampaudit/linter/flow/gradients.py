@@ -30,7 +30,7 @@ from ampaudit.linter.flow.gradient_uses import (
     still_scaled,
 )
 from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.scaler_checks import check_early
+from ampaudit.linter.flow.scalers import check_early
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
@@ -53,8 +53,8 @@ from ampaudit.linter.flow.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
+    from ampaudit.linter.flow.values import Arguments
 
 __all__ = ["autograd_grad", "backward", "check_sharded", "clip", "unknown_backward"]
 

@@ -6,28 +6,27 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, key_of, position_of
-from ampaudit.linter.flow.contexts import Autocast
-from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, FunctionInfo, Instance
-from ampaudit.linter.flow.dtype_uses import DtypeUses
-from ampaudit.linter.flow.event_place import EventPlace, Guard
-from ampaudit.linter.flow.events import Event, ScalerReplaced
+from ampaudit.linter.flow.events import Event, EventPlace, Guard, ScalerReplaced
 from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.linked_script import LinkedScript
-from ampaudit.linter.flow.module_names import join_names
-from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.state import LoopExits, State
-from ampaudit.linter.flow.step_budget import STEPS_AT_ONCE, StepBudget
-from ampaudit.linter.flow.syntax import condition_of, dotted_name
+from ampaudit.linter.flow.syntax import condition_of, dotted_name, join_names
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
+    Autocast,
+    BoundMethod,
+    Class,
     DictLiteral,
+    Function,
+    FunctionInfo,
     ImportedName,
+    Instance,
     KnownItems,
     LiteralValue,
     Managed,
@@ -39,9 +38,22 @@ from ampaudit.linter.flow.values import (
     Value,
     literal_of,
 )
+from ampaudit.linter.source_tree import LinkedScript
 
-__all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter"]
+__all__ = [
+    "NO_AUTOCAST",
+    "UNKNOWN_AUTOCAST",
+    "DtypeUses",
+    "ImportsTooLong",
+    "Interpreter",
+    "StepLimitReached",
+]
 
+STEPS_AT_ONCE: Final = 16
+_MAX_STEPS: Final = 60_000  # per entry point; the rest of a longer one is skipped
+_MAX_STEPS_ELSEWHERE: Final = 20_000  # per script, in files that it imports
+_FACTS_PER_STEP: Final = 16  # that cost as much as a step
+_MAX_WORK: Final = 2_500_000  # per script, which is not read beyond it: some seconds
 _OF_DTYPES: Final = frozenset(
     "AMP842 AMP844 AMP845 AMP846 AMP860 AMP861 AMP868 AMP869 AMP872 AMP873 AMP874".split()
 )
@@ -371,3 +383,75 @@ class Interpreter(Recorder):
         """Return a method of an instance, bound to it."""
         info = owner.info.method(name)
         return BoundMethod(owner, info) if info is not None else None
+
+
+class StepLimitReached(Exception):
+    """Raised when an entry point takes too many steps to interpret."""
+
+
+class ImportsTooLong(Exception):
+    """Raised when imported files take too many steps, so that the script is analyzed without them."""
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """Counts the steps of an interpretation, and ends it at a limit.
+
+    Attributes:
+        follows_imports: Whether the script is analyzed with files that it imports.
+    """
+
+    follows_imports: bool
+    _steps: int = 0
+    _elsewhere: int = 0
+    _work: int = 0
+
+    def next_entry_point(self) -> None:
+        """Begin another entry point, which may take as many steps."""
+        self._steps = 0
+
+    def spend(self, facts: int, is_elsewhere: bool) -> None:
+        """Take ``STEPS_AT_ONCE`` steps, in a state with a number of facts that each branch copies and joins.
+
+        Raises:
+            ImportsTooLong: A limit is reached while imports are followed.
+            StepLimitReached: The entry point takes too many steps.
+            ScriptTooLong: The script takes too much work.
+        """
+        self._steps += STEPS_AT_ONCE
+        self._elsewhere += STEPS_AT_ONCE * is_elsewhere
+        self._work += STEPS_AT_ONCE * (1 + facts // _FACTS_PER_STEP)
+        if self._steps <= _MAX_STEPS and self._work <= _MAX_WORK and self._elsewhere <= _MAX_STEPS_ELSEWHERE:
+            return
+        if self.follows_imports:
+            raise ImportsTooLong
+        if self._steps > _MAX_STEPS:
+            raise StepLimitReached
+        raise ScriptTooLong("too long to be analyzed: split it into several files")
+
+
+@dataclass(slots=True)
+class DtypeUses:
+    """Ops by the dtype of an operand.
+
+    Attributes:
+        ops: Certainty of each op's dtype, by dtype.
+        half_lines: First lines of statements under float16 autocast.
+    """
+
+    ops: dict[str, dict[ast.AST, Certainty]] = field(default_factory=dict)
+    half_lines: set[int] = field(default_factory=set)
+
+    def record(self, node: ast.AST, operands: Iterable[Value], certainty: Certainty) -> None:
+        """Record the dtypes of the operands of an op."""
+        for dtype in {value.dtype for value in operands if isinstance(value, Tensor) and value.dtype}:
+            certainties = self.ops.setdefault(dtype, {})
+            certainties[node] = max(certainty, certainties.get(node, certainty))
+
+    def positions(self, dtype: str) -> dict[tuple[int, int], Certainty]:
+        """Return the positions of ops with an operand of a dtype, and of their arguments."""
+        return {
+            position_of(part): certainty
+            for node, certainty in self.ops.get(dtype, {}).items()
+            for part in (node, *ast.iter_child_nodes(node))
+        }

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.contexts import Autocast
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
+    Autocast,
     DictLiteral,
     DtypeChoice,
     ImportedName,

@@ -13,8 +13,8 @@ from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_compone
 from ampaudit.linter.flow.values import LiteralValue, LossFunction, Tensor, Value
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
+    from ampaudit.linter.flow.values import Arguments
 
 
 __all__ = ["call_loss_function", "record_loss", "reduction_of"]

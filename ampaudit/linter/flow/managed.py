@@ -6,23 +6,23 @@ import ast
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow.facts import FROZEN, HALF_WEIGHTS, PerhapsHalf
-from ampaudit.linter.flow.frameworks import Framework
-from ampaudit.linter.flow.managed_events import (
+from ampaudit.linter.flow.events import (
     ManagedBackward,
     ManagedClip,
     ManagedStep,
     ManagedUpdate,
     ManagedZeroGrad,
 )
-from ampaudit.linter.flow.scaler_checks import check_adapters
+from ampaudit.linter.flow.facts import FROZEN, HALF_WEIGHTS, PerhapsHalf
+from ampaudit.linter.flow.scalers import check_adapters
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
+from ampaudit.linter.flow.torch_names import Framework
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value, literal_of
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
+    from ampaudit.linter.flow.values import Arguments
 
 __all__ = ["check_autocast_step", "check_trainer_model", "make_managed", "managed_method"]
 

@@ -32,7 +32,7 @@ from ampaudit.linter.flow.gradient_uses import (
     is_unscaled,
 )
 from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.scaler_checks import check_zeroed
+from ampaudit.linter.flow.scalers import check_zeroed
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution
 from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.syntax import dotted_name
@@ -51,8 +51,8 @@ from ampaudit.linter.flow.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
+    from ampaudit.linter.flow.values import Arguments
 
 __all__ = ["optimizer_method", "optimizer_value"]
 

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from ampaudit.linter.diagnostic import line_of
-from ampaudit.linter.flow.linked_script import LinkedScript
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks
+from ampaudit.linter.source_tree import LinkedScript
 
 __all__ = [
     "assigned_texts",

@@ -5,22 +5,24 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.contexts import Autocast, ContextManager
-from ampaudit.linter.flow.definitions import Class, Function, FunctionInfo, Instance
-from ampaudit.linter.flow.event_place import Guard
-from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered
+from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered, Guard
 from ampaudit.linter.flow.expressions import truth_of
 from ampaudit.linter.flow.gradient_uses import replace_gradients
 from ampaudit.linter.flow.half_ops import check_same_dtype
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
 from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.module_names import module_of
 from ampaudit.linter.flow.state import LoopExits, State, join, join_all
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, module_of
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
+    Autocast,
+    Class,
+    ContextManager,
+    Function,
+    FunctionInfo,
     ImportedName,
+    Instance,
     KnownItems,
     LiteralValue,
     Managed,

@@ -41,8 +41,8 @@ from ampaudit.linter.flow.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
+    from ampaudit.linter.flow.values import Arguments
 
 __all__ = [
     "ON_ANY_TENSOR",

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import key_of
+from ampaudit.linter.diagnostic import Certainty, key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
-from ampaudit.linter.flow.constructors import make_autocast, make_scaler
-from ampaudit.linter.flow.contexts import ContextManager
-from ampaudit.linter.flow.devices import device_of
-from ampaudit.linter.flow.events import CheckpointSaved, HalfLayer, NumberRead, ThreadStarted
-from ampaudit.linter.flow.frameworks import framework_of
+from ampaudit.linter.flow.events import (
+    CheckpointSaved,
+    HalfLayer,
+    NumberRead,
+    ScalerMade,
+    ThreadStarted,
+    UnknownEffect,
+)
+from ampaudit.linter.flow.facts import (
+    BFLOAT16_WEIGHTS,
+    FRESH,
+    HALF_WEIGHTS,
+    IDLE,
+    LEFTOVER,
+    PERHAPS,
+    STEPPED,
+    STEPPED_LAST,
+    TOUCHED,
+    UNSCALED_AT,
+    UNUSED,
+    UPDATED,
+    UPDATED_EARLY,
+    ZEROED,
+)
 from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.half_ops import (
     check_half_exp,
@@ -23,12 +43,17 @@ from ampaudit.linter.flow.half_ops import (
     check_log_probabilities,
     check_rounded_angles,
 )
+from ampaudit.linter.flow.inlining import follow_callback
 from ampaudit.linter.flow.joining import flattened, item_of
-from ampaudit.linter.flow.losses import call_loss_function, reduction_of
+from ampaudit.linter.flow.losses import call_loss_function, record_loss, reduction_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
+from ampaudit.linter.flow.objects import device_of
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
     AUTOCASTS,
+    HARMLESS_METHODS,
     KEEPS_DTYPE,
     LOG_PROBABILITIES,
     LOSS_FUNCTIONS,
@@ -36,21 +61,28 @@ from ampaudit.linter.flow.torch_names import (
     MATRIX_PRODUCTS,
     SCALERS,
     WITHOUT_HALF_KERNEL,
+    framework_of,
     makes_model,
     makes_optimizer,
 )
-from ampaudit.linter.flow.unknown_code import unknown_call
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
+    Arguments,
+    Autocast,
+    ContextManager,
     DeviceValue,
     DictLiteral,
+    Function,
     GradAttribute,
+    Instance,
     KnownItems,
     LiteralValue,
     LossFunction,
     LossGradients,
+    Managed,
     Model,
+    Optimizer,
     Parameters,
     Partial,
     Scaler,
@@ -64,10 +96,10 @@ from ampaudit.linter.flow.values import (
 from ampaudit.linter.flow.weight_copies import average_in_list
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
+    from ampaudit.linter.flow.values import Arguments
 
-__all__ = ["call_imported"]
+__all__ = ["assume_any_effect", "call_imported", "unknown_call"]
 
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
@@ -310,3 +342,164 @@ def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments
 
 
 _NUMBERS_AND_TEXTS: Final = frozenset("len range int str min max round abs print".split())
+
+
+def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
+    """Interpret a call of code that is not in this file."""
+    last = name.rpartition(".")[2]
+    if last.endswith("GradScaler"):  # another package's, or one of two that are imported
+        return make_scaler(interpreter, node, name, arguments)
+    if last == "backward":
+        gradients.unknown_backward(interpreter)
+        return UNKNOWN
+    values = arguments.all()
+    for value in values:
+        if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
+            follow_callback(interpreter, value, node)
+    if _LOSS.search(last.lower()):
+        record_loss(interpreter, node, values)
+    if _CLIPS_GRADIENTS.search(last.lower()) and _cannot_unscale(interpreter, values):
+        gradients.clip(interpreter, node, arguments, certainty=Certainty.LIKELY)
+    if last not in HARMLESS_METHODS:
+        assume_any_effect(interpreter, name, values)
+    touched = any(isinstance(value, Scaler | Instance) for value in values)
+    return UNKNOWN if touched else _unknown_result(interpreter, values)
+
+
+def _unknown_result(interpreter: Interpreter, values: list[Value]) -> Value:
+    """Return what unknown code returns, which is scaled only if an argument is."""
+    tensor_arguments = [value for value in values if isinstance(value, Tensor)]
+    if any(value.scaler_key for value in tensor_arguments):
+        return UNKNOWN
+    computed_under = tensors.autocast_dtype(interpreter) or next(
+        (value.computed_under for value in tensor_arguments if value.computed_under), ""
+    )
+    return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR
+
+
+def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) -> None:
+    """Invalidate every fact that unknown code may change through its arguments."""
+    last = name.rpartition(".")[2].lower()
+    state = interpreter.state
+    flat = [item for value in values for item in (value.items if isinstance(value, KnownItems) else (value,))]
+    instances = [value for value in flat if isinstance(value, Instance)]
+    for owner in instances:
+        flat += state.scopes.get(owner.key, {}).values()
+    for value in flat if _CASTS_PARAMETERS.search(last) else ():
+        if isinstance(value, Model) and state.get(HALF_WEIGHTS, value.key) is not None:
+            state.set_fact(HALF_WEIGHTS, PERHAPS, value.key)
+        if isinstance(value, Model):
+            state.set_fact(BFLOAT16_WEIGHTS, None, value.key)
+    interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
+    state.invalidate(UPDATED, IDLE, FRESH)
+    reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
+    trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
+    handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
+    if trains or (reaches and handles):
+        state.gradients = UNKNOWN_GRADIENTS
+        state.invalidate(UNSCALED_AT)
+    elif reaches:
+        state.gradients = state.gradients.weakened()
+        for key, unscaled in state.matching(UNSCALED_AT):
+            state.set_fact(UNSCALED_AT, PERHAPS if unscaled is not None else None, *key)
+    if reaches or trains:
+        interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
+        state.invalidate(STEPPED, UPDATED_EARLY, ZEROED, STEPPED_LAST, UNUSED, LEFTOVER)
+        state.set_fact(TOUCHED, PERHAPS)
+
+
+def _cannot_unscale(interpreter: Interpreter, values: list[Value]) -> bool:
+    """Return whether unknown code gets parameters, and neither a scaler nor what may hold one."""
+    may_unscale = any(isinstance(value, Scaler | Optimizer | Instance | Managed) for value in values)
+    return not may_unscale and any(isinstance(value, Parameters | Model) for value in values)
+
+
+_CASTS_PARAMETERS = re.compile(r"cast|float|fp32|convert|precision|lora|peft|adapter")
+
+
+_CLIPS_GRADIENTS = re.compile(r"clip.*(grad|norm)|grad.*clip")
+
+
+_LOSS = re.compile(r"loss|criterion|^crit$|^cost$")
+
+
+_HANDLES_GRADIENTS = re.compile(r"scale|clip|norm|update|optim|amp")
+
+
+def make_autocast(
+    interpreter: Interpreter, node: ast.Call, device: str | None, arguments: Arguments
+) -> Autocast:
+    """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
+    if device is None:
+        _check_device_type(interpreter, node, arguments)
+    names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
+    values: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
+    device_type = device_of(values.get("device_type")) if device is None else device
+    dtype: str | None = ""
+    if values["dtype"] is not None:
+        dtype = tensors.dtype_named(values["dtype"]) or None
+        if isinstance(values["dtype"], LiteralValue) and values["dtype"].value is None:
+            dtype = ""
+    if dtype in ("float32", "float64"):
+        return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
+    enabled = _enabled(
+        interpreter, values["enabled"], arguments.expression(names.index("enabled"), "enabled")
+    )
+    conditional = values["enabled"] is not None and not isinstance(values["enabled"], LiteralValue)
+    cache = arguments.keywords.get("cache_enabled", LiteralValue(True))
+    caches = literal_of(cache) is True
+    return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
+
+
+def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+    """Report a call that leaves out the device type, which only the older names have by themselves."""
+    first = arguments.get(0, "device_type")
+    imports = interpreter.script.imports & {"torch.amp.autocast", "torch.autocast"}
+    is_flag = isinstance(first, DeviceValue) or isinstance(literal_of(first), bool)
+    has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
+    text = literal_of(first)
+    names_index = isinstance(text, str) and ":" in text  # a device, and not its type
+    if (
+        (imports or isinstance(node.func, ast.Attribute)) and not has_more and (first is None or is_flag)
+    ) or names_index:
+        interpreter.report(
+            "AMP853",
+            node,
+            'torch.autocast needs the device type as a string, such as "cuda", and raises without it',
+            'write torch.autocast("cuda", ...), or torch.autocast(device.type, ...)',
+        )
+
+
+def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr | None) -> bool | None:
+    """Return whether it is enabled; where that depends on a setting, the setting is assumed to be on."""
+    if value is None or expression is None:
+        return True
+    if isinstance(expression, ast.Constant):
+        return bool(expression.value)
+    assumed = interpreter.assumed_truth(expression)
+    if assumed is None and isinstance(expression, ast.Subscript) and value == LiteralValue(True):
+        return True
+    if assumed is None and literal_of(value) is False:
+        return None
+    return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
+
+
+def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
+    """Interpret ``GradScaler(...)`` and the assignment to a name."""
+    expression = arguments.expression(99, "enabled")
+    enabled = _enabled(interpreter, arguments.keywords.get("enabled"), expression)
+    statement = interpreter.statement
+    target = (
+        statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    )
+    text = dotted_name(target) if target is not None else ""
+    key = key_of(node) + interpreter.call_path
+    if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
+        enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
+    device_value = None if path.startswith(("torch.cuda", "torch.cpu")) else arguments.get(0, "device")
+    default = "cpu" if path.startswith("torch.cpu") else "cuda"
+    device = default if device_value is None else device_of(device_value)
+    scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
+    interpreter.record(ScalerMade(interpreter.at(node), key))
+    interpreter.state.set_fact(UNUSED, True, key)
+    return interpreter.register_scaler(scaler) if enabled is not False else scaler

@@ -7,20 +7,28 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ampaudit.linter.diagnostic import Certainty
-from ampaudit.linter.flow.contexts import Autocast, ContextManager
-from ampaudit.linter.flow.definitions import BoundMethod, Class, Function, Instance
-from ampaudit.linter.flow.frameworks import Framework
+from ampaudit.linter.flow.syntax import keyword_value
+from ampaudit.linter.flow.torch_names import Framework
 
 __all__ = [
     "MAYBE",
     "UNKNOWN",
     "UNSCALED",
     "UNSCALED_TENSOR",
+    "Arguments",
+    "Autocast",
+    "BoundMethod",
+    "Class",
+    "ClassInfo",
+    "ContextManager",
     "DeviceValue",
     "DictLiteral",
     "DtypeChoice",
+    "Function",
+    "FunctionInfo",
     "GradAttribute",
     "ImportedName",
+    "Instance",
     "KnownItems",
     "LiteralValue",
     "LossFunction",
@@ -38,11 +46,99 @@ __all__ = [
     "Truth",
     "Unknown",
     "Value",
+    "function_of_lambda",
     "literal_of",
 ]
 
+
 UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
 MAYBE: Final = "?"  # differs between the paths that lead here
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionInfo:
+    """A function or method of the file."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    owner: ClassInfo | None
+    relevant: bool  # whether anything in it matters
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a static method."""
+        return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
+
+
+def function_of_lambda(node: ast.Lambda, relevant: bool) -> FunctionInfo:
+    """Return a lambda as a function."""
+    returned = ast.copy_location(ast.Return(value=node.body), node.body)
+    function = ast.FunctionDef(name="<lambda>", args=node.args, body=[returned], decorator_list=[])
+    return FunctionInfo(ast.copy_location(function, node), None, relevant)
+
+
+@dataclass(slots=True, eq=False)
+class ClassInfo:
+    """A class; ``bases`` are the dotted names of its base classes, ``base`` the first that is followed."""
+
+    node: ast.ClassDef
+    bases: tuple[str, ...]
+    methods: dict[str, FunctionInfo]
+    base: ClassInfo | None = None
+
+    @property
+    def fields(self) -> list[ast.AnnAssign]:
+        """The annotated fields, those of base classes first, if it has no constructor of its own."""
+        if self.method("__init__") is not None:
+            return []
+        annotated = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
+        return [*(self.base.fields if self.base is not None else ()), *annotated]
+
+    @property
+    def ancestry(self) -> list[ClassInfo]:
+        """The class and its base classes that are followed."""
+        return [self, *(self.base.ancestry if self.base is not None else ())]
+
+    def method(self, name: str) -> FunctionInfo | None:
+        """Return a method by name, also from base classes that are followed."""
+        if name in self.methods:
+            return self.methods[name]
+        return self.base.method(name) if self.base is not None else None
+
+    def derives(self, *endings: str) -> bool:
+        """Return whether the last component of a base class's name is one of some names."""
+        directly = any(base.rpartition(".")[2] in endings for base in self.bases)
+        return directly or (self.base is not None and self.base.derives(*endings))
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of the file, with the frame that defines it."""
+
+    info: FunctionInfo
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class of the file."""
+
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An instance of a class of the file."""
+
+    key: str
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMethod:
+    """A method of an instance."""
+
+    owner: Instance
+    info: FunctionInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,3 +412,74 @@ Value: TypeAlias = (
     " | LossFunction | LossGradients | Autocast | ContextManager | DtypeChoice | Managed | Function | Class"
     " | BoundMethod | Instance | Partial"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast context; ``None`` stands for unknown."""
+
+    enabled: bool | None
+    device: str | None
+    dtype: str | None
+    node: ast.AST | None = None
+    explicit: bool = True  # a torch.autocast(...) of this script, not of unknown code
+    conditional: bool = False  # enabled by a setting that is assumed to be on
+    caches: bool = True  # keeps the casts of weights
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is on, and a block of this script."""
+        return self.enabled is True and self.explicit
+
+    @property
+    def computes_float16(self) -> bool:
+        """Whether it computes in float16, also if a setting may switch it off."""
+        dtype = self.dtype or ("float16" if self.dtype == "" and self.device == "cuda" else "")
+        return self.enabled is True and dtype == "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextManager:
+    """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a call.
+
+    Attributes:
+        positional: Values by position.
+        keywords: Values by name.
+        node: Call expression.
+    """
+
+    positional: list[Value]
+    keywords: dict[str, Value]
+    node: ast.Call
+
+    def get(self, index: int, name: str) -> Value | None:
+        """Return the value of a parameter, by position or name."""
+        if index < len(self.positional):
+            return self.positional[index]
+        return self.keywords.get(name)
+
+    @property
+    def first(self) -> Value:
+        """The first positional value; unknown if there is none."""
+        return self.positional[0] if self.positional else UNKNOWN
+
+    def all(self) -> list[Value]:
+        """Return all values."""
+        return [*self.positional, *self.keywords.values()]
+
+    def named(self) -> dict[str, Value]:
+        """Return the values by name or, as text, by position, as ``inline_call`` takes them."""
+        return {**{str(index): value for index, value in enumerate(self.positional)}, **self.keywords}
+
+    def expression(self, index: int, name: str) -> ast.expr | None:
+        """Return the expression of an argument."""
+        if index < len(self.node.args):
+            return self.node.args[index]
+        return keyword_value(self.node, name)

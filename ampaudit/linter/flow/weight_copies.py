@@ -13,8 +13,8 @@ from ampaudit.linter.flow.tensors import requested_dtype
 from ampaudit.linter.flow.values import UNKNOWN, Parameters, Value, literal_of
 
 if TYPE_CHECKING:
-    from ampaudit.linter.flow.arguments import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
+    from ampaudit.linter.flow.values import Arguments
 
 __all__ = ["average_in_list", "copies_method", "freeze"]
 

@@ -7,12 +7,13 @@ import re
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, Fix, file_number
-from ampaudit.linter.flow.event_place import Guard
 from ampaudit.linter.flow.events import (
     AutocastEntered,
+    AutogradGrad,
     Backward,
     CheckpointSaved,
     Event,
+    Guard,
     NumberRead,
     OptimizerMade,
     OptimizerRestored,
@@ -27,6 +28,7 @@ from ampaudit.linter.flow.events import (
     ScalerStep,
     ScalerUpdate,
     SchedulerStep,
+    UnknownBackward,
     of_type,
 )
 from ampaudit.linter.flow.syntax import last_component, receiver_name
@@ -35,7 +37,7 @@ from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_loops", "check_updates_and_checkpoints"]
+__all__ = ["check_loops", "check_retained_graphs", "check_updates_and_checkpoints"]
 
 
 def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
@@ -277,4 +279,21 @@ def _check_restored(interpreter: Interpreter, events: list[Event]) -> None:
             _place_here(event, event.node),
             "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
             "restore it as well: scaler.load_state_dict(checkpoint[...])",
+        )
+
+
+def check_retained_graphs(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check ``retain_graph=True`` where no later backward uses the graph."""
+    uses: list[Event] = of_type(events, Backward, UnknownBackward, AutogradGrad)
+    for index, event in enumerate(uses):
+        if not isinstance(event, Backward) or not event.retains_graph or not event.loss.model_calls:
+            continue
+        if any(other.loop is event.loop for other in uses[index + 1 :]):
+            continue
+        interpreter.report(
+            "AMP836",
+            event.node,
+            "retain_graph=True keeps every activation, but no later backward uses this graph",
+            "remove retain_graph",
+            Fix.at(event.node, "remove keyword", "retain_graph"),
         )

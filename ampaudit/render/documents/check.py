@@ -9,8 +9,7 @@ from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, format_bytes, listed, model_file, plural, shell_quoted
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
-from ampaudit.render.findings import Alert, Suite
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_section
 from ampaudit.render.view import Row, View
 from ampaudit.report.check import CheckResults, TargetResult

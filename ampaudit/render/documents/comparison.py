@@ -14,8 +14,7 @@ from ampaudit.render.strip import Strip
 from ampaudit.render.sweep import sweep_words
 from ampaudit.render.verdict import MARKS, VERDICT_STYLES
 from ampaudit.render.view import Row, View, ViewPage
-from ampaudit.report.finding import Severity
-from ampaudit.report.gap import gaps_in_words
+from ampaudit.report.finding import Severity, gaps_in_words
 from ampaudit.report.model import Comparison, Report
 
 __all__ = ["ComparisonView"]

@@ -10,7 +10,7 @@ from ampaudit.core.text import escape_control, format_bytes, plural, short_op
 from ampaudit.render.blocks import Section, facts, line
 from ampaudit.render.view import View
 from ampaudit.report.conversion import Conversion, OutputRecord
-from ampaudit.report.gap import GapKind
+from ampaudit.report.finding import GapKind
 
 __all__ = ["ConversionView"]
 

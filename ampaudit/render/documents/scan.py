@@ -6,23 +6,25 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ampaudit.core.text import escape_control, format_number, short_op
-from ampaudit.render.against import against_sections
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
-from ampaudit.render.findings import TOP, Suite, alert_of, combined_section, finding_sections
+from ampaudit.render.findings import TOP, Suite, alert_of, combined_section, finding_sections, relative_path
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
-from ampaudit.render.paths import relative_path
-from ampaudit.render.scan_summary import summary_rows, weights_in_words
-from ampaudit.render.scan_tables import all_sites, level_sections, path_sections
+from ampaudit.render.scan_tables import (
+    against_sections,
+    all_sites,
+    level_sections,
+    path_sections,
+    summary_rows,
+    weights_in_words,
+)
 from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_section
 from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.sweep import sweep_sections
 from ampaudit.render.verdict import verdict_section, verdict_words
 from ampaudit.render.view import Cell, Row, View, ViewPage
-from ampaudit.report.finding import Severity, threshold
-from ampaudit.report.gap import gaps_in_words
-from ampaudit.report.model import Report
-from ampaudit.report.site import SiteReport
+from ampaudit.report.finding import Severity, gaps_in_words, threshold
+from ampaudit.report.model import Report, SiteReport
 
 __all__ = ["ScanView", "reports_page"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, short_op
-from ampaudit.render.findings import TOP
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import TOP, relative_path
+from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.model import Report
-from ampaudit.report.site import SiteReport
+from ampaudit.report.model import Report, SiteReport
 
-__all__ = ["figure_data"]
+__all__ = ["bench_data", "figure_data"]
+
 
 _SHARES = 1e-4  # unit of a histogram's shares; smaller bars are invisible
 _ALIKE = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", "findings", "worst")
@@ -158,3 +158,26 @@ def _short(value: float | None) -> float | None:
     if value is None or (float(value).is_integer() and abs(value) < 1e5):
         return value
     return float(f"{value:.4g}")
+
+
+def bench_data(report: BenchReport) -> list[dict[str, Any]]:
+    """Return a row per mode: megabytes by part, scaled to the measured peak, and samples per second."""
+    several = len({row.batch_size for row in report.rows}) > 1
+    ran = [row for row in report.rows if row.status == "ok" and row.seconds and row.least and row.most]
+    return [_row(row, several) for row in ran]
+
+
+def _row(row: BenchRow, several: bool) -> dict[str, Any]:
+    peak = (row.peak_bytes or 0) / 1e6
+    whole = row.memory.peak if row.memory is not None else 0
+    parts = {part: getattr(row.memory, part) / whole * peak for part in PARTS} if whole else {"peak": peak}
+    return {
+        "name": f"{row.mode}, {row.batch_size}" if several else row.mode,
+        "peak": peak,
+        "parts": parts,
+        "speed": row.per_second,
+        "slowest": row.batch_size / (row.most or 1.0),
+        "fastest": row.batch_size / (row.least or 1.0),
+        "finite": row.finite,
+        "sqnr": row.sqnr_db,
+    }

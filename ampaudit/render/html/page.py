@@ -19,7 +19,7 @@ from ampaudit.core.text import escape_control, format_number, format_power, form
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Table
 from ampaudit.render.documents import view_of
-from ampaudit.render.paths import relative_path
+from ampaudit.render.findings import relative_path
 from ampaudit.render.view import ViewPage
 from ampaudit.report.documents import Document
 from ampaudit.report.pages import all_pages

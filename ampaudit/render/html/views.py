@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampaudit.core.text import escape_control, format_scale, plural
-from ampaudit.render.against import against_sections
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
-from ampaudit.render.scan_summary import summary_rows
-from ampaudit.render.scan_tables import path_sections
+from ampaudit.render.scan_tables import against_sections, path_sections, summary_rows
 from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_sentences, steps_svg
 from ampaudit.render.sweep import sweep_chart, sweep_sections

@@ -6,17 +6,50 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 
-from ampaudit.run.against.graph import ComparedGraph, Op
-from ampaudit.run.against.values import agreement
-from ampaudit.run.against.weights import MatchedWeight
-from ampaudit.trace.graph import Slot
+from ampaudit.core.text import format_number
+from ampaudit.run.lockstep import LockStep, Observer, StepCall
+from ampaudit.run.program import Step
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.graph import Placeholder, Role, Site, Slot
+from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = ["Matching"]
+__all__ = [
+    "MIN_CLAMPED",
+    "ComparedGraph",
+    "MatchedWeight",
+    "Matching",
+    "Op",
+    "Values",
+    "difference_of",
+    "match_weights",
+    "plain_value",
+]
+
+# relative and absolute tolerance: rounding in either direction, and the smallest numbers of converters
+_ROUNDING = {
+    torch.float16: (2.0**-10, 1.2e-7),
+    torch.bfloat16: (2.0**-7, 1e-37),
+    torch.float32: (2.0**-21, 1e-37),
+    torch.float64: (2.0**-21, 1e-37),
+}
+
+MIN_CLAMPED = 9990.0  # converters replace larger numbers by 10,000, or by a share of the format's largest
+_TRANSPARENT_ROLES = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
+# the same op under several names
+_SYNONYMS = {
+    "clip": "clamp", "divide": "div", "multiply": "mul", "subtract": "sub", "concat": "cat",
+    "concatenate": "cat", "safe_softmax": "softmax", "_softmax": "softmax", "true_divide": "div",
+    "mm": "matmul", "bmm": "matmul",
+}  # fmt: skip
+_KEPT = 2048  # elements of each value
 
 
 class Matching:
@@ -234,3 +267,280 @@ def _typical(samples: torch.Tensor) -> float:
         return 0.0
     size = samples.abs().nan_to_num(0.0, 0.0, 0.0)
     return float(size.sort().values[size.numel() // 4 : (3 * size.numel()) // 4 + 1].mean())
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedWeight:
+    """A weight of the audited model and its counterpart.
+
+    Attributes:
+        other: Placeholder of the reference.
+        transposed: Whether it is stored transposed.
+        what: Difference beyond rounding; empty if there is none.
+        clamped: Whether only numbers beyond the format differ, and are large as well, as in masks.
+    """
+
+    other: fx.Node
+    transposed: bool = False
+    what: str = ""
+    clamped: bool = False
+
+
+def match_weights(reference: ComparedGraph, audited: ComparedGraph) -> dict[fx.Node, MatchedWeight]:
+    """Match weights by name, or else by content."""
+    by_name = {reference.weight_name(node): node for node in reference.weights}
+    alike = _Content(reference)
+    matches: dict[fx.Node, MatchedWeight] = {}
+    for node, tensor in audited.weights.items():
+        other = by_name.get(audited.weight_name(node))
+        if other is not None and reference.weights[other].shape == tensor.shape:
+            if _rounded_alike(reference.weights[other], tensor):
+                matches[node] = MatchedWeight(other)
+                continue
+            what = difference_of(reference.weights[other], tensor)
+            matches[node] = MatchedWeight(other, False, what, _clamped(reference.weights[other], tensor))
+        match = alike.find(tensor) if tensor.numel() > 1 else None
+        if match is not None and (node not in matches or not match.transposed):
+            matches[node] = match
+    return matches
+
+
+def _rounded_alike(reference: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Return whether a weight is the reference's, rounded to the dtype in which it is stored."""
+    return not bool(_beyond(reference, stored).any())
+
+
+def _beyond(reference: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    relative, absolute = _ROUNDING.get(stored.dtype, (2.0**-3, 1e-2))
+    if reference.dtype in (torch.float16, torch.bfloat16):
+        rounding = _ROUNDING[reference.dtype]
+        relative, absolute = max(relative, rounding[0]), max(absolute, rounding[1])
+    first, second = reference.float(), stored.float()
+    return ~((first == second) | ((first - second).abs() <= relative * first.abs() + absolute))
+
+
+def _clamped(reference: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Return whether a weight differs only where the reference exceeds the format, and is large there."""
+    first, second = reference.float(), stored.float()
+    beyond = first.abs() > torch.finfo(stored.dtype).max
+    ended = beyond & (second.abs() >= MIN_CLAMPED) & (first * second > 0)
+    return not bool((_beyond(reference, stored) & ~ended).any())
+
+
+def difference_of(reference: torch.Tensor, stored: torch.Tensor) -> str:
+    """Describe how a weight differs from the reference's."""
+    square = stored.ndim == 2 and stored.shape[0] == stored.shape[1]
+    if square and _rounded_alike(reference.t(), stored):
+        return "is transposed"
+    beyond = _beyond(reference, stored)
+    count = int(beyond.sum())
+    apart = torch.where(beyond, (reference.float() - stored.float()).abs().nan_to_num(torch.inf), 0.0)
+    place = int(apart.reshape(-1).argmax())
+    values = (format_number(float(t.reshape(-1)[place])) for t in (stored, reference))
+    index = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(place), stored.shape))
+    here, there = values
+    return (
+        f"differs in {count} of {stored.numel()} elements: [{index}] is {here}, and {there} in the reference"
+    )
+
+
+class _Content:
+    """Finds weights by content."""
+
+    def __init__(self, graph: ComparedGraph) -> None:
+        self._graph = graph
+        self._by_size: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        for node, tensor in graph.weights.items():
+            self._by_size[tensor.numel()].append(node)
+        self._samples: dict[tuple[fx.Node, bool], torch.Tensor] = {}
+
+    def find(self, tensor: torch.Tensor) -> MatchedWeight | None:
+        """Return the weight with the same elements, in the same order or transposed."""
+        samples = samples_of(tensor)
+        for node, transposed in self._candidates(tensor):
+            if agreement(self._sampled(node, transposed), samples) < 0.01:
+                other = self._graph.weights[node]
+                other = other.t() if transposed else other
+                if _rounded_alike(other.reshape(tensor.shape), tensor):
+                    return MatchedWeight(node, transposed)
+        return None
+
+    def _candidates(self, tensor: torch.Tensor) -> Iterator[tuple[fx.Node, bool]]:
+        nodes = self._by_size[tensor.numel()]
+        yield from ((node, False) for node in nodes)
+        yield from ((node, True) for node in nodes if self._graph.weights[node].ndim == 2)
+
+    def _sampled(self, node: fx.Node, transposed: bool) -> torch.Tensor:
+        if (node, transposed) not in self._samples:
+            weight = self._graph.weights[node]
+            self._samples[node, transposed] = samples_of(weight.t() if transposed else weight)
+        return self._samples[node, transposed]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """An op that computes or selects values; views and casts are not ops of their own.
+
+    Attributes:
+        place: Position in the graph's order.
+        operands: Nodes that it reads.
+        sources: The op or placeholder that computed the values of each operand.
+    """
+
+    place: int
+    node: fx.Node
+    site: Site
+    base: str
+    operands: tuple[fx.Node, ...]
+    sources: tuple[fx.Node, ...]
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Layer (for ONNX, the node) and kind of the op."""
+        return self.site.layer, self.base
+
+
+class ComparedGraph:
+    """The ops of a graph with the values of one FP32 run."""
+
+    def __init__(self, executor: LockStep, values: Values) -> None:
+        traced = executor.program.traced
+        self.traced = traced
+        self.places: dict[str, Placeholder] = {p.node: p for p in traced.placeholders}
+        self.masters = executor.converted.masters
+        self.values = values.kept
+        self.inputs = [n for n in executor.program.inputs if self.places[n.name].slot is Slot.INPUT]
+        self.outputs = dict(zip(traced.outputs, executor.program.outputs, strict=True))
+        sites = traced.site_of_node
+        self._sources: dict[fx.Node, fx.Node] = {}
+        self.ops: dict[fx.Node, Op] = {}
+        for node in traced.graph.nodes:
+            site = sites.get(node.name)
+            read = tuple(node.all_input_nodes)
+            transparent = node.op == "call_function" and (site is None or site.role in _TRANSPARENT_ROLES)
+            self._sources[node] = self._sources[read[0]] if transparent and read else node
+            if node.op == "call_function" and site is not None and not transparent:
+                sources = tuple(self._sources[n] for n in read)
+                self.ops[node] = Op(len(self.ops), node, site, _base(node), read, sources)
+
+    def source(self, node: fx.Node) -> fx.Node:
+        """Return the op or placeholder whose values a node has."""
+        return self._sources[node]
+
+    @cached_property
+    def readers(self) -> dict[fx.Node, list[Op]]:
+        """The ops that read an op or placeholder, directly or through views."""
+        by_source: defaultdict[fx.Node, list[Op]] = defaultdict(list)
+        for op in self.ops.values():
+            for source in dict.fromkeys(op.sources):
+                by_source[source].append(op)
+        return by_source
+
+    @cached_property
+    def weights(self) -> dict[fx.Node, torch.Tensor]:
+        """The floating-point tensors of the model that an op reads, by placeholder."""
+        return {
+            node: self.masters[node.name].detach()
+            for node in self.traced.graph.find_nodes(op="placeholder")
+            if node.users and node.name in self.masters and self.masters[node.name].is_floating_point()
+        }
+
+    @cached_property
+    def numbers(self) -> frozenset[float]:
+        """The numbers that ops are called with."""
+        values = (value for op in self.ops.values() for value in self.arguments(op).values())
+        return frozenset(value for value in values if isinstance(value, float))
+
+    def is_constant(self, op: Op) -> bool:
+        """Return whether an op computes a single number from stored ones."""
+        stored = all(source.name in self.masters for source in op.sources)
+        return stored and self.values[op.node][0] == 1
+
+    def weight_name(self, node: fx.Node) -> str:
+        """Return the name of the parameter, buffer or constant of a placeholder."""
+        return self.places[node.name].name
+
+    def arguments(self, op: Op) -> dict[str, Any]:
+        """Return the arguments of an op by name, with single stored numbers as numbers."""
+        overload = overload_of(op.node.target)
+        if overload is None:
+            return {}
+        arguments = named_arguments(overload, op.node.args, dict(op.node.kwargs))
+        return {name: self._number(value) for name, value in arguments.items()}
+
+    def _number(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            tensor = self.masters.get(self.source(value).name)
+            if tensor is not None and tensor.numel() == 1:
+                return tensor.item()
+        return value
+
+
+def _base(node: fx.Node) -> str:
+    overload = overload_of(node.target)
+    name = base_name(overload).rstrip("_") if overload is not None else str(node.target)
+    return _SYNONYMS.get(name, name)
+
+
+class Values(Observer):
+    """Samples elements of every tensor of a run, at positions that do not depend on its shape.
+
+    Attributes:
+        kept: Number of elements and a sample of them, by node.
+    """
+
+    __slots__ = ("kept",)
+
+    def __init__(self, executor: LockStep, inputs: list[torch.Tensor]) -> None:
+        self.kept: dict[fx.Node, tuple[int, torch.Tensor]] = {}
+        remaining = iter(inputs)
+        for node in executor.program.inputs:
+            master = executor.converted.masters.get(node.name)
+            self._keep(node, next(remaining) if master is None else master.detach())
+
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Keep elements of FP32's value."""
+        self._keep(step.node, reference)
+        return value
+
+    def _keep(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and not value.is_complex():
+            self.kept[node] = value.numel(), samples_of(value)
+
+
+def samples_of(value: torch.Tensor) -> torch.Tensor:
+    """Return elements at positions that depend only on their number, in float64 on the CPU."""
+    count = value.numel()
+    if count <= _KEPT:
+        return value.detach().reshape(-1).to("cpu", torch.float64)
+    places = torch.arange(_KEPT, dtype=torch.int64) * (count - 1) // (_KEPT - 1)
+    if value.is_contiguous():
+        return value.detach().reshape(-1)[places.to(value.device)].to("cpu", torch.float64)
+    index = torch.unravel_index(places.to(value.device), value.shape)
+    return value.detach()[index].to("cpu", torch.float64)
+
+
+def agreement(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the mean relative error of two samples, at most 1.
+
+    Errors of relatively small elements are measured against the median, so that neither masks nor the
+    remainders of sums that cancel dominate. Infinities must agree.
+    """
+    if first.shape != second.shape:
+        return 1.0
+    if torch.equal(first, second):
+        return 0.0
+    size = first.abs().nan_to_num(0.0, 0.0, 0.0)
+    usual = float(size.median()) or float(size.mean()) or 1.0
+    apart = (first - second).abs() / (size + usual)
+    same = (first == second) | (first.isnan() & second.isnan())
+    return float(torch.where(same, 0.0, apart.nan_to_num(1.0, 1.0, 1.0)).clamp(max=1.0).mean())
+
+
+def plain_value(value: Any) -> Any:
+    """Return a number, a text, or a list of these; ``None`` for anything else."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float | str) for v in value):
+        return list(value)
+    return None

@@ -13,16 +13,22 @@ from torch import fx, nn
 from ampaudit.core.errors import InputError, ReferenceBroken
 from ampaudit.core.text import format_number, short_op
 from ampaudit.run.against.comparison import ModelComparison, ModelDifference
-from ampaudit.run.against.graph import ComparedGraph, Op
-from ampaudit.run.against.matching import Matching
-from ampaudit.run.against.values import Values, plain_value
-from ampaudit.run.against.weights import MIN_CLAMPED, MatchedWeight, difference_of, match_weights
+from ampaudit.run.against.matching import (
+    MIN_CLAMPED,
+    ComparedGraph,
+    MatchedWeight,
+    Matching,
+    Op,
+    Values,
+    difference_of,
+    match_weights,
+    plain_value,
+)
 from ampaudit.run.backends import Float32Backend
 from ampaudit.run.config import RunConfig
 from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.fp32_check import is_broken
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer
+from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.record import RunRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves

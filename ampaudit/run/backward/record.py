@@ -17,8 +17,7 @@ from typing import Annotated, Any
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.gradients import LayerScales, ScaleAdvice, ScaleRow
-from ampaudit.run.observation import Observation
-from ampaudit.run.samples import AS_RUN
+from ampaudit.run.measure import AS_RUN, Observation
 
 __all__ = [
     "GradientOrigin",

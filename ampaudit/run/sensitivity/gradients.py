@@ -18,19 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.core.text import short_op
-from ampaudit.policy.scaling import StartingScale
+from ampaudit.policy.load import StartingScale
 from ampaudit.run.backends import Float32Backend, rounded
-from ampaudit.run.backward.backward import BackwardPass, GradientObserver, GradientPair
-from ampaudit.run.backward.custom_backward import FaultSource
+from ampaudit.run.backward.backward import BackwardPass, FaultSource, GradientObserver, GradientPair
 from ampaudit.run.backward.gradients import GradientAudit, gradient_dtypes
-from ampaudit.run.backward.tape import Tape, TapeEntry
-from ampaudit.run.backward.vjp import vjp
+from ampaudit.run.backward.vjp import Tape, TapeEntry, vjp
 from ampaudit.run.config import RunConfig
-from ampaudit.run.device import restore_random_state
-from ampaudit.run.guards import refuse_more_than_memory
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer, resolved
-from ampaudit.run.program import Program
+from ampaudit.run.device import refuse_more_than_memory, restore_random_state
+from ampaudit.run.lockstep import LockStep, Observer, resolved
+from ampaudit.run.program import Program, Step, widened_tensor, widened_value
 from ampaudit.run.record import RunRecord
 from ampaudit.run.sensitivity.measure import enough_probes, max_probes, signs_like
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueNames, values_of
@@ -44,7 +40,6 @@ from ampaudit.run.sensitivity.probe import (
     finite_difference,
     float_nodes,
 )
-from ampaudit.run.step import Step, widened_tensor, widened_value
 from ampaudit.trace.flatten import is_mark, mark_number
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.graph import Slot

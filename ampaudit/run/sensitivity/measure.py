@@ -15,15 +15,13 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.errors import InputError
 from ampaudit.run.backends import Emulated, Float32Backend
 from ampaudit.run.config import RunConfig
-from ampaudit.run.guards import guarded, refuse_more_than_memory
-from ampaudit.run.lockstep import LockStep
+from ampaudit.run.device import guarded, refuse_more_than_memory
+from ampaudit.run.lockstep import LockStep, Observer, Pair
 from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.observer import Observer, Pair
-from ampaudit.run.program import Program
+from ampaudit.run.program import Program, Step
 from ampaudit.run.record import RunRecord
 from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueKind, ValueNames, values_of
 from ampaudit.run.sensitivity.probe import Collected, ErrorTape, SensitivityRecord, float_nodes, probe
-from ampaudit.run.step import Step
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder

@@ -12,7 +12,7 @@ from torch import fx
 
 from ampaudit.policy.schema import Cast
 from ampaudit.run.lockstep import LockStep
-from ampaudit.run.step import Step
+from ampaudit.run.program import Step
 from ampaudit.trace.caster import TWIN
 from ampaudit.trace.functional import OnCopy
 from ampaudit.trace.graph import Role, Site, Slot

@@ -19,15 +19,18 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.run.backends import Emulated, Float32Backend, rounded
-from ampaudit.run.backward.backward import BackwardPass, GradientObserver, GradientPair
-from ampaudit.run.backward.custom_backward import CustomBackwards, FaultSource
-from ampaudit.run.backward.tape import Tape, TapeEntry
+from ampaudit.run.backward.backward import (
+    BackwardPass,
+    CustomBackwards,
+    FaultSource,
+    GradientObserver,
+    GradientPair,
+)
+from ampaudit.run.backward.vjp import Tape, TapeEntry
 from ampaudit.run.device import restore_random_state
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer, StepCall, resolved
-from ampaudit.run.program import Program
+from ampaudit.run.lockstep import LockStep, Observer, StepCall, resolved
+from ampaudit.run.program import Program, Step, widened_tensor, widened_value
 from ampaudit.run.sensitivity.precision_graph import ValueKind, ValueNames
-from ampaudit.run.step import Step, widened_tensor, widened_value
 from ampaudit.trace.flatten import is_mark
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.internals import decomposition_table

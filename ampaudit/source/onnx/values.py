@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 __all__ = [
     "FLOATS",
     "MISFITS",
+    "OPERATORS",
     "Known",
     "NodeCall",
     "Operand",
+    "Operator",
     "RefusedNode",
     "Unsupported",
     "as_constant",
@@ -32,11 +34,13 @@ __all__ = [
     "misfit_error",
     "onnx_type_of",
     "operand_tensors",
+    "operator",
     "standard_body",
     "with_values",
 ]
 
-
+Operator = Callable[..., Any]
+OPERATORS: dict[tuple[str, str], Operator] = {}
 MAX_ELEMENTS = 1 << 33  # elements of a result; 32 GiB in float32
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # exceptions that torch raises for inputs that do not fit
@@ -306,3 +310,15 @@ def onnx_type_of(value: Operand) -> Any:
     assert isinstance(tensor, torch.Tensor)
     kind = next(kind for kind in ir.DataType if torch_dtype_of(kind) == tensor.dtype)
     return onnx.helper.make_tensor_type_proto(kind.value, list(tensor.shape))
+
+
+def operator(*names: str, domain: str = "") -> Callable[[Operator], Operator]:
+    """Register a function of a ``NodeCall`` and its inputs for operators of these names."""
+
+    def register(function: Operator) -> Operator:
+        for name in names:
+            assert (domain, name) not in OPERATORS, name
+            OPERATORS[domain, name] = function
+        return function
+
+    return register

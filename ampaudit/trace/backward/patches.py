@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.backward.calls import FunctionApplication, Hooks
-from ampaudit.trace.backward.tracer import BackwardTracer
+from ampaudit.trace.backward.tracer import BackwardTracer, FunctionApplication, Hooks
 from ampaudit.trace.internals import (
     FakeTensor,
     Replacement,

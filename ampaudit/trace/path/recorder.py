@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import TraceFailed
 from ampaudit.core.untrusted import describe
-from ampaudit.trace.eager_call import without_low_precision, writable
 from ampaudit.trace.entry import layer_path
+from ampaudit.trace.failure import without_low_precision, writable
 from ampaudit.trace.fake_model import fake_like, named_tensors
 from ampaudit.trace.flatten import VALUE_READ, VALUE_SIZED
 from ampaudit.trace.graph import TracedModel

@@ -18,7 +18,7 @@ import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, RunFailed, UsageError
 from ampaudit.core.formats import BFLOAT16, FLOAT16
 from ampaudit.render.render import as_file
-from ampaudit.run.backward.meter import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
+from ampaudit.run.backward.gradients import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
 from ampaudit.run.backward.record import GradientStats, NamedGradient, advice_on_scale
 from tests.support import zoo
 from tests.support.backward import Kept, audit

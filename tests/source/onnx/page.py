@@ -123,7 +123,7 @@ def page(failures: Mapping[str, str | None]) -> str:
 
 
 def _contrib() -> list[str]:
-    from ampaudit.source.onnx.ops.registry import OPERATORS
+    from ampaudit.source.onnx.values import OPERATORS
 
     return [name for domain, name in OPERATORS if domain == "com.microsoft"]
 

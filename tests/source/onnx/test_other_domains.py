@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from ampaudit.core.errors import AuditError
 from ampaudit.source.onnx.files import OnnxFile
 from ampaudit.source.onnx.model import OnnxModel
-from ampaudit.source.onnx.ops.registry import OPERATORS
+from ampaudit.source.onnx.values import OPERATORS
 
 MS = "com.microsoft"
 RANDOM = np.random.default_rng(0)

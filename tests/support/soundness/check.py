@@ -12,10 +12,8 @@ from torch import fx
 
 from ampaudit.bounds import BoundTable, Interval
 from ampaudit.run.backends import Emulated, Native
-from ampaudit.run.lockstep import LockStep
-from ampaudit.run.observer import Observer, StepCall
-from ampaudit.run.program import compile_program
-from ampaudit.run.step import Step
+from ampaudit.run.lockstep import LockStep, Observer, StepCall
+from ampaudit.run.program import Step, compile_program
 from ampaudit.trace import TracedModel
 from ampaudit.trace.converted import attach_weights
 from tests.support.soundness.program import torchs_own_kernels

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported
+from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported, operator
 from ampaudit.trace.internals import without_modes
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ampaudit.source.onnx.ops.activations import attribute_text, named_dtype
-from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import Known, NodeCall, Operand, check_size
+from ampaudit.source.onnx.ops.elementwise import attribute_text, named_dtype
+from ampaudit.source.onnx.values import Known, NodeCall, Operand, check_size, operator
 
 __all__ = ["axes_of"]
 

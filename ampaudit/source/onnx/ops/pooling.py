@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ampaudit.source.onnx.ops.activations import attribute_text
+from ampaudit.source.onnx.ops.elementwise import attribute_text
 from ampaudit.source.onnx.ops.products import pads_of
-from ampaudit.source.onnx.ops.registry import operator
-from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported, check_size
+from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported, check_size, operator
 
 Array = np.ndarray[Any, Any]
 _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}

@@ -6,19 +6,14 @@ from typing import TYPE_CHECKING
 
 from ampaudit.source.onnx.names import plain_domain
 from ampaudit.source.onnx.ops import (  # noqa: F401
-    activations,
-    attention,
     control,
     elementwise,
     indexing,
-    norms,
     pooling,
     products,
-    quantized,
-    recurrent,
     reductions,
 )
-from ampaudit.source.onnx.ops.registry import OPERATORS, Operator
+from ampaudit.source.onnx.values import OPERATORS, Operator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
