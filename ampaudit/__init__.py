@@ -60,7 +60,7 @@ _MODULES = {
     "read_report": "ampaudit.report.compare",
     "TrainingReport": "ampaudit.report.training",
     "TuningReport": "ampaudit.report.tuning",
-    "Verification": "ampaudit.report.verification",
+    "Verification": "ampaudit.report.conversion",
     "twin": "ampaudit.trace.twins",
     "TrainConfig": "ampaudit.training.config",
     "LossScaler": "ampaudit.training.prepare",

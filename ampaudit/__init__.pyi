@@ -42,6 +42,7 @@ from ampaudit.report.compare import DiffConfig as DiffConfig
 from ampaudit.report.compare import Saved
 from ampaudit.report.compare import read_report as read_report
 from ampaudit.report.conversion import Conversion as Conversion
+from ampaudit.report.conversion import Verification as Verification
 from ampaudit.report.difference import Differences as Differences
 from ampaudit.report.finding import Finding as Finding
 from ampaudit.report.finding import Severity as Severity
@@ -51,7 +52,6 @@ from ampaudit.report.model import Report as Report
 from ampaudit.report.plan import PlanReport as PlanReport
 from ampaudit.report.training import TrainingReport as TrainingReport
 from ampaudit.report.tuning import TuningReport as TuningReport
-from ampaudit.report.verification import Verification as Verification
 from ampaudit.run.backends import Backend
 from ampaudit.run.config import KeepOutputs
 from ampaudit.trace.twins import twin as twin

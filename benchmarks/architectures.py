@@ -32,7 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import ampaudit
 from ampaudit.core.errors import AuditError, first_line
-from ampaudit.source.random_inputs import needed_inputs, random_input
+from ampaudit.source.processor import needed_inputs, random_input
 from benchmarks.options import parser
 
 ROWS, LENGTH = 2, 8

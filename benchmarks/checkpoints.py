@@ -100,7 +100,7 @@ def cast_seconds(source: Path) -> float:
 def time_conversion(folder: Path, source: Path, repeats: int) -> dict[str, Any]:
     """Interleaved: ``cp`` of the checkpoint, the bare cast, the conversion, and its start alone."""
     base = run([sys.executable, "-c", "import torch, time; time.sleep(0.5)"])[1]
-    started = [sys.executable, "-c", "import ampaudit.export.convert_weights"]
+    started = [sys.executable, "-c", "import ampaudit.export.convert"]
     out, copy = folder / "out", folder / "copy"
     whole, without_start, peaks, seconds = [], [], [], []
     for _ in range(repeats):

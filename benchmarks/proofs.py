@@ -23,7 +23,7 @@ from ampaudit.bounds import bound
 from ampaudit.bounds.domain import assumptions
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.run.search import Search
+from ampaudit.run.attribution import Search
 from ampaudit.trace import Role, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves

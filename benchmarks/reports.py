@@ -25,8 +25,8 @@ from typing import Any
 from ampaudit.core.sites import SiteId
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
+from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.model import Report
-from ampaudit.report.saved import parse_document, read_document
 from benchmarks.options import parser
 
 SAVED = Path(__file__).parents[1] / "tests" / "data" / "reports" / "overflow.json"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampaudit.render.markdown import to_markdown
-from ampaudit.report.saved import read_document
+from ampaudit.report.documents import read_document
 from benchmarks.options import parser
 
 ROOT = Path(__file__).resolve().parents[1]

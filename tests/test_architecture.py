@@ -36,7 +36,7 @@ PATCHING = {
     "ampaudit.recording.calls",  # nn.Module.__call__, while a program is recorded
     "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
     "ampaudit.trace.caster",  # autocast for CUDA on machines without it
-    "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn
+    "ampaudit.trace.backward.tracer",  # autograd functions, hooks, Tensor.data and grad_fn
     "ampaudit.trace.interpose",  # the method of the tracer that records ops
     "ampaudit.trace.path.recorder",  # what tells code that it is being traced; reads of fake tensors
 }

@@ -230,7 +230,7 @@ class ScanConfig(PlanConfig):
 
     def check(self) -> None:
         """Raise early for options that are invalid, or that another one leaves without effect."""
-        from ampaudit.run.contract import parse_contract
+        from ampaudit.run.backends import parse_contract
 
         for option, others in _EXCLUDES.items():
             for other in others:

@@ -23,11 +23,11 @@ from ampaudit.core.text import format_number
 from ampaudit.core.version import __version__
 from ampaudit.policy import RuleSet
 from ampaudit.report.extrapolation import Stressed
+from ampaudit.run.attribution import Search
 from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import RunRecord
-from ampaudit.run.search import Search
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.inputs import save_inputs, with_tensors
 from ampaudit.trace import Role, Site, TracedModel, trace

@@ -31,9 +31,9 @@ from ampaudit.policy.schema import AS_IS
 from ampaudit.report.model import Comparison, ModelInfo, Report, RunInfo
 from ampaudit.run.against.reference import ReferenceModel
 from ampaudit.run.audit import Audit, run_audits
+from ampaudit.run.backends import ContractBackend, parse_contract
 from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.config import RunConfig, Steps
-from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.sensitivity.gradients import GradientProbe
 from ampaudit.run.share import ALONE

@@ -37,7 +37,7 @@ from ampaudit.report.model import (
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.measure import Observation
-from ampaudit.run.path_record import ReadStats
+from ampaudit.run.record import ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.path.reads import ReadKind

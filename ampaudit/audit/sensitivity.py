@@ -17,8 +17,13 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import Differentiator, RunConfig
 from ampaudit.run.sensitivity.gradients import GradientProbe
 from ampaudit.run.sensitivity.measure import SensitivityProbe
-from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, PrecisionValue, ValueKind
-from ampaudit.run.sensitivity.probe import Sensitivities, SensitivityRecord
+from ampaudit.run.sensitivity.probe import (
+    PrecisionGraph,
+    PrecisionValue,
+    Sensitivities,
+    SensitivityRecord,
+    ValueKind,
+)
 from ampaudit.source import ModelSource
 
 __all__ = ["noise_rows", "probing", "probing_gradients", "sensitivities_in", "sensitivity_of"]

@@ -29,7 +29,7 @@ from ampaudit.bounds.transfers import (
     transfer,
 )
 from ampaudit.core.formats import FLOAT32
-from ampaudit.trace.site_table import is_idle_dropout
+from ampaudit.trace.graph import is_idle_dropout
 from ampaudit.trace.values import sizes_of
 
 SLACK = 2.0**-6

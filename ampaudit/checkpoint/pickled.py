@@ -14,8 +14,16 @@ import torch
 from ampaudit.checkpoint.archive import Archive, map_privately
 from ampaudit.checkpoint.header import MAX_DIMENSIONS
 from ampaudit.checkpoint.parts import flat_tensor, misfit
-from ampaudit.checkpoint.plain_pickle import MAX_PICKLE, RefusedPickle, interpret
-from ampaudit.checkpoint.stand_ins import GlobalName, Opaque, Pairs, StorageRecord, TensorRecord
+from ampaudit.checkpoint.plain_pickle import (
+    MAX_PICKLE,
+    GlobalName,
+    Opaque,
+    Pairs,
+    RefusedPickle,
+    StorageRecord,
+    TensorRecord,
+    interpret,
+)
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import MAX_DEPTH, describe, describe_path
 

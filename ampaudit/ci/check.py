@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 from ampaudit.audit.config import ScanConfig
 from ampaudit.ci.config import CheckConfig
 from ampaudit.ci.judge import check_codes
-from ampaudit.core.arguments import given_paths
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
-from ampaudit.core.config import Progress, with_options
+from ampaudit.core.config import Progress, given_paths, with_options
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import temporary_directory, write_text
 from ampaudit.core.source_config import SourceConfig
@@ -24,7 +23,7 @@ from ampaudit.core.text import model_file, parse_size
 from ampaudit.core.untrusted import describe_path
 from ampaudit.render.json import to_json
 from ampaudit.report.check import Baseline, Budgets, CheckResults, KnownTarget, Request, TargetResult
-from ampaudit.report.saved import read_record
+from ampaudit.report.documents import read_record
 
 __all__ = ["BaselineFile", "Limits", "check", "check_all"]
 

@@ -151,7 +151,7 @@ def _checked(request: Request) -> TargetResult:
         return check_target(request)
     from click.exceptions import Exit
 
-    from ampaudit.parallel.launched import with_ranks
+    from ampaudit.parallel.ranks import with_ranks
 
     try:
         with with_ranks(name=f"check/{request.number}") as share:

@@ -60,7 +60,7 @@ def _deliver(report: BenchReport, options: dict[str, Any]) -> None:
 
     deliver_document(report, options)
     if options["plot"] is not None:
-        from ampaudit.render.bench_plot import plot_bench
+        from ampaudit.render.training_plot import plot_bench
 
         with keeping(report):
             plot_bench(report, options["plot"], force=options["force"])

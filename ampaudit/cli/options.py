@@ -16,8 +16,7 @@ from ampaudit.cli.ranks import among_ranks
 from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, long_flag, option_of, value_type
 from ampaudit.core.errors import UsageError
 from ampaudit.core.untrusted import describe
-from ampaudit.render.formats import FORMAT_REGISTRY, OUTPUT_FORMATS, chosen_format
-from ampaudit.render.render import formats_of
+from ampaudit.render.render import FORMAT_REGISTRY, OUTPUT_FORMATS, chosen_format, formats_of
 
 __all__ = [
     "FILE",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.terminal import as_text, show
-from ampaudit.render.formats import chosen_format
+from ampaudit.render.render import chosen_format
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -26,8 +26,6 @@ def among_ranks(*, pipeline: bool = False) -> AbstractContextManager[RankShare |
         if pipeline and "RANK" not in os.environ:
             raise click.UsageError("--pipeline divides the model among ranks: start it with torchrun")
         return nullcontext()
-    from ampaudit.parallel.launched import with_ranks
-    from ampaudit.parallel.pipeline import PipelineShare
-    from ampaudit.parallel.ranks import RankShare
+    from ampaudit.parallel.ranks import PipelineShare, RankShare, with_ranks
 
     return with_ranks(PipelineShare if pipeline else RankShare)

@@ -33,7 +33,7 @@ def report_command(file: Path, **options: Any) -> None:
 
     Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
     """
-    from ampaudit.report.saved import read_document
+    from ampaudit.report.documents import read_document
 
     deliver_document(read_document(file), options)
 
@@ -51,7 +51,7 @@ def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any
 
     Exit codes: 0 nothing is worse, 1 something is, 2 bad input.
     """
-    from ampaudit.report.saved import read_document
+    from ampaudit.report.documents import read_document
 
     config = config_from(DiffConfig, options)
     changes = differences(read_document(old), read_document(new), config)

@@ -33,6 +33,8 @@ __all__ = [
     "Texts",
     "Trust",
     "UserFunction",
+    "given_path",
+    "given_paths",
     "limits_of",
     "long_flag",
     "no_such",
@@ -44,6 +46,7 @@ __all__ = [
     "value_type",
     "with_options",
 ]
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -338,3 +341,27 @@ def _in_words(kind: Any, least: Any = None, most: Any = None, is_open: bool = Fa
     if is_open or (kind is int and least > 0):
         return f"{words} above {least if is_open else least - 1:g}"
     return f"{words}, {least:g} or more"
+
+
+def given_path(value: Any, what: str) -> Path:
+    """Return an argument as a path.
+
+    Raises:
+        UsageError: The argument is missing, empty or not a path.
+    """
+    if not isinstance(value, str | Path) or value == "":
+        problem = "missing" if value in (None, "") else f"of type {type(value).__name__}"
+        raise UsageError(f"{what} is {problem}", hint="pass a path")
+    return Path(value)
+
+
+def given_paths(value: Any, what: str) -> list[str]:
+    """Return an argument that is a path or an iterable of paths as a list.
+
+    Raises:
+        UsageError: The argument or one of its items is not a path.
+    """
+    several = [value] if isinstance(value, str | Path) else value
+    if not isinstance(several, Iterable) or isinstance(several, Mapping):
+        raise UsageError(f"{what} is of type {type(value).__name__}", hint="pass a path or a list of paths")
+    return [str(given_path(item, what)) for item in several]

@@ -15,8 +15,7 @@ from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import Manifest, read_manifest
 from ampaudit.export.program import compare_output, digest_of_tensors, run_program
-from ampaudit.report.conversion import OutputRecord
-from ampaudit.report.verification import Problem
+from ampaudit.report.conversion import OutputRecord, Problem
 from ampaudit.source.exported import ExportedModel, StoredProgram, read_program
 
 __all__ = ["rerun", "rerun_in_sandbox"]

@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 from ampaudit.checkpoint.header import FLOAT_TYPES
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PROGRAM, REFERENCE
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
-from ampaudit.core.arguments import given_path
-from ampaudit.core.config import Progress, silent, with_options
+from ampaudit.core.config import Progress, given_path, silent, with_options
 from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
@@ -24,7 +23,7 @@ from ampaudit.core.untrusted import describe_path, validate
 from ampaudit.export.config import VerifyConfig
 from ampaudit.export.manifest import FileRecord, Manifest, digest_of, read_manifest
 from ampaudit.export.weight_files import StoredTensor
-from ampaudit.report.verification import Problem, Verification
+from ampaudit.report.conversion import Problem, Verification
 from ampaudit.trace.converted import clipped
 
 __all__ = ["file_problem", "is_own_file", "verify"]

@@ -9,17 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ampaudit.core.arguments import given_paths
-from ampaudit.core.config import with_options
+from ampaudit.core.config import given_paths, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
 from ampaudit.core.version import __version__
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.linting import LintedFile, lint_files
 from ampaudit.linter.selection import UNUSED_SUPPRESSION
+from ampaudit.report.documents import read_document
 from ampaudit.report.finding import KNOWN, gate_at
 from ampaudit.report.lint import LintFinding, LintReport
-from ampaudit.report.saved import read_document
 
 __all__ = ["lint", "lint_report"]
 

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,22 +18,26 @@ from typing import TYPE_CHECKING
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import write_private, write_text
 from ampaudit.core.text import shell_quoted
+from ampaudit.core.untrusted import describe
 from ampaudit.render.documents import view_class, view_of
-from ampaudit.render.formats import FORMAT_REGISTRY, chosen_format
 from ampaudit.report.documents import Document
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
+    "FORMAT_REGISTRY",
+    "OUTPUT_FORMATS",
     "as_file",
     "check_format",
     "check_values",
+    "chosen_format",
     "for_terminal",
     "formats_of",
     "keeping",
     "write_document",
 ]
+
 
 _KEPT = "the result is"
 _TIMES = re.compile(r'"(timings|seconds)": (\{[^}]*\}|[^,\n]*)')  # which differ each time
@@ -140,3 +145,50 @@ def _keep(document: Document) -> str:
     sys.stdout.write(text)
     sys.stdout.flush()
     return "printed as JSON, since no temporary file can be written"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """An output format.
+
+    Attributes:
+        writer: Module and function that turn a document into text, as ``module:function``.
+        needs: Part of a ``View`` that the writer renders.
+        suffixes: File suffixes that select the format by default.
+    """
+
+    writer: str
+    needs: str
+    suffixes: tuple[str, ...] = ()
+
+
+FORMAT_REGISTRY = {
+    "text": Format("ampaudit.render.terminal:to_text", "sections", (".txt", ".log", "")),
+    "json": Format("ampaudit.render.json:to_json", "document", (".json",)),
+    "html": Format("ampaudit.render.html.page:to_html", "page", (".html", ".htm")),
+    "markdown": Format("ampaudit.render.markdown:to_markdown", "digest", (".md", ".markdown")),
+    "sarif": Format("ampaudit.render.sarif:to_sarif", "suites", (".sarif",)),
+    "junit": Format("ampaudit.render.junit:to_junit", "suites", (".xml",)),
+    "github": Format("ampaudit.render.github:to_github", "suites"),
+    "csv": Format("ampaudit.render.csv:to_csv", "rows", (".csv",)),
+}
+OUTPUT_FORMATS = {name: form.suffixes for name, form in FORMAT_REGISTRY.items()}
+
+
+def chosen_format(form: str | None, output: Path | None, offered: Iterable[str] = FORMAT_REGISTRY) -> str:
+    """Return the named format, else the format of the file's suffix, else ``text``.
+
+    Raises:
+        UsageError: the suffix belongs to none of the offered formats.
+    """
+    if form is not None or output is None:
+        return form or "text"
+    suffix, forms = output.suffix.lower(), [name for name in offered if OUTPUT_FORMATS[name]]
+    for name in forms:
+        if suffix in OUTPUT_FORMATS[name]:
+            return name
+    *first, last = (OUTPUT_FORMATS[name][0] for name in forms)
+    raise UsageError(
+        f"-o {describe(output)}: this result has no format for {describe(suffix)} files",
+        hint=f"end the name in {', '.join(first)} or {last}, or name a format: --format text",
+    )

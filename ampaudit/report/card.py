@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ampaudit.core.arguments import given_path
+from ampaudit.core.config import given_path
 from ampaudit.core.text import escape_control
 
 __all__ = ["CardRows", "Shown", "counted"]

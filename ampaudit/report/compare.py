@@ -9,15 +9,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 
-from ampaudit.core.arguments import given_path
-from ampaudit.core.config import Config, Option, with_options
+from ampaudit.core.config import Config, Option, given_path, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.difference import Difference, Differences, Direction, ReportSummary, SiteChange
-from ampaudit.report.documents import Document
+from ampaudit.report.documents import Document, read_document
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Comparison, Report, SiteReport
-from ampaudit.report.saved import read_document
 
 __all__ = ["DiffConfig", "diff", "differences"]
 

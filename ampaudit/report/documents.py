@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeAlias, get_args
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, get_args
 
+from pydantic import TypeAdapter, ValidationError
+
+from ampaudit.core.errors import InputError, first_line
+from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.check import CheckResults
-from ampaudit.report.conversion import Conversion
+from ampaudit.report.conversion import Conversion, Verification
 from ampaudit.report.difference import Differences
 from ampaudit.report.lint import LintReport
-from ampaudit.report.model import Comparison, Report
+from ampaudit.report.model import SCHEMA, Comparison, Report
 from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import TuningReport
-from ampaudit.report.verification import Verification
 
-__all__ = ["DOCUMENTS", "Document", "kind_of"]
+__all__ = ["DOCUMENTS", "Document", "kind_of", "parse_document", "read_document", "read_record"]
 
+T = TypeVar("T")
+_RENDERER = "ampaudit.render.render"  # on a higher floor, so it is looked up when it is needed
+
+_MAX_BYTES = 64_000_000  # 60,000 sites
+_HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 Document: TypeAlias = (
     Report
     | Comparison
@@ -43,3 +55,103 @@ DOCUMENTS: dict[str, type[Document]] = {
 def kind_of(data: Mapping[str, Any]) -> str | None:
     """Return the kind of document in parsed JSON; ``None`` if it is not ours."""
     return next((kind for kind in DOCUMENTS if kind == data.get("kind")), None)
+
+
+def read_record(record: type[T], kind: str, path: Path, name: str, how: str) -> T:
+    """Read a saved record of a kind that is not a document, such as a baseline.
+
+    Args:
+        record: Dataclass to create.
+        kind: Expected value of its field ``kind``.
+        path: Path of the file.
+        name: Name of the file in errors.
+        how: Hint in errors that says how to write such a file.
+
+    Raises:
+        InputError: see ``parse_document``.
+    """
+    data = _json(_text(path, name, how), name, how)
+    if data.get("kind") != kind:
+        raise InputError(f"{name}: JSON, but not a {kind} of ampaudit", hint=how)
+    return _validated(record, data, name, how)
+
+
+def read_document(path: Path) -> Document:
+    """Read the document in a file, or in a converted directory.
+
+    Raises:
+        InputError: the file cannot be read; see also ``parse_document``.
+    """
+    if path.is_dir():
+        from ampaudit.checkpoint.layout import MANIFEST, REPORT
+
+        path = path / REPORT if (path / MANIFEST).is_file() else path
+    return parse_document(_text(path, describe_path(path), _HOW), describe_path(path))
+
+
+def parse_document(text: str, name: str) -> Document:
+    """Parse a document without running anything in it; errors refer to it as ``name``.
+
+    Raises:
+        InputError: The text is truncated, of a newer schema, or not an ampaudit document.
+    """
+    data = _json(text, name, _HOW)
+    kind = kind_of(data)
+    if kind is None:
+        raise InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
+    document = _validated(DOCUMENTS[kind], data, name, _HOW)
+    try:
+        import_module(_RENDERER).check_values(document)
+    except ValueError as error:
+        fault = f"{name}: holds values that no run makes ({describe(first_line(error))})"
+        raise InputError(fault, hint=_HOW) from error
+    return document
+
+
+def _validated(record: type[T], data: dict[str, Any], name: str, how: str) -> T:
+    try:
+        return TypeAdapter(record).validate_python(data, strict=False)
+    except ValidationError as error:
+        raise InputError(f"{name}: {_first_fault(error)}", hint=how) from error
+
+
+def _text(path: Path, name: str, how: str) -> str:
+    if not os.path.lexists(path):
+        raise InputError(f"{name}: No such file", hint=how)
+    try:
+        return read_bounded(path, _MAX_BYTES, InputError).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: not UTF-8 text, so not a JSON report", hint=how) from error
+
+
+def _json(text: str, name: str, how: str) -> dict[str, Any]:
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        fault = error.__cause__
+        if isinstance(fault, json.JSONDecodeError):
+            raise _not_json(text, name, how, fault) from error
+        raise InputError(f"{name}: not JSON ({first_line(error)})", hint=how) from error
+    if not isinstance(data, dict):
+        raise InputError(f"{name}: JSON, but not an ampaudit report", hint=how)
+    schema = data.get("schema", SCHEMA)
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise InputError(
+            f"{name}: written by a newer ampaudit (schema {schema}; this one reads {SCHEMA})",
+            hint="update ampaudit, or write the file again with this version",
+        )
+    return data
+
+
+def _not_json(text: str, name: str, how: str, fault: json.JSONDecodeError) -> InputError:
+    cut = fault.pos >= len(text.rstrip()) or "Unterminated" in fault.msg
+    what = "the report is cut off" if cut and text.strip() else "not JSON"
+    hint = "write it again, or copy it whole" if cut else how
+    return InputError(f"{name}:{fault.lineno}:{fault.colno}: {what} ({fault.msg})", hint=hint)
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors(include_url=False, include_input=False)[0]
+    where = describe(".".join(str(part) for part in fault["loc"]))
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"not an ampaudit report: {where}: {describe(fault['msg'].lower())}{more}"

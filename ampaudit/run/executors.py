@@ -13,9 +13,8 @@ from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import refuse_larger_than_memory
 from ampaudit.run.lockstep import CarriedState, LockStep, Pair
-from ampaudit.run.path_record import takes_path
 from ampaudit.run.program import Program, compile_program, widened_tensor
-from ampaudit.run.record import RunRecord
+from ampaudit.run.record import RunRecord, takes_path
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
@@ -25,8 +24,7 @@ from ampaudit.trace.flow import slices_taken
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.isolation import structural_copy
-from ampaudit.trace.path.numbering import with_known_casts
-from ampaudit.trace.path.recorder import GivenValues, PathTracing
+from ampaudit.trace.path.recorder import GivenValues, PathTracing, with_known_casts
 from ampaudit.trace.state import PythonState, TraceCache, apply_changes, call_key
 
 __all__ = ["ExecutorCache"]

@@ -39,8 +39,7 @@ from ampaudit.source.made_inputs import (
     resize_batches,
 )
 from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
-from ampaudit.source.processor import KINDS, copy_processor, has_processor, processor_directory
-from ampaudit.source.random_inputs import placeholders
+from ampaudit.source.processor import KINDS, copy_processor, has_processor, placeholders, processor_directory
 from ampaudit.source.streamed import notes_on, open_weights, tensors_of
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.internals import Replacement, patched

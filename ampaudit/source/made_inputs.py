@@ -25,11 +25,12 @@ from ampaudit.core.text import plural
 from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
 from ampaudit.source.inputs import unknown_axis
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
-from ampaudit.source.processor import KINDS, Processor
-from ampaudit.source.random_inputs import (
+from ampaudit.source.processor import (
     AUDIO_TOKENS,
     IMAGE_TOKENS,
+    KINDS,
     OWN_INPUTS,
+    Processor,
     check_sizes,
     first_setting,
     input_sizes,

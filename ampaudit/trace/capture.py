@@ -35,8 +35,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SiteNumbering, SourceLine
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace import entry
-from ampaudit.trace.backward.patches import AFTER_ACCUMULATION, watch_custom_backwards
-from ampaudit.trace.backward.tracer import BackwardTracer
+from ampaudit.trace.backward.tracer import AFTER_ACCUMULATION, BackwardTracer, watch_custom_backwards
 from ampaudit.trace.caster import Caster, FactFinder, autocast_visible, mixed_recurrent_inputs
 from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.failure import lines_of, trace_failure
@@ -53,14 +52,12 @@ from ampaudit.trace.fake_model import (
     stored_dtypes,
 )
 from ampaudit.trace.flatten import flat_graph
-from ampaudit.trace.graph import Placeholder, Site, Slot, TracedModel
+from ampaudit.trace.graph import Placeholder, Site, Slot, TracedModel, build_sites
 from ampaudit.trace.internals import FakeTensorMode, Replacement, ShapeEnv, patched, without_torch_function
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.op_calls import Edit
-from ampaudit.trace.path.numbering import PathNumbering
-from ampaudit.trace.path.recorder import GivenValues, PathRecorder, PathTracing
-from ampaudit.trace.site_table import build_sites
+from ampaudit.trace.path.recorder import GivenValues, PathNumbering, PathRecorder, PathTracing
 from ampaudit.trace.stack import code_line, is_library, is_tool_file, library_path
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype

@@ -22,7 +22,7 @@ from ampaudit.run.backends import rounded
 from ampaudit.run.program import differentiable
 from ampaudit.source import Batch
 from ampaudit.trace import trace
-from ampaudit.trace.backward.patches import CHECKPOINT
+from ampaudit.trace.backward.tracer import CHECKPOINT
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import OnCopy, functionalized

@@ -21,10 +21,9 @@ from ampaudit.devices.catalogue import Device, all_devices
 from ampaudit.devices.estimate import OpCost, OpCounter, cost_of, roofline_seconds
 from ampaudit.devices.host import this_machine
 from ampaudit.run.audit import Audit
-from ampaudit.run.sensitivity.precision_graph import PrecisionGraph
-from ampaudit.trace.graph import Role, Slot, TracedModel
+from ampaudit.run.sensitivity.probe import PrecisionGraph
+from ampaudit.trace.graph import Role, Slot, TracedModel, results_of
 from ampaudit.trace.opnames import base_name, composite_kernel, example_size, is_foreign
-from ampaudit.trace.site_table import results_of
 from ampaudit.trace.values import CASTABLE_DTYPES, WIDE
 from ampaudit.tuning.config import CostKind
 from ampaudit.tuning.search import Prices, TuningProblem

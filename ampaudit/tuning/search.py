@@ -23,8 +23,7 @@ import numpy as np
 
 from ampaudit.core.config import Progress, silent
 from ampaudit.report.tuning import TriedSet
-from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueKind
-from ampaudit.run.sensitivity.probe import Sensitivities
+from ampaudit.run.sensitivity.probe import PrecisionGraph, Sensitivities, ValueKind
 
 __all__ = [
     "Accuracy",

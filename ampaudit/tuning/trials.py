@@ -29,7 +29,7 @@ from ampaudit.run.config import RunConfig
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.outputs import compare_outputs
 from ampaudit.run.sensitivity.measure import SensitivityProbe
-from ampaudit.run.sensitivity.precision_graph import PrecisionGraph
+from ampaudit.run.sensitivity.probe import PrecisionGraph
 from ampaudit.run.share import ALONE, BatchNumbers, PartDone, Share
 from ampaudit.source import ModelSource
 from ampaudit.trace.values import torch_dtype

@@ -34,7 +34,7 @@ from ampaudit.report.model import ModelInfo, Report
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
 from ampaudit.run.audit import run_audits
 from ampaudit.run.config import RunConfig
-from ampaudit.run.sensitivity.precision_graph import PrecisionValue, ValueKind
+from ampaudit.run.sensitivity.probe import PrecisionValue, ValueKind
 from ampaudit.run.share import ALONE, Share
 from ampaudit.source import ModelSource
 from ampaudit.source.stored_weights import with_plain_weights

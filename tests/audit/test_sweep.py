@@ -17,9 +17,8 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.core.assumptions import parse_sweep
 from ampaudit.core.errors import AuditError, InputError, SourceError, UsageError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.html.page import to_html
-from ampaudit.render.render import formats_of
+from ampaudit.render.render import FORMAT_REGISTRY, formats_of
 from ampaudit.report.model import Report
 from ampaudit.source.made_inputs import resize_batches
 

@@ -21,11 +21,9 @@ from click.testing import CliRunner, Result
 import ampaudit
 from ampaudit.cli.program import COMMANDS, main
 from ampaudit.core.errors import AuditError, OutputError, UsageError
-from ampaudit.render.formats import FORMAT_REGISTRY
-from ampaudit.render.render import as_file, formats_of
-from ampaudit.report.documents import Document
+from ampaudit.render.render import FORMAT_REGISTRY, as_file, formats_of
+from ampaudit.report.documents import Document, parse_document
 from ampaudit.report.model import Report
-from ampaudit.report.saved import parse_document
 from ampaudit.report.tuning import TuningReport
 from tests.support.saved import sample, text_of
 
@@ -65,7 +63,7 @@ CASES = {
     "verify": Case("verify out", "verification", "ampaudit.export.verify.verify"),
     "lint": Case("lint model.py", "lint", "ampaudit.linter.lint.lint_report"),
     "diff": Case("diff old.json new.json", "diff", "ampaudit.cli.report_command.differences"),
-    "report": Case("report old.json", "scan", "ampaudit.report.saved.read_document"),
+    "report": Case("report old.json", "scan", "ampaudit.report.documents.read_document"),
 }
 WITHOUT_A_DOCUMENT = {"init", "rules", "devices", "explain", "convert", "record", "merge"}
 

@@ -20,7 +20,7 @@ from ampaudit.export import verify as verify_module
 from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from ampaudit.export.restore import restore
 from ampaudit.export.verify import verify
-from ampaudit.report.verification import Verification
+from ampaudit.report.conversion import Verification
 from tests.support.converted import converted, tied
 
 WEIGHTS, MASTERS, PROGRAM, REFERENCE = (

@@ -19,9 +19,9 @@ from ampaudit.linter.lint import lint_report
 from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
+from ampaudit.report.documents import parse_document
 from ampaudit.report.lint import LintReport
 from ampaudit.report.pages import all_pages
-from ampaudit.report.saved import parse_document
 from tests.linter.examples import UNSURE
 from tests.support.paths import ROOT
 from tests.support.saved import HOSTILE

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ampaudit.report.documents import parse_document
 from ampaudit.report.plan import PlannedMemory, PlanReport
-from ampaudit.report.saved import parse_document
 from tests.support.parallel import run, scanned, without_times
 
 MEMORY = ("--memory", "140kB")

@@ -18,13 +18,11 @@ from junitparser import JUnitXml
 from ampaudit.core.errors import UsageError
 from ampaudit.render.blocks import Table
 from ampaudit.render.documents import view_of
-from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.json import json_schema
-from ampaudit.render.render import as_file, for_terminal, formats_of
+from ampaudit.render.render import FORMAT_REGISTRY, as_file, for_terminal, formats_of
 from ampaudit.render.steps import step_section
 from ampaudit.render.view import View
-from ampaudit.report.documents import DOCUMENTS
-from ampaudit.report.saved import parse_document
+from ampaudit.report.documents import DOCUMENTS, parse_document
 from ampaudit.report.steps import StepReport, StepsReport
 from tests.support.paths import ROOT
 from tests.support.saved import SAMPLES, sample, saved

@@ -28,8 +28,7 @@ from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.core.text import escape_control
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, formats_of
-from ampaudit.report.documents import Document
-from ampaudit.report.saved import parse_document
+from ampaudit.report.documents import Document, parse_document
 from tests.support.saved import SAMPLES, sample
 
 Path = tuple[str | int, ...]

@@ -10,7 +10,7 @@ import pytest
 
 from ampaudit.core.errors import AuditError
 from ampaudit.render.render import as_file, formats_of
-from ampaudit.report.saved import parse_document
+from ampaudit.report.documents import parse_document
 from tests.support.saved import SAMPLES, sample
 
 HOSTILE = "\u202e\x1b[31m\n::error::x"

@@ -29,11 +29,10 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import escape_control
 from ampaudit.render.csv import to_csv
-from ampaudit.render.formats import OUTPUT_FORMATS, chosen_format
 from ampaudit.render.github import to_github
 from ampaudit.render.junit import to_junit
 from ampaudit.render.markdown import code, escaped, to_markdown
-from ampaudit.render.render import as_file, for_terminal, formats_of
+from ampaudit.render.render import OUTPUT_FORMATS, as_file, chosen_format, for_terminal, formats_of
 from ampaudit.render.sarif import to_sarif
 from ampaudit.render.scan_tables import summary_rows
 from ampaudit.report.check import CheckResults

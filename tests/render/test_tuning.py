@@ -14,18 +14,17 @@ from xml.etree import ElementTree
 import pytest
 
 from ampaudit.core.errors import UsageError
-from ampaudit.render.bench_plot import plot_bench
 from ampaudit.render.blocks import Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.html.page import to_html
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.sensitivity import format_accuracy, noise_section
 from ampaudit.render.terminal import printable
-from ampaudit.render.training_plot import plot_training
+from ampaudit.render.training_plot import plot_bench, plot_training
 from ampaudit.render.tuning_plot import frontier_figure, plot_tuning
 from ampaudit.render.tuning_tables import tuning_tables
 from ampaudit.report.bench import BenchReport
-from ampaudit.report.saved import parse_document
+from ampaudit.report.documents import parse_document
 from ampaudit.report.sensitivity import Noise
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import TuningReport

@@ -19,9 +19,9 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.report.compare import diff
 from ampaudit.report.difference import Difference
+from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Comparison, Report, SiteReport
-from ampaudit.report.saved import parse_document, read_document
 from tests.support.saved import NAMES, PLACE, saved, saved_report, text_of
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,8 +11,8 @@ from ampaudit import scan
 from ampaudit.audit.checks import Finding
 from ampaudit.core.errors import UsageError
 from ampaudit.report.model import Report
-from ampaudit.run import contract as contracts
-from ampaudit.run.contract import CONTRACTS, ContractBackend, parse_contract
+from ampaudit.run import backends as contracts
+from ampaudit.run.backends import CONTRACTS, ContractBackend, parse_contract
 from tests.support.planted import WIDTH, TwoBranches
 
 HALF = torch.float16

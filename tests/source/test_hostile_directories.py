@@ -24,7 +24,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.source.huggingface import rehearse
 from ampaudit.source.model_config import read_model_config
 from ampaudit.source.open import open_source
-from ampaudit.source.random_inputs import random_input
+from ampaudit.source.processor import random_input
 from tests.support.zoo import ZOO
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -19,8 +19,7 @@ from rich.console import Console
 from ampaudit import bench, convert, plan, scan
 from ampaudit.core.errors import AuditError, InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.render.formats import OUTPUT_FORMATS
-from ampaudit.render.render import as_file, for_terminal
+from ampaudit.render.render import OUTPUT_FORMATS, as_file, for_terminal
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.model import GIVEN, InputsInfo
 from ampaudit.source import Batch, ModelSource

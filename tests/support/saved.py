@@ -14,14 +14,12 @@ from dataclasses import replace
 from functools import partial
 
 from ampaudit.report.compare import diff
-from ampaudit.report.conversion import Conversion, OutputRecord
+from ampaudit.report.conversion import Conversion, OutputRecord, Problem, Verification
 from ampaudit.report.difference import Differences
-from ampaudit.report.documents import Document
+from ampaudit.report.documents import Document, parse_document
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.lint import LintFinding, LintReport, UnreadFile
 from ampaudit.report.model import Comparison, Report, SiteReport
-from ampaudit.report.saved import parse_document
-from ampaudit.report.verification import Problem, Verification
 from tests.support.paths import ROOT
 from tests.support.tuned import SENSITIVITY, tuned
 

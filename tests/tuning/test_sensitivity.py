@@ -16,8 +16,7 @@ from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.sensitivity import measure
 from ampaudit.run.sensitivity.measure import SensitivityProbe
-from ampaudit.run.sensitivity.precision_graph import ValueKind
-from ampaudit.run.sensitivity.probe import Sensitivities
+from ampaudit.run.sensitivity.probe import Sensitivities, ValueKind
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
 from tests.support.tuning import GRAPHS, PlainGraph, sqnr

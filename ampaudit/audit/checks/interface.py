@@ -21,8 +21,8 @@ from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.pages import page_of
 from ampaudit.report.steps import StepGrowth, StepReport, StepsReport, doubling_time
 from ampaudit.run.audit import Audit
+from ampaudit.run.backends import parse_contract
 from ampaudit.run.backward.record import NamedGradient, advice_on_scale
-from ampaudit.run.contract import parse_contract
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import Origin, RunRecord, StepObservation
 from ampaudit.run.weights import WeightRange, weight_ranges

@@ -16,8 +16,7 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.run.path_record import ReadStats
-from ampaudit.run.record import OutputDifference
+from ampaudit.run.record import OutputDifference, ReadStats
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import CodeDifference
 from ampaudit.trace.opnames import mutated_arguments

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ampaudit.core.text import escape_control, format_bytes, plural
 from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.view import Row, View
-from ampaudit.report.verification import Verification
+from ampaudit.report.conversion import Verification
 
 __all__ = ["VerificationView"]
 

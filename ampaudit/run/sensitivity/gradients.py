@@ -29,16 +29,18 @@ from ampaudit.run.lockstep import LockStep, Observer, resolved
 from ampaudit.run.program import Program, Step, widened_tensor, widened_value
 from ampaudit.run.record import RunRecord
 from ampaudit.run.sensitivity.measure import enough_probes, max_probes, signs_like
-from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueNames, values_of
 from ampaudit.run.sensitivity.probe import (
     BackwardKind,
     Collected,
     DifferentiableBackend,
     ErrorCollector,
     ErrorTape,
+    PrecisionGraph,
     SensitivityRecord,
+    ValueNames,
     finite_difference,
     float_nodes,
+    values_of,
 )
 from ampaudit.trace.flatten import is_mark, mark_number
 from ampaudit.trace.functional import DETACH_OPS

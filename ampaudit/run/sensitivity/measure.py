@@ -20,8 +20,17 @@ from ampaudit.run.lockstep import LockStep, Observer, Pair
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program, Step
 from ampaudit.run.record import RunRecord
-from ampaudit.run.sensitivity.precision_graph import PrecisionGraph, ValueKind, ValueNames, values_of
-from ampaudit.run.sensitivity.probe import Collected, ErrorTape, SensitivityRecord, float_nodes, probe
+from ampaudit.run.sensitivity.probe import (
+    Collected,
+    ErrorTape,
+    PrecisionGraph,
+    SensitivityRecord,
+    ValueKind,
+    ValueNames,
+    float_nodes,
+    probe,
+    values_of,
+)
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder

@@ -16,9 +16,8 @@ from ampaudit.trace.flatten import (
     mark_number,
     saved_values,
 )
-from ampaudit.trace.graph import CustomBackward, Placeholder, Slot, TracedModel
+from ampaudit.trace.graph import CustomBackward, Placeholder, Slot, TracedModel, build_sites
 from ampaudit.trace.internals import FakeTensor
-from ampaudit.trace.site_table import build_sites
 
 __all__ = ["separate_backwards"]
 

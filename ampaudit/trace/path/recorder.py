@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import reduce
 from types import ModuleType
@@ -18,12 +19,13 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import TraceFailed
+from ampaudit.core.sites import SiteId, SiteNumbering, SourceLine
 from ampaudit.core.untrusted import describe
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.failure import without_low_precision, writable
 from ampaudit.trace.fake_model import fake_like, named_tensors
 from ampaudit.trace.flatten import VALUE_READ, VALUE_SIZED
-from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.graph import Site, TracedModel
 from ampaudit.trace.internals import (
     NO_VALUE,
     FakeTensor,
@@ -46,10 +48,18 @@ from ampaudit.trace.isolation import preserved
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name, converts, written_values
 from ampaudit.trace.path.reads import ReadValues, python_value
-from ampaudit.trace.stack import calling_line, is_tool_file
+from ampaudit.trace.stack import calling_line, is_tool_file, running_lines
 from ampaudit.trace.values import CASTABLE_DTYPES, storage_id, widened
 
-__all__ = ["READING", "GivenValues", "PathRecorder", "PathTracing", "refuse_path"]
+__all__ = [
+    "READING",
+    "GivenValues",
+    "PathNumbering",
+    "PathRecorder",
+    "PathTracing",
+    "refuse_path",
+    "with_known_casts",
+]
 
 
 # the attribute of a fake tensor that holds its value: Module.to swaps no tensor that is weakly referenced
@@ -463,3 +473,52 @@ def refuse_path(traced: TracedModel, what: str) -> None:
         f"{where}the code depends on values{code}, and {what} needs a graph for all inputs",
         hint="use torch.where or torch.cond there; ampaudit scan audits the path that given inputs take",
     )
+
+
+class PathNumbering(SiteNumbering):
+    """Assigns to the ops of a path the ids that earlier paths have at the same source line.
+
+    Args:
+        known: Sites of earlier paths.
+    """
+
+    def __init__(self, earlier: Sequence[Site]) -> None:
+        super().__init__(site.id for site in earlier)
+        self._known = _ids_by_place(earlier)
+
+    def next_id(self, layer: str, op: str) -> SiteId:
+        """Return the id that an earlier path has at this line, or a new one."""
+        if not self._known:
+            return super().next_id(layer, op)
+        earlier_ids = self._known[(f"{layer or '(top)'}/{op}", *map(_position, running_lines()), None)]
+        return earlier_ids.popleft() if earlier_ids else super().next_id(layer, op)
+
+
+def with_known_casts(traced: TracedModel, earlier: Sequence[Site]) -> TracedModel:
+    """Assign to casts, whose ids are made after the trace, the ids that they have on earlier paths."""
+    ids, ops = _ids_by_place(earlier), [site for site in traced.sites if site.facts is not None]
+    numbering = SiteNumbering(site.id for site in (*earlier, *ops))
+    sites = []
+    for site in traced.sites:
+        if site.facts is None:
+            same, (around, _, name) = ids[_place(site)], site.id.rpartition("/")
+            site_id = same.popleft() if same else numbering.next_id(around, name.partition("#")[0])
+            site = replace(site, id=site_id)
+        sites.append(site)
+    return replace(traced, sites=tuple(sites))
+
+
+def _ids_by_place(sites: Sequence[Site]) -> defaultdict[tuple[Any, ...], deque[SiteId]]:
+    ids: defaultdict[tuple[Any, ...], deque[SiteId]] = defaultdict(deque)
+    for site in sites:
+        ids[_place(site)].append(site.id)
+    return ids
+
+
+def _place(site: Site) -> tuple[Any, ...]:
+    around, _, name = site.id.rpartition("/")  # a layer, or the call of an op whose twin it is part of
+    return f"{around}/{name.partition('#')[0]}", _position(site.source), _position(site.caller), site.weight
+
+
+def _position(line: SourceLine | None) -> tuple[str, int] | None:
+    return None if line is None else (line.file, line.line)
