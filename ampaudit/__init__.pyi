@@ -34,8 +34,8 @@ from ampaudit.linter.config import LintConfig as LintConfig
 from ampaudit.policy import Policy as Policy
 from ampaudit.policy import RuleSet
 from ampaudit.policy import load_policy as load_policy
+from ampaudit.recording.calls import Recording
 from ampaudit.recording.config import RecordConfig as RecordConfig
-from ampaudit.recording.recorder import Recording
 from ampaudit.report.bench import BenchReport as BenchReport
 from ampaudit.report.check import CheckResults as CheckResults
 from ampaudit.report.compare import DiffConfig as DiffConfig

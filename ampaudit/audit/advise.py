@@ -12,7 +12,7 @@ from ampaudit.audit.advice.interface import Exemption
 from ampaudit.audit.advice.limits import LimitedStreams
 from ampaudit.audit.advice.pytorch import code_of_dtype, with_code
 from ampaudit.audit.checks import CheckContext, Finding
-from ampaudit.audit.checks.mixed_dtypes import refused_sites
+from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.suppress import Suppression
 from ampaudit.audit.config import ScanConfig
 from ampaudit.core.sites import SiteId

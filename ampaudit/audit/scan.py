@@ -11,8 +11,8 @@ import torch
 
 from ampaudit.audit.advise import advised
 from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
-from ampaudit.audit.checks.against import against_report
 from ampaudit.audit.checks.interface import CheckContext, context_of
+from ampaudit.audit.checks.model_code import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, policies_of, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside

@@ -12,8 +12,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
-from ampaudit.bounds import indexing as elements
+from ampaudit.bounds import elementwise, products, reductions, shapes
 from ampaudit.bounds.interval import Interval, between, from_tensor, symmetric
 from ampaudit.bounds.shapes import without_visible_writes, written_memory
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, any_value, can_represent, format_of, stored, widened_once
@@ -36,7 +35,7 @@ from ampaudit.trace.values import UNKNOWN_SIZE, SharedMemory, sizes_of
 __all__ = ["Bound", "BoundTable", "bound"]
 
 MAX_COMPUTED = 1 << 22  # elements up to which a constant is computed
-_REGISTERED = (elements, elementwise, functions, norms, products, reductions, shapes)
+_REGISTERED = (elementwise, products, reductions, shapes)
 
 
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
@@ -202,12 +201,12 @@ class _BoundPass:
         """Bound the squares inside a norm: (x - mean)^2 by the squared spread, x^2 by the squared peak."""
         op = overload_of(node.target)
         name = base_name(op) if op is not None else ""
-        if name not in norms.CENTRED and name not in norms.PLAIN:
+        if name not in products.CENTRED and name not in products.PLAIN:
             return None
         x = self._intervals[node.all_input_nodes[0]]
         if not isinstance(x, Interval) or 0 in x.shape:
             return None
-        reach = float(x.high.amax() - x.low.amin()) if name in norms.CENTRED else x.peak
+        reach = float(x.high.amax() - x.low.amin()) if name in products.CENTRED else x.peak
         return reach * reach * (1 + 2.0**-7)
 
 

@@ -31,8 +31,7 @@ from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.path.recorder import PathTracing
-from ampaudit.trace.twin_check import TwinCheck, twins_checked
-from ampaudit.trace.twins import TwinFailed
+from ampaudit.trace.twins import TwinCheck, TwinFailed, twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["EagerModel", "Fp32Check", "is_broken", "reporting_model_failures"]

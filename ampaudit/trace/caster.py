@@ -51,7 +51,7 @@ from ampaudit.trace.opnames import (
     written_values,
 )
 from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
-from ampaudit.trace.twin_call import OpenTwins
+from ampaudit.trace.twins import OpenTwins
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_vary, storage_id
 
 __all__ = [

@@ -31,7 +31,7 @@ from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.isolation import seeded, structural_copy
 from ampaudit.trace.loss import WithLoss
 from ampaudit.trace.stack import is_library, is_tool_file, library_path
-from ampaudit.trace.twin_check import twins_checked
+from ampaudit.trace.twins import twins_checked
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = [

@@ -60,8 +60,7 @@ from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.path.recorder import READING, PathRecorder
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
 from ampaudit.trace.stack import is_tool_file
-from ampaudit.trace.twin_call import call_traced
-from ampaudit.trace.twins import twin_of
+from ampaudit.trace.twins import call_traced, twin_of
 from ampaudit.trace.values import widened
 
 __all__ = ["DispatchHook", "current_layer", "same_module"]

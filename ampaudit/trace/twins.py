@@ -5,33 +5,47 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.core.errors import SourceError, UsageError, did_you_mean, first_line
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import forward_slashes
+from ampaudit.core.text import format_number, forward_slashes
 from ampaudit.core.untrusted import describe
-from ampaudit.trace.internals import registered_ops
-from ampaudit.trace.opnames import is_composite, is_foreign, op_name
-from ampaudit.trace.stack import is_tool_file
+from ampaudit.trace.internals import FakeTensor, disable_proxy_modes_tracing, registered_ops
+from ampaudit.trace.isolation import preserved
+from ampaudit.trace.op_calls import OpCalled
+from ampaudit.trace.opnames import is_composite, is_foreign, op_name, written_values
+from ampaudit.trace.stack import calling_line, is_tool_file
+from ampaudit.trace.values import UNKNOWN_SIZE, dtype_name, inexact, sizes_of, storage_id
 
 __all__ = [
+    "OpenTwins",
     "Twin",
     "TwinCall",
+    "TwinCheck",
     "TwinFailed",
     "active_twins",
+    "call_traced",
     "known_twins",
     "twin",
     "twin_of",
+    "twins_checked",
     "with_twins",
 ]
 
+Writes = Callable[[torch.Tensor], int]
+# A kernel adds up in another order and has its own exponential: 4,096 roundings of float32, which is half of
+# what one rounding to float16 is allowed to do. An audit in 16 bits cannot tell what is nearer.
+_TOLERANCE = 2.0**-12
+_MASK = 1e30  # larger numbers stand for infinity, and say nothing about the size of the others
 Function = Callable[..., Any]
 _HOW = "write ampaudit.twin('mylib::op', function)"
 _TWINS: dict[str, Twin] = {}
@@ -212,3 +226,238 @@ def _line_of(error: Exception) -> str:
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not is_tool_file(frame.filename)]
     return f"{forward_slashes(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else ""
+
+
+class OpenTwins:
+    """The stack of calls whose twins are running."""
+
+    def __init__(self) -> None:
+        self._open: list[TwinCall] = []
+
+    @property
+    def innermost(self) -> TwinCall | None:
+        """The call whose twin runs; ``None`` outside of twins."""
+        return self._open[-1] if self._open else None
+
+    @property
+    def outermost(self) -> TwinCall | None:
+        """The call in the model's code."""
+        return self._open[0] if self._open else None
+
+    @contextmanager
+    def entered(self, op: str, site: SiteId) -> Iterator[None]:
+        """While active, ops are part of the twin of an op.
+
+        Raises:
+            TwinFailed: The twin calls its own op.
+        """
+        if any(call.op == op for call in self._open):
+            hint = "compute the same with PyTorch's ops"
+            raise TwinFailed(f"the twin of {op} calls {op} itself", hint=hint)
+        line = self._open[0].called_at if self._open else calling_line()
+        self._open.append(TwinCall(op, site, line))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+
+def call_traced(twin: Twin, called: OpCalled, mode: AbstractContextManager[Any], writes: Writes) -> Any:
+    """Trace a twin in place of its op, and return results in new memory with the layout of the op's results.
+
+    Args:
+        twin: The twin of the op.
+        called: The op's call, with the policy's casts.
+        mode: Dispatch mode that records ops while active.
+        writes: Function that counts the writes to a tensor's memory so far.
+
+    Raises:
+        TwinFailed: The twin raises, changes an argument that the op does not change, or returns other shapes
+            or dtypes than the op.
+    """
+    expected = _described(called)
+    written_ids = {id(value) for value in written_values(called.op, called.args, called.kwargs)}
+    unwritten = [t for t in _tensors((called.args, called.kwargs)) if id(t) not in written_ids]
+    before = [writes(tensor) for tensor in unwritten]
+    with mode:
+        result = as_returned(twin, called.op, twin(called.op, called.args, called.kwargs))
+        if [writes(tensor) for tensor in unwritten] != before:
+            raise twin.failed("changes an argument that the op leaves alone")
+        if expected is not None:
+            compare_kinds(twin, expected, result)
+        used_memory = {storage_id(tensor) for tensor in _tensors((called.args, called.kwargs))}
+
+        leaves, structure = pytree.tree_flatten(result)
+        kinds = leaves if expected is None else pytree.tree_leaves(expected)
+        for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                dense = leaf.contiguous() if kind.is_contiguous() else leaf
+                leaves[index] = dense.clone() if storage_id(dense) in used_memory else dense
+                used_memory.add(storage_id(leaves[index]))
+        return pytree.tree_unflatten(leaves, structure)
+
+
+def as_returned(twin: Twin, op: OpOverload, result: Any) -> Any:
+    """Return a twin's result in the containers of the op's schema.
+
+    Raises:
+        TwinFailed: The number or type of the results does not match the schema.
+    """
+    count = len(op._schema.returns)
+    several = isinstance(result, tuple | list)
+    if count == 0 and result is not None:
+        raise twin.failed(f"returns {_kind(result)}; the op returns nothing")
+    if count > 1 and not (several and len(result) == count):
+        raise twin.failed(f"returns {_kind(result)}; the op returns {count} values")
+    if count == 1 and str(op._schema.returns[0].type) == "Tensor" and not isinstance(result, torch.Tensor):
+        raise twin.failed(f"returns {_kind(result)}; the op returns a tensor")
+    return tuple(result) if count > 1 else result
+
+
+def compare_kinds(twin: Twin, expected: Any, result: Any) -> None:
+    """Compare the number, shapes and dtypes of results.
+
+    Raises:
+        TwinFailed: The results differ in number, shape or dtype.
+    """
+    pairs = list(zip(_tensors(expected), _tensors(result), strict=False))
+    if len(_tensors(expected)) != len(_tensors(result)):
+        raise twin.failed(
+            f"returns {len(_tensors(result))} tensors; the op returns {len(_tensors(expected))}"
+        )
+    for op, actual in pairs:
+        sizes = zip(sizes_of(op), sizes_of(actual), strict=False)
+        alike = all(a == b or UNKNOWN_SIZE in (a, b) for a, b in sizes) and op.ndim == actual.ndim
+        if not alike or op.dtype != actual.dtype:
+            raise twin.failed(f"returns {_kind(actual)}; the op returns {_kind(op)}")
+
+
+def _described(called: OpCalled) -> Any:
+    """Return the op's result on fake tensors; ``None`` where nothing describes it."""
+    fakes = [t.fake_mode for t in _tensors((called.args, called.kwargs)) if isinstance(t, FakeTensor)]
+    shapes = fakes[0].shape_env if fakes else None
+    try:
+        with (
+            disable_proxy_modes_tracing(),
+            shapes.ignore_fresh_unbacked_symbols() if shapes is not None else nullcontext(),
+        ):
+            return called.op(*called.args, **called.kwargs)
+    except Exception:  # whatever a user's description raises
+        return None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"{len(value)} values"
+    if not isinstance(value, torch.Tensor):
+        return "nothing" if value is None else type(value).__name__
+    return f"{dtype_name(value.dtype)}{list(sizes_of(value))}"
+
+
+class TwinCheck(TorchDispatchMode):
+    """Calls ops by their kernels and compares their twins, once per batch, op and kinds of arguments.
+
+    Where there is no kernel, the twin's result is used.
+
+    Attributes:
+        unchecked: For each op whose kernel cannot run here, the reason.
+        checked: Ops whose twin agrees with the kernel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unchecked: dict[str, str] = {}
+        self.checked: set[str] = set()
+        self._compared_calls: set[tuple[Any, ...]] = set()
+
+    def begin_batch(self) -> None:
+        """Compare every op again, with the values of another batch."""
+        self._compared_calls.clear()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One op of the model."""
+        del types
+        twin, kwargs = twin_of(func), kwargs or {}
+        if twin is None:
+            return func(*args, **kwargs)
+        key = (func, repr(pytree.tree_map_only(torch.Tensor, _signature, (args, kwargs))))
+        if key in self._compared_calls and twin.op not in self.unchecked:
+            return func(*args, **kwargs)
+        self._compared_calls.add(key)
+        return self._compared(twin, func, args, kwargs)
+
+    def _compared(self, twin: Twin, op: OpOverload, args: Any, kwargs: Any) -> Any:
+        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        with preserved():  # so that a kernel that draws random numbers draws the same
+            twin_result = as_returned(twin, op, twin(op, own_args, own_kwargs))
+        kernel_outputs, twin_outputs = (
+            written_values(op, args, kwargs),
+            written_values(op, own_args, own_kwargs),
+        )
+        try:
+            result = op(*args, **kwargs)
+        except Exception as error:  # whatever a kernel raises that this device cannot run
+            self.unchecked[twin.op] = _reason(error)
+            for output, value in zip(kernel_outputs, twin_outputs, strict=True):
+                output.copy_(value)
+            return twin_result
+        compare_kinds(twin, result, twin_result)
+        _compare_values(twin, result, twin_result, "")
+        _compare_values(twin, (args, kwargs), (own_args, own_kwargs), "what it leaves in its arguments: ")
+        self.checked.add(twin.op)
+        return result
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotImplementedError) and "backend" in str(error):
+        return "it has no kernel on this device"
+    return f"its kernel does not run here: {describe(f'{type(error).__name__}: {first_line(error)}', 200)}"
+
+
+def twins_checked(check: TwinCheck | None = None) -> AbstractContextManager[Any]:
+    """Return a context in which kernels that do not run here are replaced by their twins, if any is used."""
+    return (check or TwinCheck()) if active_twins() else nullcontext()
+
+
+def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _compare_values(twin: Twin, expected: Any, results: Any, where: str) -> None:
+    """Compare results within the rounding of FP32.
+
+    Raises:
+        TwinFailed: A value differs by more.
+    """
+    for op, actual in zip(pytree.tree_leaves(expected), pytree.tree_leaves(results), strict=True):
+        if not isinstance(op, torch.Tensor) or torch.equal(op, actual):
+            continue
+        wrong = _differing(op, actual).flatten()
+        if bool(wrong.any()):
+            index = int(wrong.nonzero()[0])
+            pair = (format_number(float(_real(tensor).flatten()[index])) for tensor in (actual, op))
+            of = f"{int(wrong.sum()):,} of {wrong.numel():,} values differ"
+            raise twin.failed(f"computes something else: {where}{' instead of '.join(pair)} ({of})")
+
+
+def _differing(op: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Return which elements differ by more than rounding."""
+    eps = torch.finfo(op.dtype).eps if inexact(op) else 0.0
+    first, second = _real(op), _real(actual)
+    if not eps:
+        return first != second
+    sized = first[first.abs() < _MASK]
+    scale = sized.square().mean().sqrt() if sized.numel() else 0.0
+    near = (first - second).abs() <= max(_TOLERANCE, 2 * eps) * (first.abs() + scale)
+    return ~(near | (first == second) | (first.isnan() & second.isnan()))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return parts.double()

@@ -14,7 +14,7 @@ from ampaudit.audit.advice.attempts import Attempts
 from ampaudit.audit.advice.interface import AdviceContext, Exemption
 from ampaudit.audit.advice.pytorch import half_method, with_code
 from ampaudit.audit.checks.interface import context_of, finding_source
-from ampaudit.audit.checks.mixed_dtypes import refused_sites
+from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.config import PolicyConfig, ScanConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.metric import within_drop
@@ -45,7 +45,6 @@ from ampaudit.trace.graph import Role
 from ampaudit.trace.isolation import preserved
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 from ampaudit.tuning.config import TuneConfig
-from ampaudit.tuning.measured import LowPrecisionRun, run_low_precision
 from ampaudit.tuning.search import (
     Accuracy,
     Choice,
@@ -56,7 +55,15 @@ from ampaudit.tuning.search import (
     noise_of,
     tried_set,
 )
-from ampaudit.tuning.trials import Trials, follow, loaded, rescale_text, rule_file
+from ampaudit.tuning.trials import (
+    LowPrecisionRun,
+    Trials,
+    follow,
+    loaded,
+    rescale_text,
+    rule_file,
+    run_low_precision,
+)
 
 __all__ = ["tune", "tuned_rules"]
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit import scan
 from ampaudit.audit.checks.interface import context_of
-from ampaudit.audit.checks.mixed_dtypes import refused_sites
+from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import audit_policies

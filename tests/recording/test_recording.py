@@ -274,7 +274,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_program(
 ) -> None:
     model = nn.Linear(2, 2)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("ampaudit.recording.recorder.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("ampaudit.recording.calls.shutil.disk_usage", lambda path: usage)
     with ampaudit.record(model, tmp_path / "calls") as recording:
         model(torch.ones(1, 2))
         model(torch.ones(1, 2))
@@ -356,9 +356,9 @@ def test_compiled_modules(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, torch, ampaudit
 from torch import nn
-from ampaudit.recording import recorder
+from ampaudit.recording import calls
 model = nn.Linear(3, 3)
-placed, left = recorder._atomic_file, int(sys.argv[2])
+placed, left = calls._atomic_file, int(sys.argv[2])
 def dying(path):
     global left
     left -= 1
@@ -366,7 +366,7 @@ def dying(path):
         path.with_name("." + path.name + ".part").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
     return placed(path)
-recorder._atomic_file = dying
+calls._atomic_file = dying
 with ampaudit.record(model, sys.argv[1]):
     for number in range(5):
         model(torch.full((1, 3), float(number)))
@@ -441,7 +441,7 @@ def test_what_names_lead_to_may_raise(tmp_path: Path) -> None:
 
 
 def test_values_that_no_reader_would_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampaudit.recording.recorder._MAX_JSON", 1000)  # millions of numbers take long
+    monkeypatch.setattr("ampaudit.recording.calls._MAX_JSON", 1000)  # millions of numbers take long
 
     class Flags(enum.Flag):
         A = 1

@@ -17,8 +17,8 @@ from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.report.finding import GapKind
 from ampaudit.report.model import Report
 from ampaudit.source import twins as twin_files
-from ampaudit.trace import twin_call, twins
-from ampaudit.trace.twin_check import TwinCheck
+from ampaudit.trace import twins
+from ampaudit.trace.twins import TwinCheck
 from tests.support.wrap import Wrap
 
 LIB = "ampaudit_twins"
@@ -400,7 +400,7 @@ def test_a_twin_that_is_none_is_one_line(
 ) -> None:
     """Where nothing describes the op's result, the values of the FP32 run tell."""
     if not described:
-        monkeypatch.setattr(twin_call, "_described", lambda called: None)
+        monkeypatch.setattr(twins, "_described", lambda called: None)
     ampaudit.twin(f"{LIB}::softmax", function)
     offset, words = HOSTILE[function]
     place = rf"test_twins\.py:{line_of(function, offset)}: the twin of {LIB}::softmax "

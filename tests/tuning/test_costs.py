@@ -22,8 +22,8 @@ from ampaudit.devices.catalogue import Rates, device_named
 from ampaudit.devices.host import Host, HostDevice
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
-from ampaudit.tuning import measured
-from ampaudit.tuning.measured import CostKind, costs_of, default_device
+from ampaudit.tuning import trials
+from ampaudit.tuning.trials import CostKind, costs_of, default_device
 from tests.support.zoo import ZOO
 
 # one flop a second in float32, and no time for anything else: seconds are flops
@@ -296,7 +296,7 @@ def test_the_default_device_is_the_gpu_here(
     monkeypatch: pytest.MonkeyPatch, kind: str, entry: str | None, expected: str
 ) -> None:
     host = Host("2", (HostDevice(kind, "x", None, (), entry), HostDevice("cpu", "y", None, (), "cpu")), {})
-    monkeypatch.setattr(measured, "this_machine", lambda: host)
+    monkeypatch.setattr(trials, "this_machine", lambda: host)
     assert default_device().id == expected
     model = traced(nn.Linear(4, 4), torch.randn(2, 4))
     assert costs_of(model, "time").device == default_device()

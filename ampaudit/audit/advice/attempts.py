@@ -12,7 +12,7 @@ from torch import nn
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
 from ampaudit.audit.checks.interface import context_of
-from ampaudit.audit.checks.mixed_dtypes import refused_sites
+from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.config import ScanConfig
 from ampaudit.core.config import silent

@@ -8,18 +8,14 @@ names the reason for an origin (``causes.py``). Kind and severity stand on the p
 from __future__ import annotations
 
 from ampaudit.audit.checks import (
-    against,
     causes,
     coverage,
     gradients,
-    mixed_dtypes,
     model_code,
     outputs,
     precision,
     range,
     speed,
-    steps,
-    weights,
 )
 from ampaudit.audit.checks.interface import Check, CheckContext, run_checks
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
@@ -38,13 +34,9 @@ __all__ = [
 ALL_CHECKS: tuple[Check, ...] = (
     *causes.CHECKS,
     *range.CHECKS,
-    *weights.CHECKS,
     *precision.CHECKS,
     *outputs.CHECKS,
-    *steps.CHECKS,
     *model_code.CHECKS,
-    *mixed_dtypes.CHECKS,
-    *against.CHECKS,
     *speed.CHECKS,
     *gradients.CHECKS,
     *coverage.CHECKS,

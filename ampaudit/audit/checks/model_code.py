@@ -6,25 +6,52 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import fx
 
-from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, source_of
+from ampaudit.audit.checks.interface import (
+    Check,
+    CheckContext,
+    finding_about,
+    finding_at,
+    finding_source,
+    source_of,
+)
 from ampaudit.core.decibels import signal_to_noise_db
+from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.model import AgainstReport, Correspondence, ReferenceDifference
+from ampaudit.run.against.comparison import ModelDifference
 from ampaudit.run.record import OutputDifference, ReadStats
 from ampaudit.trace import Role, Site
+from ampaudit.trace.caster import MIXED_DTYPES, TOO_LARGE
 from ampaudit.trace.converted import CodeDifference
+from ampaudit.trace.graph import Slot
 from ampaudit.trace.opnames import mutated_arguments
 from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
-__all__ = ["CHECKS", "code_finding", "describe_difference", "names_dtype"]
+__all__ = [
+    "CHECKS",
+    "against_report",
+    "code_finding",
+    "describe_difference",
+    "names_dtype",
+    "refused_sites",
+]
 
+_ADVICE = (
+    "make the dtypes agree, as with x.to(self.weight.dtype) or torch.zeros(..., dtype=x.dtype), "
+    "or add a rule for the op: cast: widest"
+)
+_FILL = "fill with torch.finfo(x.dtype).min or with -inf, or call it on x.float()"
+_OTHER_FUNCTION_ADVICE = "compare the node with its counterpart, and convert or export it again"
 _CODE_UNKNOWN_ADVICE = "compare the outputs of the 16-bit model and of the FP32 model yourself"
 _FLIPPED_BRANCH_ADVICE = (
     "compute what is decided on in float32, or decide with a margin that rounding does not cross"
@@ -271,6 +298,125 @@ def find_in_place(context: CheckContext) -> Iterator[Finding]:
             yield finding_at(context, site, "AMP305", cause, advice, confidence="rule")
 
 
+def find_mixed_dtypes(context: CheckContext) -> Iterator[Finding]:
+    """Find sites whose op raises about dtypes, by the trace's trials.
+
+    A site that mixes dtypes only because an op before it did is left out: the same correction cures both.
+    """
+    if _mixed_by_policy(context):
+        return
+    refuses, reported = refused_sites(context), set[SiteId]()
+    for traced in context.flow.every:
+        promoted: set[fx.Node] = set()
+        for node in traced.graph.nodes:
+            site = context.flow.site(node)
+            refused = site is not None and site.id in refuses
+            follows = not promoted.isdisjoint(node.all_input_nodes)
+            if refused or (follows and (site is None or site.role is not Role.CAST)):
+                promoted.add(node)
+            if site is not None and refused and not follows and site.id not in reported:
+                reported.add(site.id)
+                site = context.site[site.id]
+                if site.decision.reason == MIXED_DTYPES:
+                    cause = f"{site.decision.why}; the audit continued as if they were promoted"
+                    yield finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
+
+
+def find_mixed_numbers(context: CheckContext) -> Iterator[Finding]:
+    """Find sites whose op raises about a number that the format does not hold."""
+    for site in context.graph_sites:
+        if site.decision.reason == TOO_LARGE:
+            cause = f"{site.decision.why}; the audit continued in float32"
+            yield finding_at(context, site, "AMP308", cause, _FILL, confidence="rule")
+
+
+def refused_sites(context: CheckContext) -> frozenset[SiteId]:
+    """Return all sites whose kernel rejects their dtypes, whatever mixed them, or a number in them."""
+    refused = (MIXED_DTYPES, TOO_LARGE)
+    return frozenset(site.id for site in context.graph_sites if site.decision.reason in refused)
+
+
+def _mixed_by_policy(context: CheckContext) -> bool:
+    """Return whether the policy itself mixes dtypes: float32 ops or weights beside 16-bit weights.
+
+    That is not what the model's code does; a converter, or a library, casts there.
+    """
+    places = context.flow.traced.placeholders
+    stored = {place.dtype for place in places if place.slot is Slot.PARAMETER}
+    wide = any(site.decision.cast is Cast.FLOAT32 and site.decision.explicit for site in context.graph_sites)
+    return not stored.isdisjoint(LOW_PRECISION_DTYPES) and (wide or torch.float32 in stored)
+
+
+def differences_with(code: str, context: CheckContext) -> Iterator[Finding]:
+    """Yield the differences that make outputs wrong (AMP611), or those that do not on this input (AMP612)."""
+    comparison = context.record.comparison
+    differences = comparison.differences if comparison is not None else ()
+    others = {output for other in differences if other.kind != "clamped" for output in other.outputs}
+    for difference in differences:
+        if code != ("AMP611" if difference.outputs else "AMP612"):
+            continue
+        explained = _harmless(context, difference) or set(difference.outputs) <= others
+        if difference.kind == "clamped" and explained:
+            continue  # as masks are meant to be
+        cause = f"{_describe(difference)}; {_against_effect(context, difference)}"
+        severity = Severity.WARNING if _harmless(context, difference) else Severity.ERROR
+        yield finding_at(context, difference.site, code, cause, _OTHER_FUNCTION_ADVICE, severity=severity)
+
+
+def _describe(difference: ModelDifference) -> str:
+    other, where = difference.counterpart, ""
+    if other is not None:
+        line = f" ({other.source.file}:{other.source.line})" if other.source is not None else ""
+        where = f"{other.id}{line}"
+    if difference.kind == "missing":
+        return f"{difference.what} of the reference is missing before this op: {where}"
+    return f"{difference.what}; its counterpart is {where}" if where else difference.what
+
+
+def _against_effect(context: CheckContext, difference: ModelDifference) -> str:
+    if not difference.outputs:
+        return "on these inputs it makes no difference"
+    first, *others = difference.outputs
+    more = f" ({plural(len(others), 'more output')} too)" if others else ""
+    accuracy = _accuracy(context, first)
+    if accuracy is None:
+        return f"{first} differs{more}"
+    text = f"{accuracy:.0f} dB" if math.isfinite(accuracy) else "nothing right"
+    return f"{first} has {text} against the reference{more}"
+
+
+def _accuracy(context: CheckContext, output: str) -> float | None:
+    comparison = context.record.outputs.get(output)
+    return None if comparison is None else comparison.accuracy_db
+
+
+def _harmless(context: CheckContext, difference: ModelDifference) -> bool:
+    accuracies = (_accuracy(context, output) for output in difference.outputs)
+    least = max(context.min_sqnr, ROUNDING_DB.get(context.number_format.name, 0.0))
+    return all(accuracy is None or accuracy >= least for accuracy in accuracies)
+
+
+def against_report(context: CheckContext, reference: str) -> AgainstReport | None:
+    """Return the comparison for the report, if there was one."""
+    comparison = context.record.comparison
+    if comparison is None:
+        return None
+    return AgainstReport(
+        reference,
+        tuple(Correspondence(here.id, there.id) for here, there in comparison.matched),
+        tuple(site.id for site in comparison.only_audited),
+        tuple(site.id for site in comparison.only_reference),
+        tuple(_difference_row(difference) for difference in comparison.differences),
+    )
+
+
+def _difference_row(gap: ModelDifference) -> ReferenceDifference:
+    other = gap.counterpart
+    source = finding_source(other) if other is not None else None
+    site = None if other is None else other.id
+    return ReferenceDifference(gap.kind, gap.site.id, gap.site.layer, site, source, gap.what, gap.outputs)
+
+
 CHECKS = (
     Check("AMP212", find_code_differs),
     Check("AMP213", find_code_unknown),
@@ -280,4 +426,8 @@ CHECKS = (
     Check("AMP303", find_double),
     Check("AMP304", find_probabilities),
     Check("AMP305", find_in_place),
+    Check("AMP307", find_mixed_dtypes),
+    Check("AMP308", find_mixed_numbers),
+    Check("AMP612", partial(differences_with, "AMP612")),
+    Check("AMP611", partial(differences_with, "AMP611")),
 )
