@@ -1,35 +1,136 @@
-"""``scan --advise``: tries each proposed change and keeps those that work."""
+"""``scan --advise``: tries each proposed change and keeps those that work.
+
+The reference is FP32 without the limit, since a wider format would not need it. Because the limit also acts
+in FP32, its error is not rounding; it is compared with that of the rescaled stream in 16 bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import NamedTuple
 
-from ampaudit.audit.advice import AdviceContext, Proposal, diff_of, proposals
-from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text
-from ampaudit.audit.advice.combined import combined_policy
-from ampaudit.audit.advice.interface import Exemption
-from ampaudit.audit.advice.limits import LimitedStreams
+import torch
+
+from ampaudit.audit.advice import AdviceContext, diff_of, proposals
+from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text, worst_db
+from ampaudit.audit.advice.interface import Exemption, Proposal
 from ampaudit.audit.advice.pytorch import code_of_dtype, with_code
-from ampaudit.audit.checks import CheckContext, Finding
+from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
+from ampaudit.audit.advice.residual_stream import Stream, find_stream
+from ampaudit.audit.advice.rules import exempt_sites, exemptions_for, propose_exemptions, quoted
+from ampaudit.audit.checks import CheckContext
 from ampaudit.audit.checks.model_code import refused_sites
+from ampaudit.audit.checks.range import limited_peak
 from ampaudit.audit.checks.suppress import Suppression
 from ampaudit.audit.config import ScanConfig
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number
-from ampaudit.report.finding import CombinedPolicy, Trial
+from ampaudit.core.text import format_number, plural
+from ampaudit.report.finding import CombinedPolicy, Finding, Trial
 from ampaudit.run.audit import RunConfig
+from ampaudit.run.lockstep import Pair
 from ampaudit.source import ModelSource
+from ampaudit.trace import Site
+from ampaudit.trace.op_calls import Bypass
 from ampaudit.trace.values import dtype_name
 
 __all__ = ["advised"]
 
+ROUNDS = 8  # as many alternatives as a finding has, and some for errors that appear only then
+REDUCING = 16  # runs
+Outputs = list[dict[str, Pair]]
 TRIED = 8  # errors; each costs a run or two
 SHOWN = 2  # changes per error: the smallest, and one of another kind
 ALIKE_DB = 3.0  # rounding alone makes alternatives differ by less
 EXACT_DB = 80.0  # no 16-bit format shows more
 UNNAMED = ("AMP101", "AMP103")  # whose advice is general: no cause is known
 NOT_RUN = "the model cannot be run so"
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedStreams:
+    """Tries to rescale the streams that limits act on, each once.
+
+    Attributes:
+        attempts: Runs the model under changes.
+        trials: For the weights of each stream, the trial and the sites of the errors that remain.
+    """
+
+    attempts: Attempts
+    trials: dict[frozenset[str], tuple[Trial, frozenset[SiteId]] | None] = field(default_factory=dict)
+
+    def trial(self, finding: Finding, before: frozenset[SiteId]) -> Trial | None:
+        """Return the trial of the rescaled stream, if that removes the finding and adds none."""
+        context = self.attempts.subject.context
+        site = context.site.get(finding.site)
+        if site is None or site not in context.graph_sites:
+            return None
+        stream = find_stream(context.flow, site, context.number_format.max)
+        if not isinstance(stream, Stream):
+            return None
+        sites = (context.flow.site(node) for node in stream.clamps)
+        acting = [each for each in sites if each is not None and limited_peak(context, each) is not None]
+        key = frozenset(stream.weights)
+        if not acting:
+            return None
+        if key not in self.trials:
+            self.trials[key] = self._try(site, acting)
+        result = self.trials[key]
+        return result[0] if result is not None and finding.site not in result[1] <= before else None
+
+    def _try(self, site: Site, limits: list[Site]) -> tuple[Trial, frozenset[SiteId]] | None:
+        subject, unlimited, rescaled = self.attempts.subject, Outputs(), Outputs()
+        edits = {each.id: Bypass() for each in limits}
+        without = self.attempts.audit(Proposal("rewrite", "", "", edits=edits), unlimited)
+        if without is None:
+            return None
+        peaks = {each.id: without.observed(each.id).ref_peak for each in without.graph_sites}
+        form = subject.context.number_format
+        change = residual_rescale(subject.model, subject.context.flow, site, peaks, form)
+        if not isinstance(change, ResidualRescale):
+            return None
+        proposal = Proposal("rescale", change.change, change.paste, model=change.applied(subject.model))
+        after = self.attempts.audit(proposal, rescaled)
+        if after is None or not change.is_in(subject.context.flow, after.flow):
+            return None
+        if not _same(unlimited, rescaled):
+            return None
+        attempt = self.attempts.judge(after)
+        if not attempt.keeps:
+            return None
+        failing = frozenset(finding.site for finding in attempt.errors)
+        return _trial(change, (subject.context, without), attempt, limits), failing
+
+
+def _same(first: Outputs, second: Outputs) -> bool:
+    """Return whether both runs have bitwise equal FP32 outputs."""
+    pairs = [(a[name][0], b[name][0]) for a, b in zip(first, second, strict=True) for name in a]
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+
+
+def _trial(
+    change: ResidualRescale, before: tuple[CheckContext, CheckContext], attempt: Attempt, limits: list[Site]
+) -> Trial:
+    """Compare the error that the limits cause with that of the rescaled stream."""
+    context, without = before
+    errors, cost = len(attempt.errors), worst_db(without.record.edited)
+    makers = (context.flow.makers(each)[0] for each in limits)
+    peak = max(without.observed(maker.id).ref_peak for maker in makers)
+    limit = context.observed(limits[0].id).ref_peak
+    where = f"{limits[0].id}{f' and {len(limits) - 1} more' if len(limits) > 1 else ''}"
+    return Trial(
+        "rescale",
+        f"{change.change}, without what {where} cuts off",
+        change.paste,
+        f"{where} limits {format_number(peak)} to {format_number(limit)} in FP32 as well, "
+        f"{cost:.0f} dB against FP32 without it",
+        f"no limit acts; against FP32 without it, {outputs_text(attempt.context, errors)}",
+        outcome="fix" if errors else "cure",
+        left=errors,
+        before_db=round(cost, 2),
+        after_db=decibels(attempt.context),
+    )
 
 
 def advised(
@@ -174,3 +275,131 @@ def _text(context: CheckContext, finding: Finding, errors: int) -> str:
         values += f", peak {format_number(stats.ref_peak)}"
         values += f", {stats.bad} inf or NaN" if stats.bad else ""
     return f"{values}; {outputs_text(context, errors)}"
+
+
+def combined_policy(
+    attempts: Attempts, findings: Sequence[Finding], sufficient: Mapping[SiteId, Exemption]
+) -> CombinedPolicy | None:
+    """Return one policy for all errors, or for some; ``None`` if no rule helps any of them.
+
+    Args:
+        attempts: Runs the model under changes.
+        findings: Findings of the scan.
+        sufficient: The exemption that removes a finding by itself, by the finding's site.
+    """
+    errors = errors_of(findings)
+    search = _Search(attempts, len(errors), sufficient)
+    candidate = search.best(errors)
+    if candidate is None:
+        return None
+    members, proposal, attempt = candidate
+    before, rules = attempts.subject.context, attempts.subject.rules
+    sites = exempt_sites(attempts.subject, members)
+    change = f"keep {plural(len(sites), 'op')} in float32"
+    name = f"{rules.name[:55]}-advised"
+    head = {"name": name, "title": f"{rules.name}, with {plural(len(sites), 'op')} in float32"}
+    lines = [f"{key}: {quoted(value)}" for key, value in head.items()]
+    listed = proposal.paste if proposal.paste.startswith("weights:") else f"rules:\n{proposal.paste}"
+    return CombinedPolicy(
+        change=change,
+        name=name,
+        extends=rules.location,
+        text="\n".join((*lines, CombinedPolicy.frame(rules.location), listed, "")),
+        code=search.code(members) if attempt.cures else "",
+        before=outputs_text(before, len(errors)),
+        after=outputs_text(attempt.context, len(attempt.errors)),
+        outcome="cure" if attempt.cures else "fix",
+        left=tuple(f"{f.code} at {f.site}" for f in attempt.errors),
+        before_db=decibels(before),
+        after_db=decibels(attempt.context),
+    )
+
+
+class _Candidate(NamedTuple):
+    members: list[Exemption]
+    proposal: Proposal
+    attempt: Attempt
+
+
+@dataclass(slots=True)
+class _Search:
+    attempts: Attempts
+    errors: int
+    sufficient: Mapping[SiteId, Exemption]
+    runs: int = 0
+
+    def best(self, errors: Sequence[Finding]) -> _Candidate | None:
+        """Start with the smallest exemption of each error, and enlarge those that do not suffice."""
+        alternatives: dict[SiteId, Iterator[Exemption]] = {}
+        members: dict[SiteId, Exemption] = {}
+        best: _Candidate | None = None
+        failing: Sequence[Finding] = errors
+        for _ in range(ROUNDS):
+            # an error at a new site, such as a cast, is that of a site that was known before
+            grown = self._enlarge(failing, alternatives, members)
+            if not grown and not self._enlarge(errors, alternatives, members):
+                break
+            candidate = self._run(list(members.values()))
+            if candidate is None:
+                failing = errors
+                continue
+            attempt = candidate.attempt
+            if attempt.cures:
+                return self._reduce(candidate)
+            fewest = self.errors if best is None else len(best.attempt.errors)
+            if attempt.keeps and len(attempt.errors) < fewest:
+                best = candidate
+            failing = attempt.errors or errors
+        return best
+
+    def _enlarge(
+        self,
+        failing: Sequence[Finding],
+        alternatives: dict[SiteId, Iterator[Exemption]],
+        members: dict[SiteId, Exemption],
+    ) -> bool:
+        """Take the next alternative of each failing finding; return whether there was one."""
+        grown = False
+        for finding in failing:
+            site, sufficient = finding.site, self.sufficient.get(finding.site)
+            if site not in alternatives:
+                # together with others the smallest may do; otherwise continue with the sufficient one
+                every = list(exemptions_for(self.attempts.subject, finding))
+                start = every.index(sufficient) if sufficient in every else 1
+                alternatives[site] = iter(every[:1] + every[max(start, 1) :])
+            for exemption in islice(alternatives[site], 1):
+                members[site], grown = exemption, True
+        return grown
+
+    def _run(self, members: list[Exemption]) -> _Candidate | None:
+        self.runs += 1
+        self.attempts.settings.on_progress("combining the cures", self.runs - 1, self.runs)
+        proposal = propose_exemptions(self.attempts.subject, members)
+        attempt = self.attempts.run(proposal)
+        return _Candidate(members, proposal, attempt) if attempt is not None else None
+
+    def _reduce(self, candidate: _Candidate) -> _Candidate:
+        """Drop members that are not needed: all ops of a kind, then halves, within a budget of runs."""
+        kinds: dict[str, list[Exemption]] = {}
+        for exemption in candidate.members:
+            kind = exemption.weight or exemption.sites[0].rpartition("/")[2].partition("#")[0]
+            kinds.setdefault(kind, []).append(exemption)
+        pending, limit = list(kinds.values()), self.runs + REDUCING
+        while pending and self.runs < limit:
+            dropped = pending.pop()
+            rest = [exemption for exemption in candidate.members if exemption not in dropped]
+            smaller = self._run(rest) if rest else None
+            if smaller is not None and smaller.attempt.cures:
+                candidate = smaller
+            elif len(dropped) > 1:
+                half = len(dropped) // 2
+                pending += [dropped[:half], dropped[half:]]
+        return candidate
+
+    def code(self, members: Sequence[Exemption]) -> str:
+        """Return PyTorch code that fixes everything as well; empty if there is none."""
+        version = with_code(self.attempts.subject, members)
+        if version is None:
+            return ""
+        attempt = self.attempts.run(version[1])
+        return version[0] if attempt is not None and attempt.cures else ""

@@ -10,6 +10,7 @@ import click
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.cli.options import (
     DividedCommand,
+    among_ranks,
     config_from,
     config_options,
     configuration_option,
@@ -18,7 +19,6 @@ from ampaudit.cli.options import (
     report_options,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.cli.ranks import among_ranks
 
 __all__ = ["check_command"]
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 
-from ampaudit.cli.ranks import among_ranks
 from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, long_flag, option_of, value_type
 from ampaudit.core.errors import UsageError
+from ampaudit.core.torchrun import place_of
 from ampaudit.core.untrusted import describe
 from ampaudit.render.render import FORMAT_REGISTRY, OUTPUT_FORMATS, chosen_format, formats_of
+
+if TYPE_CHECKING:
+    from ampaudit.parallel.ranks import RankShare
 
 __all__ = [
     "FILE",
     "DividedCommand",
     "GroupedCommand",
+    "among_ranks",
     "config_from",
     "config_options",
     "configuration_option",
@@ -34,6 +40,7 @@ __all__ = [
     "report_options",
     "verbose_option",
 ]
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Record = TypeVar("Record", bound=Config)
@@ -281,3 +288,18 @@ def _type(kind: Any, field: FieldInfo) -> Any:
     if kind in (int, float) and (low is not None or high is not None):
         return (click.IntRange if kind is int else click.FloatRange)(low, high, min_open=is_open)
     return kind if kind in (int, float) else str
+
+
+def among_ranks(*, pipeline: bool = False) -> AbstractContextManager[RankShare | None]:
+    """Enter the process group of torchrun, if any; all ranks end with the exit code of the first.
+
+    Args:
+        pipeline: Whether to divide the model instead of the batches.
+    """
+    if place_of() is None:
+        if pipeline and "RANK" not in os.environ:
+            raise click.UsageError("--pipeline divides the model among ranks: start it with torchrun")
+        return nullcontext()
+    from ampaudit.parallel.ranks import PipelineShare, RankShare, with_ranks
+
+    return with_ranks(PipelineShare if pipeline else RankShare)

@@ -13,6 +13,7 @@ from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
     FILE,
     DividedCommand,
+    among_ranks,
     config_from,
     config_options,
     debug_option,
@@ -22,7 +23,6 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.cli.ranks import among_ranks
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control
 from ampaudit.report.finding import Severity

@@ -10,6 +10,7 @@ import click
 from ampaudit.cli.options import (
     FILE,
     DividedCommand,
+    among_ranks,
     config_from,
     config_options,
     debug_option,
@@ -19,7 +20,6 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.cli.ranks import among_ranks
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control

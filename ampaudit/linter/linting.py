@@ -24,11 +24,10 @@ from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Applicability, Certainty, Diagnostic, Fix
-from ampaudit.linter.discovery import find_files, leaves_tree
+from ampaudit.linter.discovery import UNUSED_SUPPRESSION, RuleSelection, find_files, leaves_tree
 from ampaudit.linter.fix_safety import applicability, needed_torch
 from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, read_script
 from ampaudit.linter.flow.values import Value
-from ampaudit.linter.selection import UNUSED_SUPPRESSION, RuleSelection
 from ampaudit.linter.source_text import (
     MAX_SOURCE_BYTES,
     CodeBlock,

@@ -10,7 +10,7 @@ from typing import Any
 from ampaudit.core.errors import UsageError
 from ampaudit.core.text import escape_control
 from ampaudit.render.documents import view_of
-from ampaudit.render.strip import strip_svg
+from ampaudit.render.view import strip_svg
 from ampaudit.report.documents import Document
 
 __all__ = ["card", "data_frame"]

@@ -21,11 +21,16 @@ from ampaudit.linter.flow.facts import (
 )
 from ampaudit.linter.flow.gradient_uses import clear_gradients
 from ampaudit.linter.flow.gradients import clip, unknown_backward
-from ampaudit.linter.flow.half_ops import check_rounded_timesteps, check_same_dtype
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
 from ampaudit.linter.flow.joining import flattened
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value
-from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
+from ampaudit.linter.flow.tensors import (
+    autocast_dtype,
+    check_rounded_timesteps,
+    check_same_dtype,
+    dtype_named,
+    requested_dtype,
+)
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
     UNKNOWN,

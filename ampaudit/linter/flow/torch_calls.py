@@ -35,14 +35,6 @@ from ampaudit.linter.flow.facts import (
     ZEROED,
 )
 from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
-from ampaudit.linter.flow.half_ops import (
-    check_half_exp,
-    check_half_fft,
-    check_half_kernel,
-    check_half_sum,
-    check_log_probabilities,
-    check_rounded_angles,
-)
 from ampaudit.linter.flow.inlining import follow_callback
 from ampaudit.linter.flow.joining import flattened, item_of
 from ampaudit.linter.flow.losses import call_loss_function, record_loss, reduction_of
@@ -50,6 +42,14 @@ from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.objects import device_of
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
 from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.tensors import (
+    check_half_exp,
+    check_half_fft,
+    check_half_kernel,
+    check_half_sum,
+    check_log_probabilities,
+    check_rounded_angles,
+)
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
     AUTOCASTS,

@@ -10,10 +10,9 @@ from ampaudit.render.blocks import Line, Section, line, tabulate
 from ampaudit.render.documents.scan import ScanView, reports_page
 from ampaudit.render.findings import Suite
 from ampaudit.render.gradients import scales_that_suit
-from ampaudit.render.strip import Strip
 from ampaudit.render.sweep import sweep_words
 from ampaudit.render.verdict import MARKS, VERDICT_STYLES
-from ampaudit.render.view import Row, View, ViewPage
+from ampaudit.render.view import Row, Strip, View, ViewPage
 from ampaudit.report.finding import Severity, gaps_in_words
 from ampaudit.report.model import Comparison, Report
 

@@ -19,10 +19,9 @@ from ampaudit.render.scan_tables import (
 )
 from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_section
-from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.sweep import sweep_sections
 from ampaudit.render.verdict import verdict_section, verdict_words
-from ampaudit.render.view import Cell, Row, View, ViewPage
+from ampaudit.render.view import Cell, Row, Strip, View, ViewPage, strips_of
 from ampaudit.report.finding import Severity, gaps_in_words, threshold
 from ampaudit.report.model import Report, SiteReport
 

@@ -7,8 +7,8 @@ external data. Field numbers are those of onnx.proto3.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
-from mmap import mmap
 from typing import IO, Any, NamedTuple
 
 from typing_extensions import Buffer
@@ -44,7 +44,7 @@ class _Field(NamedTuple):
     end: int
 
 
-def without_large_values(data: mmap) -> bytes:
+def without_large_values(data: mmap.mmap) -> bytes:
     """Return the bytes of a ModelProto with large initializers turned into external data.
 
     Raises:
@@ -112,7 +112,7 @@ def _reference(data: bytes, field: _Field) -> _Reference | None:
     return _Reference(int(location["offset"]), head, len(head) + length)
 
 
-def _graph(data: mmap, graph: _Field) -> bytes:
+def _graph(data: mmap.mmap, graph: _Field) -> bytes:
     content = bytearray()
     nodes = listed = 0
     for field in _fields(data, graph.start, graph.end):
@@ -126,7 +126,7 @@ def _graph(data: mmap, graph: _Field) -> bytes:
     return bytes(content)
 
 
-def _within_limit(data: mmap, field: _Field, output: bytearray) -> bytes:
+def _within_limit(data: mmap.mmap, field: _Field, output: bytearray) -> bytes:
     """Return the bytes of a field, unless the output would exceed its limit."""
     if len(output) + field.end - field.begin > _MAX_PARSED:
         raise BadGraph(f"has more than {_MAX_PARSED:,} bytes beside its initializers", _STORE)
@@ -145,7 +145,7 @@ def _count(data: bytearray, start: int, end: int, message: _Message, count: int)
     return count
 
 
-def _tensor(data: mmap, tensor: _Field) -> bytes:
+def _tensor(data: mmap.mmap, tensor: _Field) -> bytes:
     content = bytearray()
     for field in _fields(data, tensor.start, tensor.end):
         length = field.end - field.start
@@ -158,7 +158,7 @@ def _tensor(data: mmap, tensor: _Field) -> bytes:
     return bytes(content)
 
 
-def _fields(data: mmap | bytearray | bytes, start: int, end: int) -> Iterator[_Field]:
+def _fields(data: mmap.mmap | bytearray | bytes, start: int, end: int) -> Iterator[_Field]:
     place = start
     while place < end:
         begin = place
@@ -179,7 +179,7 @@ def _fields(data: mmap | bytearray | bytes, start: int, end: int) -> Iterator[_F
         place = stop
 
 
-def _read_varint(data: mmap | bytearray | bytes, place: int, end: int) -> tuple[int, int]:
+def _read_varint(data: mmap.mmap | bytearray | bytes, place: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         if place >= end:
