@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampaudit.export.onnx.check import open_session
+from ampaudit.source.onnx.files import LARGE, OWN_FILE, write_with_values
 from ampaudit.source.onnx.names import STANDARD
-from ampaudit.source.onnx.wire import LARGE, OWN_FILE, write_with_values
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -16,7 +16,7 @@ import ampaudit
 from ampaudit.core.errors import SourceError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE
-from ampaudit.source.onnx import wire
+from ampaudit.source.onnx import files
 from ampaudit.source.onnx.checks import MAX_NODES
 from ampaudit.source.onnx.files import read_onnx
 from ampaudit.source.onnx.model import OnnxModel
@@ -85,7 +85,7 @@ def _nested(depth: int) -> bytes:
     """Bodies within each other, which no library of ONNX would write."""
 
     def message(number: int, content: bytes) -> bytes:
-        return wire._message(number, content)
+        return files._message(number, content)
 
     body = message(1, message(1, b"x") + message(2, b"o") + message(4, b"Relu"))
     for _ in range(depth):
@@ -293,18 +293,18 @@ def test_what_is_no_file_is_not_opened(make: Callable[[Path], None], tmp_path: P
 
 def test_a_million_nodes_are_refused_soon(tmp_path: Path) -> None:
     one = node("Relu", ["x"], ["a"]).SerializeToString()
-    path = written(tmp_path, b"\x08\x0a" + wire._message(7, wire._message(1, one) * 1_000_000))
+    path = written(tmp_path, b"\x08\x0a" + files._message(7, files._message(1, one) * 1_000_000))
     with soon():
         assert _refused(path).args[0].endswith(f"has more than {MAX_NODES:,} nodes")
 
 
 def test_nodes_in_bodies_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_PARSED_UNCOUNTED", 0)
-    monkeypatch.setattr(wire, "_MAX_FIELDS", 100)  # reading millions takes half a minute
-    body = wire._message(1, b"") * 101
-    attribute = wire._message(1, b"body") + wire._message(6, body)
-    loop = wire._message(4, b"Loop") + wire._message(5, attribute)
-    path = written(tmp_path, b"\x08\x0a" + wire._message(7, wire._message(1, loop)))
+    monkeypatch.setattr(files, "_PARSED_UNCOUNTED", 0)
+    monkeypatch.setattr(files, "_MAX_FIELDS", 100)  # reading millions takes half a minute
+    body = files._message(1, b"") * 101
+    attribute = files._message(1, b"body") + files._message(6, body)
+    loop = files._message(4, b"Loop") + files._message(5, attribute)
+    path = written(tmp_path, b"\x08\x0a" + files._message(7, files._message(1, loop)))
     assert "nodes, attributes and names" in _refused(path).args[0]
 
 
