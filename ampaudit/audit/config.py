@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,27 +82,49 @@ Ignored = Annotated[
 MinHeadroom = Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")]
 MinSqnr = Annotated[float, NOT_NAN, Ge(0), Option("Required accuracy of every output.", metavar="DB")]
 MIN_HEADROOM, MIN_SQNR = 1.0, 20.0  # what scan and convert ask for by default
-# options under which others would have no effect
-_EXCLUDES = {
-    "ranges": ("static", "prove", "contract", "stress", "advise", "diff"),
-    "static": ("stress", "advise", "diff"),
-    "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
-    "steps": ("ranges", "static", "assume", "prove", "stress", "backward"),
-    "sweep": ("ranges", "static", "stress", "advise", "diff"),
-    "memory": ("static", "backward", "steps", "sensitivity", "against"),
-    "sensitivity": ("ranges", "static", "steps", "against", "contract"),
-    "against": (
-        "ranges",
-        "static",
-        "prove",
-        "stress",
-        "advise",
-        "diff",
-        "backward",
-        "steps",
-        "sweep",
-        "contract",
-    ),
+
+
+class Need(Enum):
+    """What an option needs of a run, as error messages say it."""
+
+    LOW_PRECISION = "a 16-bit side"
+    RUN = "a run"
+    FORWARD_ONLY = "the forward pass alone"
+    ONE_STEP = "a single step"
+    ONE_SIZE = "one size of the inputs"
+    WHOLE_MODEL = "the whole model at once"
+    OWN_ARITHMETIC = "the arithmetic of the format"
+    OWN_REFERENCE = "the model's own FP32 as its reference"
+
+
+# two options exclude each other only if one takes away what the other needs
+_TAKES_AWAY = {
+    "ranges": Need.LOW_PRECISION,
+    "static": Need.RUN,
+    "backward": Need.FORWARD_ONLY,
+    "steps": Need.ONE_STEP,
+    "sweep": Need.ONE_SIZE,
+    "memory": Need.WHOLE_MODEL,
+    "contract": Need.OWN_ARITHMETIC,
+    "against": Need.OWN_REFERENCE,
+}
+_RUNS = frozenset({Need.LOW_PRECISION, Need.RUN})
+_TRIES_CHANGES = _RUNS | {Need.FORWARD_ONLY, Need.ONE_SIZE, Need.OWN_REFERENCE}
+_NEEDS: Mapping[str, Collection[Need]] = {
+    "static": {Need.LOW_PRECISION},
+    "assume": {Need.ONE_STEP},
+    "prove": {Need.LOW_PRECISION, Need.ONE_STEP, Need.OWN_REFERENCE},
+    "contract": {Need.LOW_PRECISION, Need.FORWARD_ONLY},
+    "memory": {Need.RUN, Need.FORWARD_ONLY, Need.ONE_STEP},
+    "sweep": _RUNS,
+    "backward": _RUNS,
+    "steps": _RUNS | {Need.FORWARD_ONLY},
+    "advise": _TRIES_CHANGES,
+    "diff": _TRIES_CHANGES,
+    "stress": _TRIES_CHANGES | {Need.ONE_STEP},
+    "sensitivity": _RUNS | {Need.ONE_STEP, Need.WHOLE_MODEL, Need.OWN_ARITHMETIC, Need.OWN_REFERENCE},
+    "against": _RUNS
+    | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.WHOLE_MODEL, Need.OWN_ARITHMETIC},
 }
 
 
@@ -232,11 +255,12 @@ class ScanConfig(PlanConfig):
         """Raise early for options that are invalid, or that another one leaves without effect."""
         from ampaudit.run.backends import parse_contract
 
-        for option, others in _EXCLUDES.items():
-            for other in others:
-                if getattr(self, option) and getattr(self, other):
+        for option, need in _TAKES_AWAY.items():
+            for other, needs in _NEEDS.items():
+                if need in needs and getattr(self, option) and getattr(self, other):
                     raise UsageError(
-                        f"--{option} cannot be combined with --{other}", hint=f"leave out --{other}"
+                        f"--{option} cannot be combined with --{other}, which needs {need.value}",
+                        hint=f"leave out --{option} or --{other}",
                     )
         if self.next_inputs is not None and self.steps is None:
             hint = "add steps=N, or leave it out"

@@ -420,7 +420,7 @@ def test_what_cannot_be_differentiated_is_refused_in_one_line() -> None:
         losses_with(loss=lambda y: (y.float() * 0.0).sqrt().mean())
     with pytest.raises(RunFailed, match="no parameter gets a gradient"):
         losses_with(loss=lambda y: y.detach().mean())
-    with pytest.raises(UsageError, match="--backward cannot be combined with --ranges"):
+    with pytest.raises(UsageError, match="--ranges cannot be combined with --backward"):
         losses_with(loss=classes, ranges=True)
     with pytest.raises(InputError, match="no parameter of the model requires"):
         ampaudit.scan(Stack().requires_grad_(False), rows(), backward=True, loss=classes)
