@@ -35,6 +35,7 @@ PATCHING = {
     "ampaudit.trace.capture",  # while torch exports
     "ampaudit.recording.calls",  # nn.Module.__call__, while a program is recorded
     "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
+    "ampaudit.source.huggingface",  # the switch of huggingface_hub to work offline
     "ampaudit.trace.caster",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.tracer",  # autograd functions, hooks, Tensor.data and grad_fn
     "ampaudit.trace.interpose",  # the method of the tracer that records ops

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ampaudit.audit.checks.interface import finding_source
-from ampaudit.core.decibels import ratio_db
 from ampaudit.core.formats import NumberFormat
+from ampaudit.core.text import ratio_db
 from ampaudit.report.sensitivity import Noise, NoiseKind, Sensitivity
 from ampaudit.run.audit import Audit
 from ampaudit.run.config import Differentiator, RunConfig

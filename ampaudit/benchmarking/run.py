@@ -28,10 +28,10 @@ from ampaudit.benchmarking.modes import (
 )
 from ampaudit.core import interrupts
 from ampaudit.core.config import Progress, with_options
-from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.core.text import signal_to_noise_db
 from ampaudit.devices.estimate import roofline_seconds, total_work
 from ampaudit.devices.host import this_machine
 from ampaudit.report.bench import BenchReport, BenchRow, Largest

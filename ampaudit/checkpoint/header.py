@@ -22,18 +22,45 @@ from ampaudit.core.errors import WeightsError, first_line
 from ampaudit.core.untrusted import describe, describe_path, open_regular, parse_json, validate
 
 __all__ = [
+    "BESIDE_WEIGHTS",
+    "CALL_FILES",
     "FLOAT_TYPES",
+    "MANIFEST",
+    "MASTER",
     "MAX_DIMENSIONS",
     "MAX_HEADER",
+    "ONNX",
+    "PLAN",
+    "PROGRAM",
+    "RECORDING",
+    "REFERENCE",
+    "REPORT",
+    "SINGLE",
     "TORCH_NAMES",
     "Header",
     "Shape",
     "TensorEntry",
     "TypeName",
+    "call_file",
     "laid_out",
     "read_header",
 ]
 
+SINGLE = "model.safetensors"  # the working weights, unless they are in shards
+MASTER = "master"  # stands for "model" in the names of the masters' files
+PROGRAM = "model.pt2"
+ONNX = "model.onnx"
+PLAN = "plan.yaml"
+REPORT = "report.json"
+REFERENCE = "reference.safetensors"
+MANIFEST = "manifest.json"
+
+# files of a conversion besides the weights; torch writes large ONNX weights to a separate file
+BESIDE_WEIGHTS = frozenset({PROGRAM, ONNX, f"{ONNX}.data", PLAN, REPORT, REFERENCE})
+
+# a recording: what was recorded, and two files per call
+RECORDING = "recording.json"
+CALL_FILES = "call-*.json"
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _METADATA = "__metadata__"
 _BITS = {
@@ -195,3 +222,8 @@ def _check_layout(path: Path, entries: list[TensorEntry], available: int) -> Non
 
 def _broken(path: Path, what: str) -> WeightsError:
     return WeightsError(f"{describe_path(path)}: not a valid safetensors file: {what}", hint=_HINT)
+
+
+def call_file(number: int) -> str:
+    """Return the name of the file with a call's arguments; its tensors are beside it."""
+    return f"call-{number:06d}.json"

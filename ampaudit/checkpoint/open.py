@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from ampaudit.checkpoint.header import TensorEntry
-from ampaudit.checkpoint.layout import SINGLE
+from ampaudit.checkpoint.header import SINGLE, TensorEntry
 from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import describe, describe_path, read_table, validate

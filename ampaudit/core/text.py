@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from ampaudit.core.errors import UsageError
 
 __all__ = [
+    "differing_share",
     "escape_control",
     "escape_json",
     "escape_lines",
@@ -24,9 +26,13 @@ __all__ = [
     "model_file",
     "parse_size",
     "plural",
+    "ratio_db",
+    "share_db",
     "shell_quoted",
     "short_op",
+    "signal_to_noise_db",
 ]
+
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -142,3 +148,32 @@ def parse_size(text: str) -> int:
         return int(float(digits) * _UNITS[compact[len(digits) :]])
     except (ValueError, KeyError, OverflowError) as error:
         raise UsageError(f"{text!r} is not a valid size", hint="write 4GB, 500MB or 2GiB") from error
+
+
+def signal_to_noise_db(signal: float, noise: float) -> float | None:
+    """Return 10 log10(signal / noise) of two sums of squares; ``None`` if it is not finite."""
+    db = ratio_db(signal, noise)
+    return db if math.isfinite(db) else None
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise); inf without noise, -inf without signal or with non-finite noise."""
+    if noise == 0.0:
+        return math.inf
+    ratio = signal / noise if math.isfinite(noise) else 0.0
+    if ratio == 0.0:
+        return -math.inf
+    return 10.0 * math.log10(ratio) if math.isfinite(ratio) else math.inf
+
+
+def share_db(share: float) -> float | None:
+    """Return 20 log10(1 / share) for the share of integers that differ; ``None`` for 0.
+
+    So 20 dB means a tenth of the elements, as it means a tenth of the amplitude for floats.
+    """
+    return -20.0 * math.log10(share) if share else None
+
+
+def differing_share(db: float) -> float:
+    """Return the share of differing integers for an accuracy in dB: the inverse of ``share_db``."""
+    return math.pow(10.0, -db / 20.0)

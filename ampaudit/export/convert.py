@@ -16,7 +16,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
-from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
+from ampaudit.checkpoint.header import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.checkpoint.parts import InMemory, Part, RescaledPart
@@ -35,7 +35,7 @@ from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.onnx.torch_export import ExportedOnnx, metadata_of, names_of_inputs, write_onnx
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import (
-    Call,
+    ExampleCall,
     ReferenceOutputs,
     digest_of_tensors,
     export_program,
@@ -243,7 +243,7 @@ def _write_program(
     if source.release is not None:
         note = "its weights were streamed, so the program was written and not run"
         return _Written(shapes=shapes.described(program, ()), notes=(note,))
-    call: Call = program.example_inputs or ((), {})
+    call: ExampleCall = program.example_inputs or ((), {})
     reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, options.seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
     onnx = None

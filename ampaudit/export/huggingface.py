@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from ampaudit.audit.advice.residual_stream import AttributeChange
-from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
+from ampaudit.checkpoint.header import MANIFEST, PLAN, REPORT
 from ampaudit.core.errors import SourceError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import open_regular

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST
+from ampaudit.checkpoint.header import BESIDE_WEIGHTS, MANIFEST
 from ampaudit.core.errors import WeightsError, first_line
 from ampaudit.core.untrusted import (
     MAX_TABLE,

@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.decibels import share_db, signal_to_noise_db
 from ampaudit.core.errors import AuditError, RunFailed, first_line
+from ampaudit.core.text import share_db, signal_to_noise_db
 from ampaudit.export.fold import FoldedGraph
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.trace.capture import Dimensions, NarrowedDimensions, export_module
@@ -29,7 +29,7 @@ from ampaudit.trace.isolation import call_unchanged
 from ampaudit.trace.values import dtype_name
 
 __all__ = [
-    "Call",
+    "ExampleCall",
     "GraphModel",
     "ReferenceOutputs",
     "as_structure",
@@ -44,7 +44,7 @@ __all__ = [
     "tensors_only",
 ]
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
@@ -261,8 +261,8 @@ class ReferenceOutputs:
 def record_reference(
     program: ExportedProgram,
     model: nn.Module,
-    model_call: Call,
-    call: Call,
+    model_call: ExampleCall,
+    call: ExampleCall,
     names: Sequence[str],
     seed: int,
 ) -> ReferenceOutputs:
@@ -299,7 +299,7 @@ def record_reference(
     return ReferenceOutputs(tensors, outputs, "")
 
 
-def run_program(program: nn.Module, call: Call, seed: int) -> list[torch.Tensor] | str:
+def run_program(program: nn.Module, call: ExampleCall, seed: int) -> list[torch.Tensor] | str:
     """Return a program's outputs on the CPU as a flat list, or the reason why it failed."""
     try:
         return flat_outputs(call_unchanged(program, *call, seed=seed))

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES, TensorEntry
-from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST, MASTER
+from ampaudit.checkpoint.header import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, MASTER, TORCH_NAMES, TensorEntry
 from ampaudit.checkpoint.open import INDEX_SUFFIX
 from ampaudit.checkpoint.parts import Part, SafetensorsFile, WatchedPart, count_megabytes
 from ampaudit.checkpoint.write import write_safetensors

@@ -14,8 +14,7 @@ import torch
 from pydantic import TypeAdapter
 from torch.utils import _pytree as pytree
 
-from ampaudit.checkpoint.header import FLOAT_TYPES
-from ampaudit.checkpoint.layout import MANIFEST, ONNX, PROGRAM, REFERENCE
+from ampaudit.checkpoint.header import FLOAT_TYPES, MANIFEST, ONNX, PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
 from ampaudit.core.config import Progress, given_path, silent, with_options

@@ -11,8 +11,7 @@ from typing import Literal
 
 import torch
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, Shape, TensorEntry, TypeName
-from ampaudit.checkpoint.layout import MASTER, SINGLE
+from ampaudit.checkpoint.header import FLOAT_TYPES, MASTER, SINGLE, Shape, TensorEntry, TypeName
 from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
 from ampaudit.checkpoint.parts import Part, WatchedPart, count_megabytes, dtype_of, type_name
 from ampaudit.checkpoint.write import Written, write_part, write_safetensors

@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any, Literal
 
 from ampaudit.core.formats import format_named
-from ampaudit.policy.aten_ops import expand, inner_op
 from ampaudit.policy.schema import (
     COLORS,
     UNSET,
@@ -28,6 +27,8 @@ from ampaudit.policy.schema import (
     Rule,
     RuleFile,
     When,
+    expand,
+    inner_op,
 )
 
 __all__ = [

@@ -17,9 +17,19 @@ from pydantic import ValidationError
 from ampaudit.core.errors import PolicyError, did_you_mean, first_line
 from ampaudit.core.formats import BFLOAT16, LOW_PRECISION_NAMES, NumberFormat
 from ampaudit.core.untrusted import describe, describe_path, read_bounded
-from ampaudit.policy.aten_ops import UnknownOp, aten_arguments, expand
 from ampaudit.policy.decide import RuleSet, compiled
-from ampaudit.policy.schema import Cast, LossScale, Match, Rule, RuleFile, StrictModel, When
+from ampaudit.policy.schema import (
+    Cast,
+    LossScale,
+    Match,
+    Rule,
+    RuleFile,
+    StrictModel,
+    UnknownOp,
+    When,
+    aten_arguments,
+    expand,
+)
 
 __all__ = [
     "PLAIN_FP32",

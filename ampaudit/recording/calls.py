@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ampaudit.checkpoint.header import TORCH_NAMES, TensorEntry, laid_out
-from ampaudit.checkpoint.layout import CALL_FILES, RECORDING, call_file
+from ampaudit.checkpoint.header import CALL_FILES, RECORDING, TORCH_NAMES, TensorEntry, call_file, laid_out
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import OutputError, UsageError, first_line
 from ampaudit.core.files import check_directory, write_text

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from ampaudit.core.text import escape_control
 from ampaudit.policy import OpFacts, RuleSet, load_policy, policy_names
-from ampaudit.policy.aten_ops import aten_names
 from ampaudit.policy.load import Loaded
-from ampaudit.policy.schema import Rule, WeightPolicy, When
+from ampaudit.policy.schema import Rule, WeightPolicy, When, aten_names
 from ampaudit.render.grid import open_table
 
 __all__ = ["diff_rows", "list_rows", "render_diff", "render_list", "render_policy"]

@@ -13,7 +13,7 @@ from ampaudit.render.documents.plan import stacked
 from ampaudit.report.finding import Source
 from ampaudit.report.sensitivity import Noise, Sensitivity
 
-__all__ = ["format_accuracy", "line_of", "noise_section", "sensitivity_sections", "untrusted"]
+__all__ = ["format_accuracy", "line_text", "noise_section", "sensitivity_sections", "untrusted"]
 
 _ROWS, _MAX_ROWS = 10, 200
 _KINDS = {
@@ -35,7 +35,7 @@ def format_accuracy(value: float | None, *, broken: bool = False) -> str:
     return f"{value:.1f} dB" if abs(value) < 1e4 else f"{format_number(value)} dB"
 
 
-def line_of(source: Source | None) -> str:
+def line_text(source: Source | None) -> str:
     """Format the file and line in the user's project; empty if unknown."""
     if source is None:
         return ""
@@ -70,7 +70,14 @@ def _summed(rows: Sequence[Noise]) -> Noise:
 
 def _cells(name: str, times: str, row: Noise) -> tuple[str, ...]:
     op = short_op(row.op) if row.kind == "op" else _KINDS[row.kind]
-    return (name, times, escape_control(op), format_accuracy(row.db), _share(row.share), line_of(row.source))
+    return (
+        name,
+        times,
+        escape_control(op),
+        format_accuracy(row.db),
+        _share(row.share),
+        line_text(row.source),
+    )
 
 
 def _share(share: float) -> str:

@@ -9,7 +9,7 @@ from ampaudit.core.formats import FORMATS
 from ampaudit.core.text import escape_control, format_bytes, format_number, listed, plural
 from ampaudit.render.blocks import Block, Line, Section, facts, line, tabulate
 from ampaudit.render.documents.plan import stacked
-from ampaudit.render.sensitivity import format_accuracy, line_of, noise_section, untrusted
+from ampaudit.render.sensitivity import format_accuracy, line_text, noise_section, untrusted
 from ampaudit.report.tuning import FrontierPoint, KeptOp, TriedSet, TuningReport
 
 __all__ = [
@@ -145,7 +145,7 @@ def _kept_cells(
         times,
         _least([op.without_db for op in members]),
         *((_measured_without(members),) if measured else ()),
-        line_of(source),
+        line_text(source),
         escape_control(worst.text if worst.why != "accuracy" else "") or _WHY[worst.why],
         *((escape_control(source.evident.code.strip() if source is not None else ""),) if full else ()),
     )

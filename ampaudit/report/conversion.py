@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.core.decibels import differing_share
-from ampaudit.core.text import format_bytes
+from ampaudit.core.text import differing_share, format_bytes
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.finding import Gap
 from ampaudit.report.model import InputsInfo, of_made_up

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, PlainSerializer
 
-from ampaudit.core.decibels import signal_to_noise_db
+from ampaudit.core.text import signal_to_noise_db
 
 __all__ = [
     "AS_RUN",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ampaudit.core.decibels import ratio_db, share_db
+from ampaudit.core.text import ratio_db, share_db
 from ampaudit.run.measure import FIELDS, flat_pair, measure_cpu, measure_on_device
 
 __all__ = [

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import signal_to_noise_db
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import BlockMeasure, as_complex, components
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs

@@ -13,9 +13,9 @@ import torch
 from pydantic import ConfigDict, PlainSerializer
 from torch import fx
 
-from ampaudit.core.decibels import ratio_db
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import ratio_db
 from ampaudit.report.finding import Gap
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.attribution import Culprit

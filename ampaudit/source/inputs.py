@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.checkpoint.header import Shape
-from ampaudit.checkpoint.layout import CALL_FILES, RECORDING, call_file
+from ampaudit.checkpoint.header import CALL_FILES, RECORDING, Shape, call_file
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.parts import misfit
 from ampaudit.core.errors import InputError, UsageError, WeightsError

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ampaudit.checkpoint.layout import MANIFEST, ONNX, PROGRAM
+from ampaudit.checkpoint.header import MANIFEST, ONNX, PROGRAM
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.plain_pickle import CodeNeeded
 from ampaudit.core.errors import InputError, SourceError, UsageError, WeightsError

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.policy.aten_ops import inner_op
+from ampaudit.policy.schema import inner_op
 from ampaudit.trace.internals import (
     DispatchKey,
     TorchDispatchMode,

@@ -10,9 +10,8 @@ import torch
 
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy
-from ampaudit.policy.aten_ops import aten_names, expand, inner_op
 from ampaudit.policy.load import load_vocabulary, profiles, starting_scale
-from ampaudit.policy.schema import Cast
+from ampaudit.policy.schema import Cast, aten_names, expand, inner_op
 from tests.support.paths import DATA
 
 FACTS: dict[str, Any] = json.loads((DATA / "policy_facts.json").read_text())

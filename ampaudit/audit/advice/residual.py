@@ -18,10 +18,9 @@ from torch import fx, nn
 
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.residual_stream import AttributeChange, Refusal, Stream, find_stream
-from ampaudit.core.decibels import ratio_db
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number, plural
+from ampaudit.core.text import format_number, plural, ratio_db
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Site, TracedModel
 from ampaudit.trace.converted import identity

@@ -12,10 +12,9 @@ from typing import Literal
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import BoundTable
-from ampaudit.core.decibels import ratio_db
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import listed, plural
+from ampaudit.core.text import listed, plural, ratio_db
 from ampaudit.report.finding import CRASHED, Evidence, Finding, Severity, Source
 from ampaudit.report.gradients import ScaleAdvice
 from ampaudit.report.pages import page_of

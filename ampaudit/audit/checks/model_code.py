@@ -20,10 +20,9 @@ from ampaudit.audit.checks.interface import (
     finding_source,
     source_of,
 )
-from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import plural
+from ampaudit.core.text import plural, signal_to_noise_db
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import AgainstReport, Correspondence, ReferenceDifference

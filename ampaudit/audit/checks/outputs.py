@@ -9,9 +9,8 @@ from functools import partial
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, some_sites
 from ampaudit.audit.checks.precision import rounded_number, subtracts
-from ampaudit.core.decibels import differing_share
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number
+from ampaudit.core.text import differing_share, format_number
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
 from ampaudit.report.model import LOST_DB
 from ampaudit.report.steps import StepGrowth

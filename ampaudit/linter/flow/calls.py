@@ -10,12 +10,11 @@ from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_ca
 from ampaudit.linter.flow.events import SchedulerStep, ThreadStarted
 from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.joining import choice_of_dtypes, join_items
-from ampaudit.linter.flow.losses import call_loss_function
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
 from ampaudit.linter.flow.objects import call_model
+from ampaudit.linter.flow.state import choice_of_dtypes, join_items
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.torch_calls import assume_any_effect, unknown_call
+from ampaudit.linter.flow.torch_calls import assume_any_effect, call_loss_function, unknown_call
 from ampaudit.linter.flow.torch_names import HARMLESS_METHODS
 from ampaudit.linter.flow.values import (
     MAYBE,

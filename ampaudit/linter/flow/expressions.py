@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.events import PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.gradient_uses import use_gradient
-from ampaudit.linter.flow.joining import choice_of_dtypes, item_of, join_values
-from ampaudit.linter.flow.state import join
+from ampaudit.linter.flow.state import choice_of_dtypes, item_of, join, join_values
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product
 from ampaudit.linter.flow.values import (

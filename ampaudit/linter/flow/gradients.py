@@ -29,9 +29,8 @@ from ampaudit.linter.flow.gradient_uses import (
     is_unscaled,
     still_scaled,
 )
-from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.scalers import check_early
-from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, Contribution
+from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, Contribution, item_of
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     following_step,

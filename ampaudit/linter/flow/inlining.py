@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
-from ampaudit.linter.flow.joining import join_values
-from ampaudit.linter.flow.state import State, join
+from ampaudit.linter.flow.state import State, join, join_values
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value, parameter_defaults, sets_own_context
 from ampaudit.linter.flow.torch_names import DTYPES, FRAMEWORKS
 from ampaudit.linter.flow.values import (

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, key_of, position_of
 from ampaudit.linter.flow.events import Event, EventPlace, Guard, ScalerReplaced
-from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.script import Script, ScriptTooLong
-from ampaudit.linter.flow.state import LoopExits, State
+from ampaudit.linter.flow.state import LoopExits, State, item_of
 from ampaudit.linter.flow.syntax import condition_of, dotted_name, join_names
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (

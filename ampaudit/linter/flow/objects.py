@@ -22,7 +22,7 @@ from ampaudit.linter.flow.facts import (
 from ampaudit.linter.flow.gradient_uses import clear_gradients
 from ampaudit.linter.flow.gradients import clip, unknown_backward
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
-from ampaudit.linter.flow.joining import flattened
+from ampaudit.linter.flow.state import flattened
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value
 from ampaudit.linter.flow.tensors import (
     autocast_dtype,

@@ -31,9 +31,8 @@ from ampaudit.linter.flow.gradient_uses import (
     has_single_optimizer,
     is_unscaled,
 )
-from ampaudit.linter.flow.joining import item_of
 from ampaudit.linter.flow.scalers import check_zeroed
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution, item_of
 from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES

@@ -9,8 +9,7 @@ from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered, Guard
 from ampaudit.linter.flow.expressions import truth_of
 from ampaudit.linter.flow.gradient_uses import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
-from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.state import LoopExits, State, join, join_all
+from ampaudit.linter.flow.state import LoopExits, State, item_of, join, join_all
 from ampaudit.linter.flow.syntax import dotted_name, module_of
 from ampaudit.linter.flow.tensors import check_same_dtype
 from ampaudit.linter.flow.torch_names import canonical_name

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, key_of
+from ampaudit.linter.diagnostic import Certainty, Fix, key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.events import (
     CheckpointSaved,
     HalfLayer,
+    LossInside,
     NumberRead,
     ScalerMade,
     ThreadStarted,
@@ -36,12 +37,10 @@ from ampaudit.linter.flow.facts import (
 )
 from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.inlining import follow_callback
-from ampaudit.linter.flow.joining import flattened, item_of
-from ampaudit.linter.flow.losses import call_loss_function, record_loss, reduction_of
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.objects import device_of
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, flattened, item_of
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
 from ampaudit.linter.flow.tensors import (
     check_half_exp,
     check_half_fft,
@@ -99,7 +98,7 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
     from ampaudit.linter.flow.values import Arguments
 
-__all__ = ["assume_any_effect", "call_imported", "unknown_call"]
+__all__ = ["assume_any_effect", "call_imported", "call_loss_function", "unknown_call"]
 
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
@@ -503,3 +502,75 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
     interpreter.record(ScalerMade(interpreter.at(node), key))
     interpreter.state.set_fact(UNUSED, True, key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler
+
+
+def record_loss(interpreter: Interpreter, node: ast.AST, values: Sequence[Value]) -> None:
+    """Record a loss that is computed under autocast from what a model has returned outside."""
+    autocast = interpreter.autocast
+    outside = frozenset(id(v.node) for v in values if isinstance(v, Tensor) and not v.computed_under)
+    if outside and autocast.enabled is True and autocast.explicit:
+        interpreter.record(LossInside(interpreter.at(node), outside))
+
+
+def call_loss_function(
+    interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments
+) -> Value:
+    """Interpret a loss function of torch."""
+    tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
+    first = arguments.first
+    autocast = interpreter.autocast
+    record_loss(interpreter, node, tensor_arguments)
+    if (
+        loss.name in ("BCELoss", "binary_cross_entropy")
+        and autocast.enabled is True
+        and autocast.device != "cpu"
+        and not (autocast.conditional and _is_off_by_default(interpreter, autocast.node))
+    ):
+        _check_binary_cross_entropy(interpreter, node, loss, first)
+    elif autocast.enabled is False and isinstance(first, Tensor) and first.cast:
+        interpreter.report(
+            "AMP842",
+            node,
+            f"the model's output is {first.cast} under autocast, and this loss, "
+            f"computed outside, stays in {first.cast}",
+            "move the loss into the autocast block, or pass it output.float()",
+        )
+    computed_under = tensors.autocast_dtype(interpreter) or next(
+        (t.computed_under for t in tensor_arguments if t.computed_under), ""
+    )
+    roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
+    divided = False if loss.reduction in ("mean", "batchmean") else None
+    return Tensor(
+        computed_under=computed_under, model_calls=roots, loss=loss.name, divided=divided, node=node
+    )
+
+
+def reduction_of(arguments: Arguments) -> str:
+    """Return the reduction of a loss, ``?`` if it is not known."""
+    value = arguments.keywords.get("reduction")
+    if value is None:
+        return "mean"
+    return str(value.value) if isinstance(value, LiteralValue) else "?"
+
+
+def _is_off_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
+    """Return whether the setting that enables autocast has a default somewhere, which is false."""
+    switch = keyword_value(autocast, "enabled") if isinstance(autocast, ast.Call) else None
+    name = last_component(dotted_name(switch)) if switch is not None else ""
+    return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
+
+
+def _check_binary_cross_entropy(
+    interpreter: Interpreter, node: ast.Call, loss: LossFunction, first: Value
+) -> None:
+    argument = node.args[0] if node.args else None
+    direct = isinstance(first, Tensor) and first.sigmoid is argument and argument is not None
+    is_fixable = direct and loss.name == "binary_cross_entropy" and isinstance(argument, ast.Call)
+    interpreter.report(
+        "AMP844",
+        node,
+        "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
+        "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
+        Fix.at(node, "with logits") if is_fixable else None,
+        certainty=Certainty.LIKELY if interpreter.autocast.conditional else Certainty.KNOWN,
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.facts import FROZEN
-from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.state import item_of
 from ampaudit.linter.flow.tensors import requested_dtype
 from ampaudit.linter.flow.values import UNKNOWN, Parameters, Value, literal_of
 

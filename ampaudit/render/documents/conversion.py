@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checkpoint.header import TORCH_NAMES
-from ampaudit.checkpoint.layout import MASTER, PLAN, REFERENCE, REPORT
+from ampaudit.checkpoint.header import MASTER, PLAN, REFERENCE, REPORT, TORCH_NAMES
 from ampaudit.core.text import escape_control, format_bytes, plural, short_op
 from ampaudit.render.blocks import Section, facts, line
 from ampaudit.render.view import View
