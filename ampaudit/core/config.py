@@ -211,7 +211,9 @@ def with_options(config: type[Config]) -> Callable[[Function], Function]:
         names = [name for name in config.model_fields if name not in signature.parameters]
         described = [(name, option_of(config.model_fields[name])) for name in names]
         lines = (f"        {name}: {option.help}\n" for name, option in described if option is not None)
-        function.__doc__ = f"{function.__doc__}\n    Options:\n{''.join(lines)}"
+        doc = re.sub(r"\n +\*\*options: .*", "", function.__doc__ or "")  # which the signature no longer has
+        record = f"        Fields of ``{config.__name__}``, which override those of ``config``.\n\n"
+        function.__doc__ = f"{doc}\n    Options:\n{record}{''.join(lines)}"
         return function
 
     return decorate

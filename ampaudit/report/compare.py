@@ -229,7 +229,7 @@ def diff(old: Saved, new: Saved, *, config: DiffConfig | None = None, **options:
         old: a report, or the path of a saved one.
         new: the report to compare with it.
         config: the options as one value.
-        **options: fields of ``DiffConfig``, which go before those of ``config``.
+        **options: Fields of ``DiffConfig``, which override those of ``config``.
 
     Returns:
         The changes; its ``exit_code`` is 1 if anything is worse.
