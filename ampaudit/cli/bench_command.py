@@ -16,6 +16,7 @@ from ampaudit.cli.options import (
     report_options,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.bench import BenchReport
 
@@ -64,4 +65,4 @@ def _deliver(report: BenchReport, options: dict[str, Any]) -> None:
 
         with keeping(report):
             plot_bench(report, options["plot"], force=options["force"])
-        click.echo(f"picture written to {options['plot']}", err=True)
+        print_notes(f"picture written to {options['plot']}")

@@ -22,6 +22,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe
@@ -98,7 +99,7 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
     if conversion is None:
         # the output is the directory, which was not written
         deliver_document(report, {"form": options["form"]})
-        click.echo(f"nothing was written to {output}; pass --fail-on never to write it anyway", err=True)
+        print_notes(f"nothing was written to {output}; pass --fail-on never to write it anyway")
         context.exit(report.exit_code)
     return conversion
 

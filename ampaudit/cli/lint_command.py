@@ -20,6 +20,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control
 from ampaudit.linter.config import LintConfig, read_lint_config
@@ -74,8 +75,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     fixed = sum(file.fixed for file in linted) if options["fix"] else 0
     for file in linted:
         if file.is_elsewhere and file.findings:
-            where = escape_control(file.path)
-            click.echo(f"{where}: not fixed: a link leads to it out of the given paths", err=True)
+            print_notes(f"{file.path}: not fixed: a link leads to it out of the given paths")
     report = lint_report(linted, config, fixed=fixed)
     code = report.exit_code
     with keeping(report):
@@ -126,9 +126,9 @@ def _print_diff(linted: list[LintedFile], report: LintReport) -> int:
     count = sum(file.fixed for file in linted)
     files = f"{len(changed)} file{'s' if len(changed) != 1 else ''}"
     findings = f"{count} finding{'s' if count != 1 else ''}"
-    click.echo(f"would fix {findings} in {files}" if changed else "nothing to fix", err=True)
+    print_notes(f"would fix {findings} in {files}" if changed else "nothing to fix")
     for item in report.unread:
-        click.echo(str(item), err=True)
+        print_notes(str(item))
     return 1 if changed else report.exit_code if report.exit_code == 2 else 0
 
 

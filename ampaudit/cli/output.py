@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.cli.terminal import as_text, show
+from ampaudit.cli.terminal import as_text, print_notes, show
 from ampaudit.render.render import chosen_format
 
 if TYPE_CHECKING:
@@ -76,4 +76,4 @@ def _deliver(
     write_text(output, text, force=force)
     with contextlib.suppress(OSError):  # a full stderr does not matter once the file is written
         show(verdict, stderr=True)
-        click.echo(f"written to {output}", err=True)
+        print_notes(f"written to {output}")

@@ -9,8 +9,8 @@ import click
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.cli.options import given
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import escape_control
 from ampaudit.core.torchrun import place_of
 
 __all__ = ["options_of_words", "write_scan_part"]
@@ -54,7 +54,7 @@ def write_scan_part(
     try:
         audit(model, options, share, arguments)
     except PartDone:
-        click.echo(escape_control(part.save(options["output"], force=options["force"])), err=True)
+        print_notes(part.save(options["output"], force=options["force"]))
 
 
 def _words(command: click.Command, options: dict[str, Any], arguments: Collection[str]) -> list[str]:

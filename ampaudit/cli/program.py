@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -13,11 +13,10 @@ import click
 from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
-from ampaudit.cli.terminal import bound_size, make_printable
+from ampaudit.cli.terminal import bound_size, make_printable, print_notes
 from ampaudit.core.errors import AuditError, did_you_mean, first_line
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.interrupts import INTERRUPTED
-from ampaudit.core.text import escape_control
 from ampaudit.core.version import __version__
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -87,11 +86,11 @@ def run_command() -> int:
     except click.Abort as error:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             return INTERRUPTED
-        click.echo("ampaudit: a question was asked, and standard input is at its end", err=True)
+        print_notes("ampaudit: a question was asked, and standard input is at its end")
         return 2
     except click.ClickException as error:
         error.show()
-        _print_lines(getattr(error, "__notes__", ()))
+        print_notes(*getattr(error, "__notes__", ()))
         return error.exit_code
     except BrokenPipeError:
         return 1  # the reader of the pipe has closed it
@@ -99,14 +98,9 @@ def run_command() -> int:
         if "--debug" in sys.argv:
             traceback.print_exc()
         message, exit_code = _describe_error(error)
-        _print_lines((*f"ampaudit: {message}".splitlines(), *getattr(error, "__notes__", ())))
+        print_notes(*f"ampaudit: {message}".splitlines(), *getattr(error, "__notes__", ()))
         return exit_code
     return code if isinstance(code, int) else 0
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        click.echo(escape_control(line), err=True)
 
 
 def _describe_error(error: Exception) -> tuple[str, int]:

@@ -18,9 +18,10 @@ from ampaudit.cli.options import (
     debug_option,
     force_option,
 )
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core import interrupts
 from ampaudit.core.errors import InputError, SourceError, did_you_mean
-from ampaudit.core.text import escape_control, plural
+from ampaudit.core.text import plural
 from ampaudit.core.untrusted import describe, describe_path
 from ampaudit.recording.config import RecordConfig
 
@@ -91,7 +92,7 @@ def _reporting(recording: AbstractContextManager[Watcher]) -> Iterator[Watcher]:
 def _print_summary(watcher: Watcher) -> None:
     for recording in watcher.recordings.values():
         if recording.calls:
-            click.echo(f"ampaudit: {escape_control(recording.summary)}", err=True)
+            print_notes(f"ampaudit: {recording.summary}")
 
 
 def _run(script: Path, arguments: tuple[str, ...]) -> str:

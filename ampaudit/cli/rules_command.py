@@ -11,6 +11,7 @@ from ampaudit.audit.config import PlanConfig
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import config_from, config_options, debug_option, format_option, verbose_option
 from ampaudit.cli.output import print_result
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.source_config import SourceConfig
 
 __all__ = ["rules_group"]
@@ -55,7 +56,7 @@ def validate_command(file: str, debug: bool) -> None:
 
     loaded = load_file(file)
     for warning in loaded.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        print_notes(f"warning: {warning}")
     ops = len(loaded.rules.op_names)
     click.echo(
         f"{loaded.path}: policy {loaded.file.name!r}, {len(loaded.file.rules)} rules about {ops} ops: valid"

@@ -23,8 +23,8 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import escape_control
 from ampaudit.report.finding import Severity
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def report_scan(
     if options["advise_policy"] is not None:
         _write_policy(reports[0], options["advise_policy"], force=options["force"])
     for policy, failure in failures:
-        lines = f"ampaudit: policy {policy}: {failure}".splitlines()
-        click.echo("\n".join(escape_control(line) for line in lines), err=True)
+        print_notes(*f"ampaudit: policy {policy}: {failure}".splitlines())
     context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
 
 
@@ -126,12 +125,12 @@ def _write_policy(report: Report, path: Path, *, force: bool) -> None:
     combined = report.combined
     if combined is None:
         why = "no rule cures any error" if report.count(Severity.ERROR) else "there is no error to cure"
-        click.echo(f"no policy written to {path}: {why}", err=True)
+        print_notes(f"no policy written to {path}: {why}")
         return
     with keeping(report):
         write_text(path, combined.saved_in(path.parent), force=force)
     remainder = f"; it leaves {', '.join(combined.left)}" if combined.left else ""
-    click.echo(escape_control(f"policy written to {path}{remainder}"), err=True)
+    print_notes(f"policy written to {path}{remainder}")
 
 
 def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet]) -> Audits:

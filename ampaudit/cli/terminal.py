@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from ampaudit.core.errors import OutputError
+from ampaudit.core.text import escape_control
 from ampaudit.render.plaintext import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["as_text", "bound_size", "make_printable", "show"]
+__all__ = ["as_text", "bound_size", "make_printable", "print_notes", "show"]
 
 _MIN_SIZE, _MAX_SIZE = 20, 1000  # columns
 _HANDLER = "ampaudit-ascii"
@@ -52,6 +55,12 @@ class _StandardOutput(io.FileIO):
             raise OutputError(
                 f"cannot write to standard output: {error.strerror}", hint="free some space, or use -o FILE"
             ) from error
+
+
+def print_notes(*lines: str) -> None:
+    """Print lines on stderr, with control characters escaped."""
+    for line in lines:
+        click.echo(escape_control(line), err=True)
 
 
 def bound_size() -> None:

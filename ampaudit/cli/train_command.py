@@ -18,6 +18,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.training import TrainingReport
 from ampaudit.training.config import TrainConfig
@@ -75,10 +76,10 @@ def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
 
         with keeping(report):
             plot_training(report, options["plot"], force=options["force"])
-        click.echo(f"picture written to {options['plot']}", err=True)
+        print_notes(f"picture written to {options['plot']}")
     if options["tensorboard"] is not None:
         from ampaudit.training.tensorboard import write_summaries
 
         with keeping(report):
             write_summaries(report, options["tensorboard"], force=options["force"])
-        click.echo(f"summaries written to {options['tensorboard']}", err=True)
+        print_notes(f"summaries written to {options['tensorboard']}")

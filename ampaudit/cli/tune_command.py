@@ -20,9 +20,9 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import UsageError
 from ampaudit.core.source_config import SourceConfig
-from ampaudit.core.text import escape_control
 from ampaudit.tuning.config import TuneConfig
 
 if TYPE_CHECKING:
@@ -88,15 +88,15 @@ def _write(report: TuningReport, options: dict[str, Any]) -> None:
 
     path, plot = options["tuned_policy"], options["plot"]
     if path is not None and not report.reached:
-        click.echo(f"no policy written to {path}: the accuracy is not reached", err=True)
+        print_notes(f"no policy written to {path}: the accuracy is not reached")
     elif path is not None:
         with keeping(report):
             write_text(path, report.policy, force=options["force"])
         use = "" if report.dtype == "float16" else f"; use it with --dtype {report.dtype}"
-        click.echo(escape_control(f"policy written to {path}{use}"), err=True)
+        print_notes(f"policy written to {path}{use}")
     if plot is not None:
         from ampaudit.render.tuning_plot import plot_tuning
 
         with keeping(report):
             plot_tuning(report, plot, force=options["force"])
-        click.echo(escape_control(f"picture written to {plot}"), err=True)
+        print_notes(f"picture written to {plot}")

@@ -219,14 +219,14 @@ def _transformers(module: Any, base: type) -> _Plain | None:
     if base.__name__ not in ("FP8Linear", "FP8GroupedLinear", "FP8Experts"):
         return None
     parameters = dict(module.named_parameters(recurse=False))
-    sizes = getattr(module, "block_size", None)
-    block = None if sizes is None else tuple(sizes)
     dequantized: dict[int, Any] = {}
     for name, tensor in parameters.items():
         scale = parameters.get(f"{name}_scale_inv")
         if scale is not None and tensor.element_size() == 1:
             if not tensor.is_floating_point():
                 raise ValueError("they are packed in 4 bits")
+            sizes = getattr(module, "block_size", None)
+            block = None if sizes is None else tuple(sizes)
             dequantized[id(tensor)] = nn.Parameter(scaled(tensor, scale, block), requires_grad=False)
     return ("fp8", dequantized) if dequantized else None
 

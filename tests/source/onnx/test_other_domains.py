@@ -129,6 +129,13 @@ def test_the_simplified_norm_of_the_standard_domain() -> None:
     agrees(model_of([node], given, ["y"], {"w": W}), given)
 
 
+def test_instance_norm_ignores_an_attribute_of_group_norm() -> None:
+    node = helper.make_node("InstanceNormalization", ["x", "w", "b"], ["y"], num_groups=1)
+    found = ours(model_of([node], {"x": X}, ["y"], {"w": W[:5], "b": B[:5]}), {"x": X})["y"]
+    x, w, b = map(torch.from_numpy, (X, W[:5], B[:5]))
+    torch.testing.assert_close(found, torch.nn.functional.instance_norm(x, weight=w, bias=b))
+
+
 def test_an_operator_that_nobody_has_is_named() -> None:
     node = helper.make_node("Frobnicate", ["x"], ["y"], name="strange", domain="org.example")
     model = model_of([node], {"x": X}, ["y"], {})

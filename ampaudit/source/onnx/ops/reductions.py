@@ -234,7 +234,7 @@ def _inverse_root(call: NodeCall, tensor: torch.Tensor) -> torch.Tensor:
 def group_norm(call: NodeCall, x: Operand, scale: Operand, bias: Operand) -> torch.Tensor:
     """Normalize groups of channels, or each channel; before version 21 each group has one scale."""
     tensor = call.tensor(x)
-    groups = call.attribute("num_groups", tensor.shape[1])
+    groups = tensor.shape[1] if call.node.op_type == "InstanceNormalization" else call.attribute("num_groups")
     weight, shift = call.tensor(scale), call.tensor(bias)
     if weight.shape[0] != tensor.shape[1]:
         weight, shift = (t.repeat_interleave(tensor.shape[1] // groups) for t in (weight, shift))
