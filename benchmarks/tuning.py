@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ from typing import Any
 import torch
 
 import ampaudit
-from ampaudit.audit.sensitivity import sensitivities_in
 from ampaudit.core.config import silent
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.instruments.sensitivity.measuring import sensitivities_in
+from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
+from ampaudit.instruments.sensitivity.probe import Sensitivities
 from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, run_audits
-from ampaudit.run.sensitivity.measure import SensitivityProbe
-from ampaudit.run.sensitivity.probe import Sensitivities
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
 from benchmarks.options import parser
@@ -49,16 +50,15 @@ Row = dict[str, Any]
 def probed(model: Made, number_format: NumberFormat) -> tuple[SensitivityProbe, Sensitivities]:
     """Run a model in 16 bits once, and probe its outputs."""
     batches = [Batch((), dict(model.inputs))]
-    found: list[SensitivityProbe] = []
-
-    def probe(config: RunConfig) -> SensitivityProbe:
-        found.append(SensitivityProbe(config, batches))
-        return found[-1]
-
     rules, cpu = load_policy("16-bit"), torch.device("cpu")
-    config = RunConfig(rules, load_policy("torch-cuda"), number_format, cpu, differentiator=probe)
+    recorders = (partial(SensitivityProbe, batches=batches),)
+    config = RunConfig(
+        rules, load_policy("torch-cuda"), number_format, cpu, recorders=recorders, functional=True
+    )
     (audit,) = run_audits(model.model, batches, [config], silent)
-    return found[-1], sensitivities_in(audit)
+    (probe,) = audit.recorders
+    assert isinstance(probe, SensitivityProbe)
+    return probe, sensitivities_in(audit)
 
 
 def predictions(model: Made, number_format: NumberFormat, subsets: int) -> Row:

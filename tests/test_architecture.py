@@ -22,10 +22,11 @@ FLOORS = {
     "source": 4, "bounds": 4, "devices": 4,
     "run": 5, "recording": 5,
     "audit": 6,
-    "tuning": 7, "parallel": 7,
-    "export": 8, "training": 8,
-    "benchmarking": 9, "ci": 9,
-    "cli": 10,
+    "instruments": 7, "parallel": 7,
+    "tuning": 8,
+    "export": 9, "training": 9,
+    "benchmarking": 10, "ci": 10,
+    "cli": 11,
 }  # fmt: skip
 WITHOUT_TORCH = {"core", "policy", "report", "render", "linter", "cli"}
 # the only module that replaces attributes of torch, and those that tell it what to replace while a model is

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +25,7 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError
+from ampaudit.core.instruments import RUNS, Need, instruments
 from ampaudit.core.text import parse_size
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
@@ -84,19 +84,6 @@ MinSqnr = Annotated[float, NOT_NAN, Ge(0), Option("Required accuracy of every ou
 MIN_HEADROOM, MIN_SQNR = 1.0, 20.0  # what scan and convert ask for by default
 
 
-class Need(Enum):
-    """What an option needs of a run, as error messages say it."""
-
-    LOW_PRECISION = "a 16-bit side"
-    RUN = "a run"
-    FORWARD_ONLY = "the forward pass alone"
-    ONE_STEP = "a single step"
-    ONE_SIZE = "one size of the inputs"
-    WHOLE_MODEL = "the whole model at once"
-    OWN_ARITHMETIC = "the arithmetic of the format"
-    OWN_REFERENCE = "the model's own FP32 as its reference"
-
-
 # two options exclude each other only if one takes away what the other needs
 _TAKES_AWAY = {
     "ranges": Need.LOW_PRECISION,
@@ -108,23 +95,22 @@ _TAKES_AWAY = {
     "contract": Need.OWN_ARITHMETIC,
     "against": Need.OWN_REFERENCE,
 }
-_RUNS = frozenset({Need.LOW_PRECISION, Need.RUN})
-_TRIES_CHANGES = _RUNS | {Need.FORWARD_ONLY, Need.ONE_SIZE, Need.OWN_REFERENCE}
+_TRIES_CHANGES = RUNS | {Need.FORWARD_ONLY, Need.ONE_SIZE, Need.OWN_REFERENCE}
 _NEEDS: Mapping[str, Collection[Need]] = {
     "static": {Need.LOW_PRECISION},
     "assume": {Need.ONE_STEP},
     "prove": {Need.LOW_PRECISION, Need.ONE_STEP, Need.OWN_REFERENCE},
     "contract": {Need.LOW_PRECISION, Need.FORWARD_ONLY},
     "memory": {Need.RUN, Need.FORWARD_ONLY, Need.ONE_STEP},
-    "sweep": _RUNS,
-    "backward": _RUNS,
-    "steps": _RUNS | {Need.FORWARD_ONLY},
+    "sweep": RUNS,
+    "backward": RUNS,
+    "steps": RUNS | {Need.FORWARD_ONLY},
     "advise": _TRIES_CHANGES,
     "diff": _TRIES_CHANGES,
     "stress": _TRIES_CHANGES | {Need.ONE_STEP},
-    "sensitivity": _RUNS | {Need.ONE_STEP, Need.WHOLE_MODEL, Need.OWN_ARITHMETIC, Need.OWN_REFERENCE},
-    "against": _RUNS
+    "against": RUNS
     | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.WHOLE_MODEL, Need.OWN_ARITHMETIC},
+    **{instrument.name: instrument.needs for instrument in instruments()},
 }
 
 
@@ -160,6 +146,14 @@ def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
     return [rules_of(one) for one in several]
 
 
+def excluded_by(option: str) -> Iterator[str]:
+    """Yield the options that cannot be combined with an option."""
+    for first, need in _TAKES_AWAY.items():
+        for second, needs in _NEEDS.items():
+            if need in needs and option in (first, second):
+                yield second if option == first else first
+
+
 class PolicyConfig(Config):
     """Options of whatever applies a policy to a model."""
 
@@ -190,8 +184,8 @@ class PlanConfig(PolicyConfig):
             parse_size(self.memory)
 
 
-class ScanConfig(PlanConfig):
-    """Options of ``scan``."""
+class ScanConfig(*(instrument.options for instrument in instruments()), PlanConfig):  # type: ignore[misc]
+    """Options of ``scan``, those of the instruments included."""
 
     policy: Annotated[Rules, Option("Policy name or rule file; separate several with commas.")] = "ampaudit"
     ranges: Annotated[bool, Option("Run FP32 once and show what each format would do.")] = False
@@ -204,9 +198,6 @@ class ScanConfig(PlanConfig):
         str,
         Option("Execution contract: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"),
     ] = ""
-    sensitivity: Annotated[
-        bool, Option("Rank roundings by the error that they make in the outputs, or in gradients.")
-    ] = False
     backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
     loss: Annotated[
         UserFunction | None, python_only("loss(output) or loss(output, batch), for backward.")

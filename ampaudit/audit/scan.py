@@ -14,11 +14,11 @@ from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.audit.checks.interface import CheckContext, context_of
 from ampaudit.audit.checks.model_code import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
-from ampaudit.audit.config import Rules, ScanConfig, policies_of, rules_of
+from ampaudit.audit.config import Rules, ScanConfig, excluded_by, policies_of, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
+from ampaudit.audit.instruments import checks_of, requested, sections_of, watched
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit, stressed
 from ampaudit.audit.scan_report import build_report, changed_verdicts
-from ampaudit.audit.sensitivity import probing, probing_gradients, sensitivity_of
 from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, UsageError
@@ -35,7 +35,6 @@ from ampaudit.run.backends import ContractBackend, parse_contract
 from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.config import RunConfig, Steps
 from ampaudit.run.device import environment_of, pick_device
-from ampaudit.run.sensitivity.gradients import GradientProbe
 from ampaudit.run.share import ALONE
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.next_inputs import stepping
@@ -46,7 +45,6 @@ from ampaudit.trace.loss import WithLoss, item_apart
 
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
 
-_WHOLE = ("static", "backward", "steps", "sensitivity", "against")
 _OF_HOST = 0.5  # of the free memory; the rest is for other processes and for the run itself
 _OF_DEVICE = 0.8
 
@@ -168,7 +166,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
     config.check()
     source = with_plain_weights(source)
     form, where = low_precision_format(config.dtype), pick_device(config.device, audits=True)
-    ignored = tuple(map(option, config.ignore))
+    ignored, instruments = tuple(map(option, config.ignore)), requested(config)
     rule_sets = [rules_of(policy).for_environment(environment_of(where)) for policy in policies]
     author = load_policy("torch-cuda")
     subjects = [None if config.ranges else rules for rules in rule_sets]
@@ -201,10 +199,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
     if config.backward:
         source, plans = differentiated(source, plans, config)
     plans = by_segment(plans, source, config)
-    probes: list[list[Any]] = [[] for _ in plans]
-    if config.sensitivity:
-        pairs = zip(plans, probes, strict=True)
-        plans = [probing_gradients(p, into) if p.trains else probing(p, source, into) for p, into in pairs]
+    plans = [watched(plan, source, config) for plan in plans]
     contract, share = parse_contract(config.contract), config.share or ALONE
     if contract.words and not (config.static or config.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]
@@ -222,7 +217,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         context = context_of(audit, form, config, table)
         if table is not None and not config.static and not contract.words:
             compare_with_run(context, source.batches)
-        findings = run_checks(context, ALL_CHECKS)
+        findings = run_checks(context, (*ALL_CHECKS, *checks_of(instruments)))
         hiding = (*ignored, *comments_in(() if source.names_files else context.sites))
         findings = suppressed(findings, hiding)
         combined = None
@@ -230,9 +225,8 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         if tries:
             findings, combined = advised(findings, source, plan, context, config, hiding)
         report = _report(audit, context, findings, (source, rules, config))
-        report = replace(report, combined=combined, advised=tries)
-        if config.sensitivity:
-            report = replace(report, sensitivity=sensitivity_of(audit, probes[len(results)][-1], form))
+        sections = sections_of(instruments, audit, form)
+        report = replace(report, combined=combined, advised=tries, sections=sections)
         if before:
             usual_context = context_of(before[len(results)], form, config.changed(contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))
@@ -281,7 +275,7 @@ def by_segment(plans: Sequence[RunConfig], source: ModelSource, config: ScanConf
         UsageError: A pipeline is combined with an option that needs the whole model.
     """
     memory = parse_size(config.memory) if config.memory else None
-    whole = next((option for option in _WHOLE if getattr(config, option)), "")
+    whole = next((option for option in excluded_by("memory") if getattr(config, option)), "")
     share = config.share or ALONE
     if share.route.stages() > 1 and whole:
         raise UsageError(
@@ -329,8 +323,7 @@ def _with_backward(plan: RunConfig, settings: ScanConfig) -> RunConfig:
     scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
     if settings.loss_scale is not None:
         scale = StartingScale(settings.loss_scale, False, "as given")
-    kind = GradientProbe if settings.sensitivity else GradientAudit
-    return replace(plan, differentiator=lambda p: kind(p, scale))
+    return replace(plan, recorders=(GradientAudit,), functional=True, loss_scale=scale)
 
 
 def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:

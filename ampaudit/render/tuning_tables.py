@@ -9,7 +9,7 @@ from ampaudit.core.formats import FORMATS
 from ampaudit.core.text import escape_control, format_bytes, format_number, listed, plural
 from ampaudit.render.blocks import Block, Line, Section, facts, line, tabulate
 from ampaudit.render.documents.plan import stacked
-from ampaudit.render.sensitivity import format_accuracy, line_text, noise_section, untrusted
+from ampaudit.render.noise import format_accuracy, line_text, noise_section, untrusted
 from ampaudit.report.tuning import FrontierPoint, KeptOp, TriedSet, TuningReport
 
 __all__ = [

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from ampaudit.core.formats import FORMATS
+from ampaudit.core.instruments import ByInstrument, Instrument, instruments
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import escape_control, format_number, plural
 from ampaudit.policy.schema import AS_IS
@@ -33,7 +34,6 @@ from ampaudit.report.finding import (
     gaps_in_words,
 )
 from ampaudit.report.gradients import BackwardReport, Gradient
-from ampaudit.report.sensitivity import Sensitivity
 from ampaudit.report.steps import StepsReport
 
 __all__ = [
@@ -474,7 +474,7 @@ class Report(Shown):
 
     ``promoted`` are sites in float32 because of measurements; ``against`` compares with a reference model;
     ``path`` is given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed;
-    ``advised`` says that changes were tried (``--advise``).
+    ``advised`` says that changes were tried (``--advise``); ``sections`` are those of instruments, by name.
     """
 
     schema: Literal[1]
@@ -505,7 +505,7 @@ class Report(Shown):
     steps: StepsReport | None = None
     sweep: Sweep | None = None
     against: AgainstReport | None = None
-    sensitivity: Sensitivity | None = None
+    sections: Annotated[dict[str, Any], ByInstrument("section")] = field(default_factory=dict)
     kind: Literal["scan"] = "scan"
 
     @property
@@ -535,6 +535,11 @@ class Report(Shown):
         for finding in self.active:
             codes[finding.site].append(finding.code)
         return codes
+
+    @property
+    def by_instrument(self) -> Iterator[tuple[Instrument, Any]]:
+        """The instruments that have a section, each with its section."""
+        return ((each, self.sections[each.name]) for each in instruments() if each.name in self.sections)
 
     @property
     def stored_in_16_bits(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.finding import Source
 from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo
-from ampaudit.report.sensitivity import Noise
+from ampaudit.report.noise import Noise
 
 __all__ = ["FrontierPoint", "KeptOp", "KeptWeight", "TriedSet", "TuningReport"]
 

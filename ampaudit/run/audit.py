@@ -17,7 +17,7 @@ from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, ReferenceBroken, first_line
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.policy import Measurement, RuleSet
-from ampaudit.run.config import NextInputs, RunConfig, Steps
+from ampaudit.run.config import NextInputs, Recorder, RunConfig, Steps
 from ampaudit.run.device import guarded
 from ampaudit.run.fp32_check import EagerModel, reporting_model_failures
 from ampaudit.run.lockstep import CarriedState, Interleaved, Observer, Pair, SharedReference
@@ -49,7 +49,7 @@ class Audit:
     """The record of a run and its sites in graph order.
 
     ``promoted`` are the sites that the policy's measured rules promoted after a first pass; ``others`` are
-    the graphs of later batches that add sites, or all graphs.
+    the graphs of later batches that add sites, or all graphs; ``recorders`` are what watched the last pass.
     """
 
     record: RunRecord
@@ -58,6 +58,7 @@ class Audit:
     parameter_free: frozenset[str]
     promoted: tuple[SiteId, ...] = ()
     others: tuple[ConvertedModel, ...] = ()
+    recorders: tuple[Recorder, ...] = ()
 
     @property
     def every(self) -> tuple[ConvertedModel, ...]:
@@ -110,7 +111,9 @@ def run_audits(
 def _audit(runner: Runner, promoted: tuple[SiteId, ...]) -> Audit:
     sites, (first, *others) = tuple(runner.executors.sites.values()), runner.executors.converted
     return Audit(
-        runner.record, sites, first, frozenset(runner.executors.parameter_free), promoted, tuple(others)
+        *(runner.record, sites, first, frozenset(runner.executors.parameter_free), promoted),
+        others=tuple(others),
+        recorders=runner.recorders,
     )
 
 
@@ -189,11 +192,11 @@ def _run_batch(
 
 
 def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, number: int) -> None:
-    """Run a batch under every policy together, or one by one if gradients or random numbers require it."""
+    """Run a batch under every policy together, or one by one if recorders or random numbers require it."""
     ready = [runner.prepare(batch, number) for runner in runners]
     programs = [item.executor.program for item in ready]
-    alone = any(runner.config.differentiator is not None for runner in runners)
-    if alone or any(step.random for program in programs for step in program.steps):
+    recorded = any(runner.recorders for runner in runners)
+    if recorded or any(step.random for program in programs for step in program.steps):
         for runner, item in zip(runners, ready, strict=True):
             runner.execute(item)
         return

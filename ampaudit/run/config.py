@@ -11,6 +11,7 @@ import torch
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
+from ampaudit.policy.load import StartingScale
 from ampaudit.run.against.comparison import ModelComparison
 from ampaudit.run.backends import Backend
 from ampaudit.run.lockstep import LockStep, Observer, Pair
@@ -19,31 +20,41 @@ from ampaudit.run.record import RunRecord
 from ampaudit.trace.converted import Release
 from ampaudit.trace.op_calls import Edit
 
-__all__ = ["Against", "Differentiator", "KeepOutputs", "NextInputs", "RunConfig", "Steps"]
+__all__ = ["Against", "KeepOutputs", "NextInputs", "Recorder", "RunConfig", "Steps"]
 
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
 NextInputs = Callable[[Any, Any], Any]
 
 
-class Differentiator(Protocol):
-    """Follows a run and then runs its backward pass."""
-
-    def take(self, record: RunRecord) -> None:
-        """Put what it has seen since this was last called into the record of a batch."""
-
-    def pass_over(self, executor: LockStep) -> None:
-        """Note a batch that is traced here, and run by another machine."""
+class Recorder:
+    """Watches the runs of every batch; the base class records nothing."""
 
     def following(self, observer: Observer, program: Program) -> Observer:
-        """Wrap an observer so that the values needed by the backward pass are kept."""
+        """Return the observer of the next run, which may wrap the usual one.
 
-    def run(
+        A batch that breaks is run twice, the second time with repairs.
+        """
+        del program
+        return observer
+
+    def finish(
         self, executor: LockStep, outputs: list[Pair], unrepaired: list[Pair], number: int, title: str
     ) -> None:
-        """Run the backward pass of the run followed last; the last output is the loss.
+        """Evaluate a batch after its last run.
 
-        ``unrepaired`` are the outputs of the run before, in which no fault was repaired.
+        Args:
+            executor: Executor of the run.
+            outputs: Outputs of the run that was followed last.
+            unrepaired: Outputs of the run without repairs.
+            number: Number of the batch.
+            title: Name of the batch in messages.
         """
+
+    def skip(self, executor: LockStep) -> None:
+        """Note a batch that another process runs; here it is only traced."""
+
+    def take(self, record: RunRecord) -> None:
+        """Move what was recorded since the last call into the record of a batch."""
 
 
 class Against(Protocol):
@@ -67,26 +78,27 @@ class RunConfig:
     """The configuration of a run.
 
     Attributes:
-        rules: the policy, ``None`` for the FP32 run alone (``--ranges``).
-        author_rules: the meaning of autocast regions in the model's code.
-        number_format: the 16-bit format.
-        device: where to run.
-        seed: of every random number drawn during the run.
-        backend: overrides the device's usual backend.
-        measured: what an earlier run saw, for the policy's second phase.
-        reference_only: run FP32 alone, on the graph that the policy makes.
-        edits: ops to rewrite, by site, to try a change of the model's code.
-        keep_graphs: whether each graph is kept, even without new sites: proofs are about all graphs.
-        keep_outputs: told the outputs of each batch; of a second phase, again.
-        release: gives the memory of a weight back until it is needed again.
-        differentiator: makes what audits the gradients of a run; the model's last output is then the loss.
-        min_sqnr: accuracy in dB below which it is found out where an output's error enters; ``None`` for
-            runs of which only the verdict counts.
-        steps: what is done with each batch; calls are then numbered over all steps of all batches.
-        against: the model whose outputs are right, if it is another one.
-        probing: whether the differentiator probes outputs instead of a loss.
-        memory: bytes that weights and values may take, for a run of all batches through one segment of the
-            program at a time; ``None`` for a run of one batch after the other.
+        rules: Policy; ``None`` to run FP32 alone (``--ranges``).
+        author_rules: Rules that autocast regions in the model's code follow.
+        number_format: The 16-bit format.
+        device: Device of the run.
+        seed: Seed of all random numbers.
+        backend: Backend of the 16-bit run; ``None`` for the usual one of the device.
+        measured: Measurements of a first pass, for the policy's measured rules.
+        reference_only: Whether only FP32 runs, on the graph with the policy's casts.
+        edits: Rewrites of ops by site, to try changes of the model's code.
+        keep_graphs: Whether to keep the graph of every batch, rather than of those with new sites.
+        keep_outputs: Function that receives the outputs of each batch, in both passes.
+        release: Function that frees the memory of a weight until its next use.
+        recorders: Functions that return what watches the run, besides its meters.
+        functional: Whether writes in place are replaced, so that each value has one gradient.
+        loss_scale: Scale of the loss, which is the last output; ``None`` without a backward pass.
+        min_sqnr: Accuracy in dB below which the op is searched where an output's error enters; ``None`` not
+            to search.
+        steps: Steps of each batch; calls are numbered through all steps of all batches.
+        against: Reference model, if it is another one.
+        memory: Limit in bytes on weights and values, to run all batches through one segment of the program
+            after the other; ``None`` to run whole batches.
     """
 
     rules: RuleSet | None
@@ -101,17 +113,18 @@ class RunConfig:
     keep_graphs: bool = False
     keep_outputs: KeepOutputs | None = None
     release: Release | None = None
-    differentiator: Callable[[RunConfig], Differentiator] | None = None
+    recorders: tuple[Callable[[RunConfig], Recorder], ...] = ()
+    functional: bool = False
+    loss_scale: StartingScale | None = None
     min_sqnr: float | None = None
     steps: Steps | None = None
     against: Against | None = None
-    probing: bool = False
     memory: int | None = None
 
     @property
     def trains(self) -> bool:
-        """Whether the gradients of a loss are asked for."""
-        return self.differentiator is not None and not self.probing
+        """Whether gradients of a loss are audited."""
+        return self.loss_scale is not None
 
     def call_name(self, number: int) -> str:
         """Name a call: its batch, or its step and, after the first batch, both."""

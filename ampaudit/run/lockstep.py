@@ -38,6 +38,7 @@ __all__ = [
     "Pair",
     "SharedReference",
     "StepCall",
+    "WrappedObserver",
     "resolved",
     "shape_of",
 ]
@@ -61,6 +62,21 @@ class Observer:
         """Observe a pair; the 16-bit run continues with the returned value (normally ``value`` itself)."""
         del step, reference, call
         return value
+
+
+class WrappedObserver(Observer):
+    """Passes everything on to another observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Return what the other observer measures with."""
+        return self._observer.block_measure(step, reference)
+
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Return what the other observer returns."""
+        return self._observer.observe(step, reference, value, call)
 
 
 class StepCall:

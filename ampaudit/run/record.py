@@ -14,6 +14,7 @@ from pydantic import ConfigDict, PlainSerializer
 from torch import fx
 
 from ampaudit.core.errors import RunFailed
+from ampaudit.core.instruments import ByInstrument
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import ratio_db
 from ampaudit.report.finding import Gap
@@ -26,7 +27,6 @@ from ampaudit.run.measure import Observation
 from ampaudit.run.meter import DecisionStats, PathValues
 from ampaudit.run.outputs import OutputComparison, merge_outputs
 from ampaudit.run.program import Step
-from ampaudit.run.sensitivity.probe import SensitivityRecord
 from ampaudit.trace.converted import CodeDifference
 from ampaudit.trace.flatten import VALUE_READ, mark_number, marked_values
 from ampaudit.trace.functional import overload_of
@@ -525,7 +525,7 @@ class RunRecord:
         twins: Reason why the twin of an op was not checked, by op; empty if it agrees with the kernel.
         seconds: Wall time per phase.
         gradients: Record of the backward pass, if any.
-        sensitivity: Record of the probes, if any.
+        parts: Records of instruments, by their names.
         outputs: Comparison of each output, without repairs, in its worst batch.
         edited: Comparison of edited code in FP32 with the user's FP32 model, by output; empty without edits.
         decisions: Choices of ops that turn floats into integers, booleans or whole numbers, by site.
@@ -558,7 +558,7 @@ class RunRecord:
     twins: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
-    sensitivity: SensitivityRecord | None = None
+    parts: Annotated[dict[str, Any], ByInstrument("part")] = field(default_factory=dict)
     outputs: dict[str, OutputComparison] = field(default_factory=dict)
     edited: dict[str, OutputComparison] = field(default_factory=dict)
     decisions: dict[SiteId, DecisionStats] = field(default_factory=dict)
@@ -614,9 +614,8 @@ class RunRecord:
             if self.gradients is None:
                 self.gradients = later.gradients.empty_copy()
             self.gradients.join(later.gradients)
-        if later.sensitivity is not None:
-            self.sensitivity = self.sensitivity or SensitivityRecord()
-            self.sensitivity.join(later.sensitivity)
+        for name, part in later.parts.items():
+            self.parts[name] = self.parts[name].joined(part) if name in self.parts else part
         merge_outputs(self.outputs, later.outputs)
         merge_outputs(self.edited, later.edited)
         self.buffers |= later.buffers

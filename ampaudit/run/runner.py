@@ -40,6 +40,7 @@ class Runner:
     Attributes:
         executors: Executors of the model's graphs, with their sites.
         record: Record of the current batch; at the end, of all batches.
+        recorders: What watches the runs besides the meters.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, eager: EagerModel | None = None) -> None:
@@ -50,7 +51,7 @@ class Runner:
         self._worst: dict[str, Attribution] = {}  # by output, of that batch
         self._elsewhere: dict[int, tuple[LockStep, Batch]] = {}
         record.backend = self.executors.backend.name
-        self._gradients = config.differentiator(config) if config.differentiator is not None else None
+        self.recorders = tuple(make(config) for make in config.recorders)
         self._eager = eager or EagerModel(config.device, config.seed, config.release)
         self._fp32 = Fp32Check(config, self._eager, record)
 
@@ -62,13 +63,13 @@ class Runner:
         """Trace a batch that another machine runs, so that sites and graphs are the same on all."""
         executor = self.executors.get(batch, number)
         self._elsewhere[number] = executor, batch
-        if self._gradients is not None:
-            self._gradients.pass_over(executor)
+        for recorder in self.recorders:
+            recorder.skip(executor)
 
     def end_batch(self) -> RunRecord:
         """Return the record of the batch, and start a new one."""
-        if self._gradients is not None:
-            self._gradients.take(self.record)
+        for recorder in self.recorders:
+            recorder.take(self.record)
         return self.record.drain()
 
     def execute(self, ready: PreparedBatch) -> tuple[list[Pair], dict[str, Pair], CallResult]:
@@ -129,11 +130,11 @@ class Runner:
             outputs = self.outputs(ready, repairing)
         result = self.conclude(first_run, repairing, outputs)
         self._add_seconds("run", started)
-        if self._gradients is not None:
-            started = time.perf_counter()
+        if self.recorders:
+            started, title = time.perf_counter(), ready.batch.title(ready.number)
             with guarded(self.config.device):
-                title = ready.batch.title(ready.number)
-                self._gradients.run(ready.executor, outputs, unrepaired, ready.number, title)
+                for recorder in self.recorders:
+                    recorder.finish(ready.executor, outputs, unrepaired, ready.number, title)
             self._add_seconds("backward", started)
         return result
 
@@ -263,11 +264,11 @@ class Runner:
 
     def outputs(self, ready: PreparedBatch, observer: Observer) -> list[Pair]:
         """Run a prepared batch under an observer."""
-        program = ready.executor.program
-        followed = observer if self._gradients is None else self._gradients.following(observer, program)
+        for recorder in self.recorders:
+            observer = recorder.following(observer, ready.executor.program)
         with guarded(self.config.device, ready.batch):
             torch.manual_seed(self.config.seed + ready.number)
-            return ready.executor.run(ready.tensors, followed, ready.carried)
+            return ready.executor.run(ready.tensors, observer, ready.carried)
 
     def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
         if self.config.rules is None or not self.config.rules.measured:

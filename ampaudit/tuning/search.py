@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ampaudit.core.config import Progress, silent
+from ampaudit.instruments.sensitivity.probe import PrecisionGraph, Sensitivities, ValueKind
 from ampaudit.report.tuning import TriedSet
-from ampaudit.run.sensitivity.probe import PrecisionGraph, Sensitivities, ValueKind
 
 __all__ = [
     "Accuracy",

@@ -22,7 +22,6 @@ from ampaudit.audit.config import MIN_SQNR, ScanConfig
 from ampaudit.audit.metric import mean_metric, metric_of, metrics_of, within_drop
 from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
-from ampaudit.audit.sensitivity import probing, sensitivities_in
 from ampaudit.core.errors import InputError, RunFailed, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId, globs_of
@@ -30,6 +29,9 @@ from ampaudit.core.text import plural
 from ampaudit.devices.catalogue import Device, all_devices
 from ampaudit.devices.estimate import OpCost, OpCounter, cost_of, roofline_seconds
 from ampaudit.devices.host import this_machine
+from ampaudit.instruments.sensitivity.measuring import sensitivities_in
+from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
+from ampaudit.instruments.sensitivity.probe import PrecisionGraph
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.schema import Cast, Reason
 from ampaudit.report.tuning import TuningReport
@@ -37,8 +39,6 @@ from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.outputs import compare_outputs
-from ampaudit.run.sensitivity.measure import SensitivityProbe
-from ampaudit.run.sensitivity.probe import PrecisionGraph
 from ampaudit.run.share import ALONE, BatchNumbers, PartDone, Share
 from ampaudit.source import ModelSource
 from ampaudit.trace.graph import Role, Slot, TracedModel, results_of
@@ -99,12 +99,17 @@ class Trials:
         self.device = pick_device(config.device, audits=True)
         self.base = _base(source).for_environment(environment_of(self.device))
         self._share: Share = config.share or ALONE
-        self._probes: list[SensitivityProbe] = []
+        self._probe: SensitivityProbe | None = None  # of the last run
 
     @property
     def graph(self) -> PrecisionGraph:
         """The values of the programs of all batches."""
-        return self._probes[-1].graph
+        return self._last_probe.graph
+
+    @property
+    def _last_probe(self) -> SensitivityProbe:
+        assert self._probe is not None, "the outputs are probed first"
+        return self._probe
 
     def probe(self) -> Audit:
         """Run with everything in 16 bits, and probe the outputs.
@@ -115,15 +120,20 @@ class Trials:
         config = self.config
         self._share.tell("probe", *(change.change for change in self.changes))
         plan = RunConfig(self.base, load_policy("torch-cuda"), self.number_format, self.device, config.seed)
-        plan = probing(plan, self.source, self._probes, decisions=config.metric_drop is not None)
+        plan = replace(plan, recorders=(self._probe_outputs,), functional=True)
         (audit,) = run_audits(self.source.model, self.source.batches, [plan], config.on_progress, self._share)
         return audit
+
+    def _probe_outputs(self, config: RunConfig) -> SensitivityProbe:
+        decisions = self.config.metric_drop is not None
+        self._probe = SensitivityProbe(config, self.source.batches, decisions=decisions)
+        return self._probe
 
     def accuracy(self, choice: Choice) -> Accuracy:
         """Run a choice on all batches; return the accuracy of the worst output in the worst batch."""
         self._share.tell("accuracy", *sorted(choice))
         config, outputs, results = self.config, dict[int, Any](), BatchNumbers()
-        for batch in self._probes[-1].batches:
+        for batch in self._last_probe.batches:
             self._share.mine("trial", batch.number)
             pairs = batch.run(choice, self.dtype)
             accuracies = (output.accuracy_db for output in compare_outputs(pairs, batch.number).values())
@@ -146,7 +156,7 @@ class Trials:
     def keep_low(self, casts: Collection[str]) -> None:
         """Treat these casts in the model's code as casts to 16 bits, whatever their inputs."""
         self._share.tell("keep_low", *sorted(casts))
-        self._probes[-1].keep_low(casts)
+        self._last_probe.keep_low(casts)
 
     def audit(self, text: str) -> tuple[Audited, tuple[float, float] | None]:
         """Audit a rule file; return the audit with the metric in FP32 and in 16 bits, if one is asked for."""

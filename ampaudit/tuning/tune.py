@@ -21,12 +21,13 @@ from ampaudit.audit.metric import within_drop
 from ampaudit.audit.plan import planned_weights
 from ampaudit.audit.scan import Audited
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
-from ampaudit.audit.sensitivity import noise_rows
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import plural
+from ampaudit.instruments.sensitivity.measuring import noise_rows
+from ampaudit.instruments.sensitivity.probe import PrecisionValue, ValueKind
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.schema import Cast, Reason
 from ampaudit.report.finding import Severity
@@ -34,7 +35,6 @@ from ampaudit.report.model import ModelInfo, Report
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
 from ampaudit.run.audit import run_audits
 from ampaudit.run.config import RunConfig
-from ampaudit.run.sensitivity.probe import PrecisionValue, ValueKind
 from ampaudit.run.share import ALONE, Share
 from ampaudit.source import ModelSource
 from ampaudit.source.stored_weights import with_plain_weights

@@ -140,7 +140,7 @@ def test_tuning(golden: Golden, name: str) -> None:
 
 
 def test_sensitivity(golden: Golden) -> None:
-    report = replace(saved_report("gradients"), sensitivity=SENSITIVITY)
+    report = replace(saved_report("gradients"), sections={"sensitivity": SENSITIVITY})
     for width in (80, 200):
         text = as_text(lambda console: console.print(for_terminal(report)), width, terminal=True)
         golden(f"sensitivity-{width}.txt", text)

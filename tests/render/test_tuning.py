@@ -17,15 +17,15 @@ from ampaudit.core.errors import UsageError
 from ampaudit.render.blocks import Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.html.page import to_html
+from ampaudit.render.noise import format_accuracy, noise_section
 from ampaudit.render.render import as_file, for_terminal, formats_of
-from ampaudit.render.sensitivity import format_accuracy, noise_section
 from ampaudit.render.terminal import printable
 from ampaudit.render.training_plot import plot_bench, plot_training
 from ampaudit.render.tuning_plot import frontier_figure, plot_tuning
 from ampaudit.render.tuning_tables import tuning_tables
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.documents import parse_document
-from ampaudit.report.sensitivity import Noise
+from ampaudit.report.noise import Noise
 from ampaudit.report.training import TrainingReport
 from ampaudit.report.tuning import TuningReport
 from tests.support.browser import Open
@@ -278,13 +278,13 @@ def test_empty_parts_leave_no_empty_table() -> None:
 
 def test_a_scan_ranks_roundings_and_older_reports_are_read() -> None:
     saved = json.loads(text_of("overflow"))
-    assert saved.pop("sensitivity", "") is None
+    assert saved.pop("sections") == {}
     old = saved_report()
     assert parse_document(json.dumps(saved), "r.json") == old
     assert "What makes the error" not in as_file(old, "text")
     site = next(site.site for site in old.sites if site.forward is not None)
     rows = (Noise(site, "op", 48.5, 0.25), *SENSITIVITY.rows)
-    report = replace(old, sensitivity=replace(SENSITIVITY, rows=rows))
+    report = replace(old, sections={"sensitivity": replace(SENSITIVITY, rows=rows)})
     for form in ("text", "html", "markdown"):
         assert "What makes the error of the outputs" in as_file(report, form)
     assert parse_document(as_file(report, "json"), "r.json") == report

@@ -38,7 +38,9 @@ def audit(
         load_policy("torch-cuda"),
         form,
         torch.device("cpu"),
-        differentiator=lambda p: GradientAudit(p, StartingScale(scale, True, "test")),
+        recorders=(GradientAudit,),
+        functional=True,
+        loss_scale=StartingScale(scale, True, "test"),
     )
     return run_audits(WithLoss(model, loss), [batch], [plan], silent)[0]
 

@@ -89,7 +89,7 @@ def saved_report(name: str = "overflow") -> Report:
 
 
 def _scanned() -> Report:
-    return replace(saved_report(), sweep=saved_report("sweep").sweep, sensitivity=SENSITIVITY)
+    return replace(saved_report(), sweep=saved_report("sweep").sweep, sections={"sensitivity": SENSITIVITY})
 
 
 def _linted() -> LintReport:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ampaudit.core.sites import SourceLine
+from ampaudit.instruments.sensitivity import Sensitivity
 from ampaudit.report.finding import Source
 from ampaudit.report.model import GIVEN, Environment, ModelInfo, ToolInfo
-from ampaudit.report.sensitivity import Noise, Sensitivity
+from ampaudit.report.noise import Noise
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
 
 __all__ = ["NOISE", "SENSITIVITY", "hostile", "tuned", "tuned_short"]

@@ -55,4 +55,4 @@ def test_a_rotary_embedding_of_older_code_is_probed() -> None:
 
     for policy in ("half", "torch-cuda"):
         report = ampaudit.scan(Rotary(), (torch.randn(2, 8, 24),), policy=policy, sensitivity=True)
-        assert report.sensitivity is not None
+        assert "sensitivity" in report.sections

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ampaudit.run.sensitivity.probe import PrecisionGraph, PrecisionValue, Sensitivities, ValueKind
+from ampaudit.instruments.sensitivity.probe import PrecisionGraph, PrecisionValue, Sensitivities, ValueKind
 from ampaudit.tuning.search import (
     Accuracy,
     Choice,

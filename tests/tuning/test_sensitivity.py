@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from functools import partial
 
 import pytest
 import torch
 
-from ampaudit.audit.sensitivity import sensitivities_in
 from ampaudit.core.config import silent
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.instruments.sensitivity import outputs
+from ampaudit.instruments.sensitivity.measuring import sensitivities_in
+from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
+from ampaudit.instruments.sensitivity.probe import Sensitivities, ValueKind
 from ampaudit.policy import load_policy
 from ampaudit.run.audit import RunConfig, run_audits
-from ampaudit.run.sensitivity import measure
-from ampaudit.run.sensitivity.measure import SensitivityProbe
-from ampaudit.run.sensitivity.probe import Sensitivities, ValueKind
 from ampaudit.source import Batch
 from ampaudit.trace.values import torch_dtype
 from tests.support.tuning import GRAPHS, PlainGraph, sqnr
@@ -28,16 +29,15 @@ FORMATS = (FLOAT16, BFLOAT16)
 def probed(name: str, number_format: NumberFormat) -> tuple[SensitivityProbe, Sensitivities, PlainGraph]:
     model, inputs = GRAPHS[name].made()
     batches = [Batch(inputs, {})]
-    made: list[SensitivityProbe] = []
-
-    def probe(config: RunConfig) -> SensitivityProbe:
-        made.append(SensitivityProbe(config, batches))
-        return made[-1]
-
     rules, cpu = load_policy("16-bit"), torch.device("cpu")
-    config = RunConfig(rules, load_policy("torch-cuda"), number_format, cpu, differentiator=probe)
+    recorders = (partial(SensitivityProbe, batches=batches),)
+    config = RunConfig(
+        rules, load_policy("torch-cuda"), number_format, cpu, recorders=recorders, functional=True
+    )
     (audit,) = run_audits(model, batches, [config], silent)
-    return made[-1], sensitivities_in(audit), PlainGraph.of(model, *inputs)
+    (probe,) = audit.recorders
+    assert isinstance(probe, SensitivityProbe)
+    return probe, sensitivities_in(audit), PlainGraph.of(model, *inputs)
 
 
 def some_subsets(probe: SensitivityProbe, count: int) -> list[frozenset[str]]:
@@ -70,7 +70,7 @@ def test_predictions_are_near_what_is_measured(
     number_format: NumberFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs of few numbers hold one draw of each error, so single predictions may be 3 dB off."""
-    monkeypatch.setattr(measure, "SPREAD", 0.03)  # of the probes' mean: 0.13 dB
+    monkeypatch.setattr(outputs, "SPREAD", 0.03)  # of the probes' mean: 0.13 dB
     differences = []
     for name in USUAL:
         probe, sensitivities, graph = probed(name, number_format)

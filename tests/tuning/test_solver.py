@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.run.sensitivity.probe import PrecisionGraph, PrecisionValue, Sensitivities, ValueKind
+from ampaudit.instruments.sensitivity.probe import PrecisionGraph, PrecisionValue, Sensitivities, ValueKind
 from ampaudit.tuning.search import Prices, Solver, TuningProblem
 
 NAMES = "abcde"

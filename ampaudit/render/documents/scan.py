@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from ampaudit.core.instruments import instruments
 from ampaudit.core.text import escape_control, format_number, short_op
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
 from ampaudit.render.findings import TOP, Suite, alert_of, combined_section, finding_sections, relative_path
@@ -17,7 +18,6 @@ from ampaudit.render.scan_tables import (
     summary_rows,
     weights_in_words,
 )
-from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_section
 from ampaudit.render.sweep import sweep_sections
 from ampaudit.render.verdict import verdict_section, verdict_words
@@ -67,8 +67,8 @@ class ScanView(View[Report]):
         if report.steps is not None:
             yield step_section(report.steps, full=full)
         yield from level_sections(report, _NEAREST)
-        if report.sensitivity is not None:
-            yield from sensitivity_sections(report.sensitivity, full=full)
+        for instrument, section in report.by_instrument:
+            yield from instrument.view(section, full)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
         yield Section((facts(summary_rows(report, len(active) - len(visible), full=full)),))
@@ -128,8 +128,8 @@ class ScanView(View[Report]):
         """Return a row per site."""
         codes = self.document.codes_by_site
         run = self.document.run
-        ranked = self.document.sensitivity.rows if self.document.sensitivity is not None else ()
-        noise = {row.name: row for row in ranked if row.kind == "op"}
+        columns = {name: None for instrument in instruments() for name in instrument.columns}
+        cells = [each.cells(section) for each, section in self.document.by_instrument]
         for index, site in enumerate(self.document.sites):
             source = site.source
             yield {
@@ -142,8 +142,8 @@ class ScanView(View[Report]):
                 "by_design": int(site.by_design),
                 "findings": " ".join(codes[site.site]),
                 **_measured(site),
-                "alone_db": getattr(noise.get(site.site), "db", None),
-                "error_share": getattr(noise.get(site.site), "share", None),
+                **columns,
+                **{name: cell for by_site in cells for name, cell in by_site.get(site.site, {}).items()},
                 "file": relative_path(source.file) if source is not None else None,
                 "line": source.line if source is not None else None,
                 "inputs": run.inputs.origin if run.inputs is not None else None,
@@ -171,8 +171,8 @@ class ScanView(View[Report]):
         if nearest:
             yield Section((tabulate(("site", "peak", "headroom"), nearest),), "Nearest the limit")
         yield from path_sections(report, _FINDINGS)
-        if report.sensitivity is not None:
-            yield from sensitivity_sections(report.sensitivity)
+        for instrument, section in report.by_instrument:
+            yield from instrument.view(section, False)
         yield Section((facts(("", fact) for fact in _numbers(report)),))
 
     def page(self) -> ViewPage:

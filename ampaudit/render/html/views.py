@@ -11,7 +11,6 @@ from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.scan_tables import against_sections, path_sections, summary_rows
-from ampaudit.render.sensitivity import sensitivity_sections
 from ampaudit.render.steps import step_sentences, steps_svg
 from ampaudit.render.sweep import sweep_chart, sweep_sections
 from ampaudit.render.verdict import verdict_words
@@ -53,8 +52,7 @@ class ReportView:
         steps: Charts of the steps and sentences about them; ``None`` for a single step.
         path: Lines of the model that branch on values.
         sweep: Results at each size.
-        against: Comparison with a reference.
-        sensitivity: Ranking of roundings.
+        parts: Labels and sections of the comparison with a reference, and of the instruments.
         chart: SVG of the least headroom over the size.
     """
 
@@ -73,8 +71,7 @@ class ReportView:
     steps: tuple[str, tuple[str, ...]] | None
     path: tuple[Section, ...]
     sweep: tuple[Section, ...]
-    against: tuple[Section, ...]
-    sensitivity: tuple[Section, ...]
+    parts: tuple[tuple[str, tuple[Section, ...]], ...]
     chart: str
 
 
@@ -105,12 +102,16 @@ def _view(report: Report, suite: Suite, heading: str) -> ReportView:
         else (steps_svg(report.steps), tuple(step_sentences(report.steps))),
         path=tuple(path_sections(report, len(report.path.lines))) if report.path is not None else (),
         sweep=tuple(sweep_sections(report.sweep)) if report.sweep is not None else (),
-        against=tuple(against_sections(report.against)) if report.against is not None else (),
-        sensitivity=()
-        if report.sensitivity is None
-        else tuple(sensitivity_sections(report.sensitivity, full=True)),
+        parts=tuple(_parts(report)),
         chart=sweep_chart(report.sweep) if report.sweep is not None else "",
     )
+
+
+def _parts(report: Report) -> Iterator[tuple[str, tuple[Section, ...]]]:
+    if report.against is not None:
+        yield "Reference", tuple(against_sections(report.against))
+    for instrument, section in report.by_instrument:
+        yield instrument.title, tuple(instrument.view(section, True))
 
 
 def _tiles(report: Report) -> Iterator[Tile]:

@@ -13,7 +13,6 @@ from torch import fx
 
 from ampaudit.core.errors import ReferenceBroken, RunFailed
 from ampaudit.core.sites import SiteId
-from ampaudit.policy.load import StartingScale
 from ampaudit.run.backends import Backend, choose_backend
 from ampaudit.run.backward.backward import (
     BackwardPass,
@@ -24,7 +23,7 @@ from ampaudit.run.backward.backward import (
 )
 from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientStats, UntracedBackward
 from ampaudit.run.backward.vjp import Tape, needs_gradient
-from ampaudit.run.config import RunConfig
+from ampaudit.run.config import Recorder, RunConfig
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.measure import BLOCK, FIELDS, flat_pair, measure_cpu, measure_on_device, wrong_elements
 from ampaudit.run.program import Program, Step
@@ -53,10 +52,12 @@ _BINS = 256
 _TRANSPARENT_ROLES = (Role.VIEW, Role.SELECT)
 
 
-class GradientAudit:
-    """Implements ``run.config.Differentiator`` for a loss."""
+class GradientAudit(Recorder):
+    """Audits the gradients of a loss, which is the last output of the model."""
 
-    def __init__(self, config: RunConfig, scale: StartingScale) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        scale = config.loss_scale
+        assert scale is not None, "only runs with a loss have gradients"
         self.record = GradientRecord(scale.value, scale.dynamic, scale.source, scale.least)
         self._backend: Backend = config.backend or choose_backend(config.device)
         self._limit = config.number_format.max
@@ -69,9 +70,6 @@ class GradientAudit:
         """Move the results since the last call into the record of a batch."""
         record.gradients, self.record = self.record, self.record.empty_copy()
 
-    def pass_over(self, executor: LockStep) -> None:
-        """Ignore a batch that another machine runs: its trace says nothing about gradients."""
-
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in a tape."""
         if id(program) not in self._needed:
@@ -79,7 +77,7 @@ class GradientAudit:
         self._tape = Tape(observer, self._needed[id(program)])
         return self._tape
 
-    def run(
+    def finish(
         self, executor: LockStep, outputs: list[Any], unrepaired: list[Any], number: int, title: str
     ) -> None:
         """Run the backward pass from the loss, which is the last output."""

@@ -15,8 +15,7 @@ from torch._ops import OpOverload
 
 from ampaudit.run.backends import Backend
 from ampaudit.run.device import restore_random_state
-from ampaudit.run.lockstep import Observer, Pair, StepCall
-from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.lockstep import Observer, Pair, StepCall, WrappedObserver
 from ampaudit.run.program import Program, Step
 from ampaudit.trace.flatten import FUNCTION_INPUTS, FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
 from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
@@ -209,7 +208,7 @@ class TapeEntry:
     state: torch.Tensor | None
 
 
-class Tape(Observer):
+class Tape(WrappedObserver):
     """Wraps another observer and records each differentiable step, and marks, with their inputs.
 
     Values are not copied, since a graph without in-place ops never changes them. So a run keeps its
@@ -217,18 +216,14 @@ class Tape(Observer):
     """
 
     def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
-        self._observer = observer
+        super().__init__(observer)
         self._needed = needed
         self.steps: list[TapeEntry] = []
         self.marks: list[TapeEntry] = []
 
-    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Delegate to the wrapped observer."""
-        return self._observer.block_measure(step, reference)
-
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Delegate to the wrapped observer, and record the step."""
-        result = self._observer.observe(step, reference, value, call)
+        """Record the step."""
+        result = super().observe(step, reference, value, call)
         if is_mark(step.target):
             self.marks.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
             self.steps.append(self.marks[-1])

@@ -69,7 +69,7 @@ def scanned(model: nn.Module, x: torch.Tensor, policy: str, dtype: str, **more: 
 def test_the_rows_add_up_to_the_measured_error(kind: type[nn.Module], policy: str, dtype: str) -> None:
     torch.manual_seed(1)
     x = torch.randint(0, 1000, (16, 9)) if kind is Smooth else torch.randn(16, 9, 16)
-    found = scanned(kind(), x, policy, dtype).sensitivity
+    found = scanned(kind(), x, policy, dtype).sections["sensitivity"]
     assert found is not None
     assert found.of == "gradients"
     assert found.predicted_db is not None
@@ -82,7 +82,7 @@ def test_the_rows_add_up_to_the_measured_error(kind: type[nn.Module], policy: st
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_values_carried_over_the_edge_of_a_derivative_are_the_error(dtype: str) -> None:
     torch.manual_seed(2)
-    found = scanned(Jumps(), torch.randn(16, 3, 16, 16), "torch-cuda", dtype).sensitivity
+    found = scanned(Jumps(), torch.randn(16, 3, 16, 16), "torch-cuda", dtype).sections["sensitivity"]
     assert found is not None
     worst = found.rows[0]
     assert (worst.kind, worst.op) in {("jump", "aten.relu.default"), ("jump", "aten.max_pool2d.default")}
@@ -126,7 +126,7 @@ def test_one_op_in_16_bits_costs_what_differentiating_by_hand_says(tmp_path: Pat
         sensitivity=True,
         loss_scale=1024.0,
     )
-    found = report.sensitivity
+    found = report.sections["sensitivity"]
     assert found is not None
     w, wide = model.weight.detach().double(), x.double()
 
@@ -172,6 +172,6 @@ def test_asking_for_it_changes_no_gradient() -> None:
     model, x = Recurrent(), torch.randn(16, 9, 16)
     ranked = scanned(model, x, "torch-cuda", "float16")
     plain = ampaudit.scan(model, x, policy="torch-cuda", backward=True, loss=loss)
-    assert plain.sensitivity is None
+    assert plain.sections == {}
     assert plain.backward == ranked.backward
     assert [site.gradient for site in plain.sites] == [site.gradient for site in ranked.sites]

@@ -13,24 +13,25 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError
-from ampaudit.run.backends import Emulated, Float32Backend
-from ampaudit.run.config import RunConfig
-from ampaudit.run.device import guarded, refuse_more_than_memory
-from ampaudit.run.lockstep import LockStep, Observer, Pair
-from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.program import Program, Step
-from ampaudit.run.record import RunRecord
-from ampaudit.run.sensitivity.probe import (
+from ampaudit.instruments.sensitivity import INSTRUMENT
+from ampaudit.instruments.sensitivity.probe import (
     Collected,
     ErrorTape,
     PrecisionGraph,
-    SensitivityRecord,
+    SensitivityPart,
     ValueKind,
     ValueNames,
     float_nodes,
     probe,
     values_of,
 )
+from ampaudit.run.backends import Emulated, Float32Backend
+from ampaudit.run.config import Recorder, RunConfig
+from ampaudit.run.device import guarded, refuse_more_than_memory
+from ampaudit.run.lockstep import LockStep, Observer, Pair
+from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.program import Program, Step
+from ampaudit.run.record import RunRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder
@@ -78,8 +79,8 @@ class ProbedBatch:
         return {name: (self.references[name], pair[1]) for name, pair in pairs}
 
 
-class SensitivityProbe:
-    """Implements ``run.config.Differentiator`` for outputs instead of a loss.
+class SensitivityProbe(Recorder):
+    """Probes the outputs of a run.
 
     Args:
         config: Configuration of the run.
@@ -95,7 +96,7 @@ class SensitivityProbe:
         self._decisions = decisions
         self.graph = PrecisionGraph()
         self.batches: list[ProbedBatch] = []
-        self._record = SensitivityRecord()
+        self._record = SensitivityPart()
         self._inputs = batches
         self._dtype = torch_dtype(config.number_format)
         self._seed = config.seed
@@ -105,9 +106,9 @@ class SensitivityProbe:
 
     def take(self, record: RunRecord) -> None:
         """Move the results since the last call into the record of a batch."""
-        record.sensitivity, self._record = self._record, SensitivityRecord()
+        record.parts[INSTRUMENT.name], self._record = self._record, SensitivityPart()
 
-    def pass_over(self, executor: LockStep) -> None:
+    def skip(self, executor: LockStep) -> None:
         """Register the values of a batch that another machine runs."""
         self._names_of(executor)
 
@@ -122,7 +123,7 @@ class SensitivityProbe:
         self._tape = ErrorTape(observer, float_nodes(program))
         return self._tape
 
-    def run(
+    def finish(
         self, executor: LockStep, outputs: list[Pair], unrepaired: list[Pair], number: int, title: str
     ) -> None:
         """Probe the outputs of the run followed last.

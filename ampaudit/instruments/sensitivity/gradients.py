@@ -18,7 +18,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.core.text import short_op
-from ampaudit.policy.load import StartingScale
+from ampaudit.instruments.sensitivity import INSTRUMENT
+from ampaudit.instruments.sensitivity.outputs import enough_probes, max_probes, signs_like
+from ampaudit.instruments.sensitivity.probe import (
+    BackwardKind,
+    Collected,
+    DifferentiableBackend,
+    ErrorCollector,
+    ErrorTape,
+    PrecisionGraph,
+    SensitivityPart,
+    ValueNames,
+    finite_difference,
+    float_nodes,
+    values_of,
+)
 from ampaudit.run.backends import Float32Backend, rounded
 from ampaudit.run.backward.backward import BackwardPass, FaultSource, GradientObserver, GradientPair
 from ampaudit.run.backward.gradients import GradientAudit, gradient_dtypes
@@ -28,20 +42,6 @@ from ampaudit.run.device import refuse_more_than_memory, restore_random_state
 from ampaudit.run.lockstep import LockStep, Observer, resolved
 from ampaudit.run.program import Program, Step, widened_tensor, widened_value
 from ampaudit.run.record import RunRecord
-from ampaudit.run.sensitivity.measure import enough_probes, max_probes, signs_like
-from ampaudit.run.sensitivity.probe import (
-    BackwardKind,
-    Collected,
-    DifferentiableBackend,
-    ErrorCollector,
-    ErrorTape,
-    PrecisionGraph,
-    SensitivityRecord,
-    ValueNames,
-    finite_difference,
-    float_nodes,
-    values_of,
-)
 from ampaudit.trace.flatten import is_mark, mark_number
 from ampaudit.trace.functional import DETACH_OPS
 from ampaudit.trace.graph import Slot
@@ -61,7 +61,7 @@ COPIES = 10  # of the bytes of values in 16 bits: both runs', their errors, and 
 
 
 class GradientProbe(GradientAudit):
-    """Implements ``run.config.Differentiator``: audits gradients, and probes those of the parameters.
+    """Audits gradients, and probes those of the parameters.
 
     The effect of rounding before ``detach`` or ``no_grad`` on values behind it is not included.
 
@@ -69,10 +69,10 @@ class GradientProbe(GradientAudit):
         graph: Values of all programs.
     """
 
-    def __init__(self, config: RunConfig, scale: StartingScale) -> None:
-        super().__init__(config, scale)
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
         self.graph = PrecisionGraph()
-        self._sensitivity = SensitivityRecord()
+        self._sensitivity = SensitivityPart()
         self._dtype = torch_dtype(config.number_format)
         self._seed = config.seed
         self._errors: ErrorTape | None = None
@@ -80,9 +80,9 @@ class GradientProbe(GradientAudit):
     def take(self, record: RunRecord) -> None:
         """Move the results since the last call into the record of a batch."""
         super().take(record)
-        record.sensitivity, self._sensitivity = self._sensitivity, SensitivityRecord()
+        record.parts[INSTRUMENT.name], self._sensitivity = self._sensitivity, SensitivityPart()
 
-    def pass_over(self, executor: LockStep) -> None:
+    def skip(self, executor: LockStep) -> None:
         """Register the values of a batch that another machine runs."""
         self.graph.merge(values_of(executor).graph)
 
@@ -92,7 +92,7 @@ class GradientProbe(GradientAudit):
         self._errors = ErrorTape(super().following(observer, program), float_nodes(program))
         return self._errors
 
-    def run(
+    def finish(
         self, executor: LockStep, outputs: list[Any], unrepaired: list[Any], number: int, title: str
     ) -> None:
         """Audit the gradients of the run followed last, and probe them.
@@ -103,7 +103,7 @@ class GradientProbe(GradientAudit):
         tape, errors, self._errors = self._tape, self._errors, None
         assert tape is not None
         assert errors is not None
-        super().run(executor, outputs, unrepaired, number, title)
+        super().finish(executor, outputs, unrepaired, number, title)
         _refuse_custom_backwards(executor.program, tape)
         names = values_of(executor)
         self.graph.merge(names.graph)

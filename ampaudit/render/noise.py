@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from ampaudit.core.text import escape_control, format_number, plural, short_op
+from ampaudit.core.text import escape_control, format_number, short_op
 from ampaudit.render.blocks import Block, Section, line, tabulate
 from ampaudit.render.documents.plan import stacked
 from ampaudit.report.finding import Source
-from ampaudit.report.sensitivity import Noise, Sensitivity
+from ampaudit.report.noise import Noise
 
-__all__ = ["format_accuracy", "line_text", "noise_section", "sensitivity_sections", "untrusted"]
+__all__ = ["format_accuracy", "line_text", "noise_section", "untrusted"]
 
 _ROWS, _MAX_ROWS = 10, 200
 _KINDS = {
@@ -82,19 +82,6 @@ def _cells(name: str, times: str, row: Noise) -> tuple[str, ...]:
 
 def _share(share: float) -> str:
     return "<0.1%" if 0 < share < 5e-4 else f"{share:.1%}" if abs(share) < 1e4 else format_number(share)
-
-
-def sensitivity_sections(sensitivity: Sensitivity, *, full: bool = False) -> Iterator[Section]:
-    """Render the ranking, and its sum beside the measured error."""
-    section = noise_section(sensitivity.rows, full=full, of=sensitivity.of)
-    measured = format_accuracy(sensitivity.measured_db, broken=sensitivity.broken)
-    how = f"all of them, from {plural(sensitivity.probes, 'backward pass')}"
-    total = line(
-        f"In {sensitivity.dtype}: {format_accuracy(sensitivity.predicted_db)} predicted as the sum of {how}; "
-        f"{measured} measured."
-    )
-    warning = untrusted(sensitivity.predicted_db, sensitivity.measured_db)
-    yield Section((*section.blocks, total, *warning), section.title)
 
 
 def untrusted(predicted: float | None, measured: float | None) -> Iterator[Block]:

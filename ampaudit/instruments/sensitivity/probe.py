@@ -48,7 +48,7 @@ __all__ = [
     "PrecisionGraph",
     "PrecisionValue",
     "Sensitivities",
-    "SensitivityRecord",
+    "SensitivityPart",
     "ValueKind",
     "ValueNames",
     "finite_difference",
@@ -92,7 +92,7 @@ class ProbedColumn:
 
 
 @dataclass(slots=True)
-class SensitivityRecord:
+class SensitivityPart:
     """The results of the probes of some batches.
 
     Attributes:
@@ -110,11 +110,11 @@ class SensitivityRecord:
         self.probes += len(probes)
         self.columns.append(mean_of(name, probes))
 
-    def join(self, later: SensitivityRecord) -> None:
-        """Add the record of later batches."""
-        self.columns += later.columns
-        self.probes += later.probes
-        self.measured += later.measured
+    def joined(self, later: SensitivityPart) -> SensitivityPart:
+        """Return the results of both, those of later batches last."""
+        return SensitivityPart(
+            self.columns + later.columns, self.probes + later.probes, self.measured + later.measured
+        )
 
 
 def mean_of(name: str, probes: Sequence[Collected]) -> ProbedColumn:

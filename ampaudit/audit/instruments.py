@@ -1,0 +1,58 @@
+"""Lets instruments take part in an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+from ampaudit.audit.checks.interface import Check
+from ampaudit.audit.config import ScanConfig
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.instruments import Instrument, instruments, measuring
+from ampaudit.run.audit import Audit
+from ampaudit.run.config import RunConfig
+from ampaudit.source import ModelSource
+
+__all__ = ["Measuring", "checks_of", "requested", "sections_of", "watched"]
+
+
+class Measuring(Protocol):
+    """The measuring half of an instrument.
+
+    Attributes:
+        part: Type of what a ``Recorder`` leaves in ``RunRecord.parts`` for each batch. It is sent between
+            processes as JSON, and ``joined`` with the part of later batches.
+        checks: Checks of what was measured.
+    """
+
+    part: ClassVar[type]
+    checks: ClassVar[Sequence[Check]] = ()
+
+    def configured(self, plan: RunConfig, source: ModelSource, options: Any) -> RunConfig:
+        """Add a recorder to the configuration of a run; ``options`` have the instrument's fields."""
+
+    def section(self, audit: Audit, number_format: NumberFormat) -> Any:
+        """Return the section of the report."""
+
+
+def requested(config: ScanConfig) -> tuple[Instrument, ...]:
+    """Return the instruments whose options are set."""
+    return tuple(instrument for instrument in instruments() if getattr(config, instrument.name))
+
+
+def watched(plan: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
+    """Return the configuration of a run with the recorders of all requested instruments."""
+    for instrument in requested(config):
+        plan = measuring(instrument).configured(plan, source, config)
+    return plan
+
+
+def checks_of(chosen: Iterable[Instrument]) -> Iterator[Check]:
+    """Yield the checks of instruments."""
+    for instrument in chosen:
+        yield from measuring(instrument).checks
+
+
+def sections_of(chosen: Iterable[Instrument], audit: Audit, number_format: NumberFormat) -> dict[str, Any]:
+    """Return the sections of a report by the names of their instruments."""
+    return {each.name: measuring(each).section(audit, number_format) for each in chosen}

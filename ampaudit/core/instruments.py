@@ -1,0 +1,97 @@
+"""Defines instruments: what an audit can watch besides its usual measurements.
+
+Each instrument is a package in ``ampaudit.instruments``. Those packages are on a higher floor, so they are
+looked up by name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from ampaudit.core.config import Config
+
+__all__ = ["RUNS", "ByInstrument", "Instrument", "Need", "instruments", "measuring"]
+
+_PACKAGE = "ampaudit.instruments"
+
+
+class Need(Enum):
+    """What an option needs of a run, as error messages say it."""
+
+    LOW_PRECISION = "a 16-bit side"
+    RUN = "a run"
+    FORWARD_ONLY = "the forward pass alone"
+    ONE_STEP = "a single step"
+    ONE_SIZE = "one size of the inputs"
+    WHOLE_MODEL = "the whole model at once"
+    OWN_ARITHMETIC = "the arithmetic of the format"
+    OWN_REFERENCE = "the model's own FP32 as its reference"
+
+
+RUNS = frozenset({Need.LOW_PRECISION, Need.RUN})
+
+
+def _no_cells(section: Any) -> Mapping[str, Mapping[str, Any]]:
+    del section
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instrument:
+    """One instrument: its options, and how its results are shown.
+
+    The module ``measuring`` of its package does the measuring, and is imported only when that is requested.
+
+    Attributes:
+        name: Name of the package, of the option that requests it, and of its section in a report.
+        title: Label of its section on the HTML page.
+        options: Record of its options, which become options of ``scan``.
+        needs: What it needs of a run.
+        section: Type of its section in a report.
+        view: Function of a section and of ``full``, whether to show all rows. It returns ``render.blocks``.
+        columns: Names of the columns that it adds to tables of sites.
+        cells: Function of a section that returns the cells of these columns, by site and column.
+    """
+
+    name: str
+    title: str
+    options: type[Config]
+    needs: frozenset[Need]
+    section: type
+    view: Callable[[Any, bool], Iterator[Any]]
+    columns: tuple[str, ...] = ()
+    cells: Callable[[Any], Mapping[str, Mapping[str, Any]]] = _no_cells
+
+
+@cache
+def instruments() -> tuple[Instrument, ...]:
+    """Return all instruments, in the order in which reports show them."""
+    names = import_module(_PACKAGE).NAMES
+    return tuple(import_module(f"{_PACKAGE}.{name}").INSTRUMENT for name in names)
+
+
+def measuring(instrument: Instrument) -> Any:
+    """Return the ``audit.instruments.Measuring`` of an instrument, which may import torch."""
+    return import_module(f"{_PACKAGE}.{instrument.name}.measuring").MEASURING
+
+
+@dataclass(frozen=True, slots=True)
+class ByInstrument:
+    """Validates a mapping from names of instruments to their sections in a report, or parts of a record."""
+
+    of: Literal["section", "part"]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = {i.name: i.section if self.of == "section" else measuring(i).part for i in instruments()}
+        fields = {name: handler.generate_schema(kind) for name, kind in kinds.items()}
+        return core_schema.typed_dict_schema(
+            {name: core_schema.typed_dict_field(field, required=False) for name, field in fields.items()}
+        )

@@ -1,0 +1,116 @@
+"""Ranks the values whose rounding causes the error of the outputs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ampaudit.audit.checks.interface import finding_source
+from ampaudit.audit.instruments import Measuring
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.text import ratio_db
+from ampaudit.instruments.sensitivity import INSTRUMENT, Sensitivity
+from ampaudit.instruments.sensitivity.gradients import GradientProbe
+from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
+from ampaudit.instruments.sensitivity.probe import (
+    PrecisionGraph,
+    PrecisionValue,
+    Sensitivities,
+    SensitivityPart,
+    ValueKind,
+)
+from ampaudit.report.noise import Noise, NoiseKind
+from ampaudit.run.audit import Audit
+from ampaudit.run.backward.gradients import GradientAudit
+from ampaudit.run.config import RunConfig
+from ampaudit.source import ModelSource
+
+__all__ = ["MEASURING", "noise_rows", "sensitivities_in"]
+
+_LEAST_SHARE = 1e-6
+
+
+def noise_rows(
+    sensitivities: Sensitivities, graph: PrecisionGraph, wide: frozenset[str]
+) -> tuple[Noise, ...]:
+    """Return what the rounding of each value adds to the error of the outputs, the largest first.
+
+    Args:
+        sensitivities: Sensitivities measured in the run.
+        graph: Values of the model.
+        wide: Names of the values in float32.
+    """
+    rows: dict[tuple[str, NoiseKind], Any] = defaultdict(float)
+    for name, row in sensitivities.own.items():
+        if name not in wide:
+            rows[name, "weight" if graph.values[name].kind is ValueKind.WEIGHT else "op"] += row
+    for (maker, reader), row in sensitivities.reads.items():
+        if maker in wide and reader not in wide:
+            rows[(maker, "weight") if graph.values[maker].is_weight else (reader, "cast")] += row
+    for key, row in sensitivities.backward.items():
+        rows[key] += row
+    total = sum(rows.values(), np.zeros(len(sensitivities.columns)))
+    worst = int(total.argmax()) if total.any() else 0
+    noises = [
+        _noise(graph.values[name], kind, -10.0 * math.log10(row.max()), float(row[worst] / total[worst]))
+        for (name, kind), row in rows.items()
+        if row.max() > 0
+    ]
+    return tuple(sorted((n for n in noises if n.share > _LEAST_SHARE), key=lambda noise: -noise.share))
+
+
+def _noise(value: PrecisionValue, kind: NoiseKind, db: float, share: float) -> Noise:
+    site = value.site
+    if site is None:
+        return Noise(value.name, kind, db, share)
+    return Noise(value.name, kind, db, share, site.layer, site.op, finding_source(site))
+
+
+def sensitivities_in(audit: Audit) -> Sensitivities:
+    """Return the sensitivities that an audit measured."""
+    return Sensitivities.of(audit.record.parts[INSTRUMENT.name].columns)
+
+
+class _Measuring(Measuring):
+    part = SensitivityPart
+
+    def configured(self, plan: RunConfig, source: ModelSource, options: Any) -> RunConfig:
+        """Probe the gradients, if they are audited, or else the outputs."""
+        if not plan.trains:
+            recorder = partial(SensitivityProbe, batches=source.batches)
+            return replace(plan, recorders=(*plan.recorders, recorder), functional=True)
+        recorders = (GradientProbe if make is GradientAudit else make for make in plan.recorders)
+        return replace(plan, recorders=tuple(recorders))
+
+    def section(self, audit: Audit, number_format: NumberFormat) -> Sensitivity:
+        """Return the ranking of a policy's roundings, with the predicted and the measured total error."""
+        part: SensitivityPart = audit.record.parts[INSTRUMENT.name]
+        probe = next(each for each in audit.recorders if isinstance(each, SensitivityProbe | GradientProbe))
+        graph, sensitivities = probe.graph, sensitivities_in(audit)
+        wide = frozenset(name for name, value in graph.values.items() if not value.low)
+        predicted = float(sensitivities.predicted(wide).max(initial=0.0))
+        if isinstance(probe, GradientProbe):
+            worst = max(part.measured, default=0.0)
+            measured = ratio_db(1.0, worst) if 0 < worst < math.inf else None
+            broken = math.isinf(worst)
+        else:
+            accuracies = [output.accuracy_db for output in audit.record.outputs.values()]
+            measured = min((db for db in accuracies if db is not None), default=None)
+            broken = measured is not None and math.isinf(measured)
+        return Sensitivity(
+            number_format.name,
+            noise_rows(sensitivities, graph, wide),
+            ratio_db(1.0, predicted) if predicted else None,
+            None if broken else measured,
+            part.probes,
+            broken,
+            "gradients" if isinstance(probe, GradientProbe) else "outputs",
+        )
+
+
+MEASURING = _Measuring()

@@ -1,1 +1,0 @@
-"""Measures the effect of rounding each value on the outputs, and runs any choice of precisions."""
