@@ -1,4 +1,4 @@
-"""Reads the documentation of checks: one Markdown page per code, with the same five headings each."""
+"""Reads the documentation of checks: one Markdown page per code, with the same headings each."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ Kind = Literal[
 ]
 Level = Literal["error", "warning", "note"]
 SECTIONS = ("What it says", "Why it is bad", "Bad example", "Good example", "When to ignore it")
+FURTHER = ("How safe is the fix", "References")  # where there is something to say
 LINTED = "AMP8"  # prefix of the codes that `ampaudit lint` reports
 _FAMILIES = {
     "1": "range of forward values",
@@ -148,7 +149,7 @@ def code_titles() -> Iterator[tuple[str, str]]:
 
 
 def parse_page(text: str) -> Page:
-    """Parse the Markdown of a page: ``# CODE: title``, ``severity, kind``, then the five sections.
+    """Parse the Markdown of a page: ``# CODE: title``, ``severity, kind``, then its sections.
 
     Raises:
         ValueError: a part is missing or out of place.
@@ -159,8 +160,10 @@ def parse_page(text: str) -> Page:
     headings = [(t.tag, tokens[i + 1].content) for i, t in enumerate(tokens) if t.type == "heading_open"]
     fences = [token for token in tokens if token.type == "fence"]
     title = headings[0][1]
-    if tuple(name for tag, name in headings if tag == "h2") != SECTIONS or len(fences) != 2:
-        raise ValueError(f"{title}: a page has the sections {SECTIONS} and two examples")
+    names = tuple(name for tag, name in headings if tag == "h2")
+    further = tuple(name for name in FURTHER if name in names)
+    if names != (*SECTIONS, *further) or len(fences) != 2:
+        raise ValueError(f"{title}: a page has the sections {SECTIONS}, then {FURTHER}, and two examples")
     code, _, words = title.partition(": ")
     severity, kind = tokens[4].content.split(", ")
     bad, good = (Example(fence.content, _options(fence.info)) for fence in fences)
