@@ -37,6 +37,7 @@ __all__ = [
     "expand",
     "inner_op",
     "rules_schema_text",
+    "synonyms",
 ]
 
 # Synonyms in ATen. In-place variants (add_) are derived from the name.
@@ -92,6 +93,11 @@ _SYNONYMS = [
     """.strip().splitlines()
 ]
 _GROUP_OF = {name: group for group in _SYNONYMS for name in group}
+
+
+def synonyms(name: str) -> list[str]:
+    """Return the names that ATen has for an op, the usual one first."""
+    return _GROUP_OF.get(name, [name])
 
 
 # Composite ops that are not decomposed, and the op inside them: a rule about the inner op applies to the
@@ -174,8 +180,12 @@ def expand(name: str) -> tuple[str, ...]:
     if name.endswith(".*") and name[:-2] in _overloads():
         return _overloads()[name[:-2]]
     if name.startswith("@"):
-        bases = _GROUP_OF.get(name[1:], [name[1:]])
-        variants = [variant for base in bases for variant in (base, f"{base}_") if variant in _overloads()]
+        variants = [
+            variant
+            for base in synonyms(name[1:])
+            for variant in (base, f"{base}_")
+            if variant in _overloads()
+        ]
         if variants:
             return tuple(op for variant in variants for op in _overloads()[variant])
     raise UnknownOp(name, _similar(name))

@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampaudit.core.ops import having
 from ampaudit.run.measure import rounded_components
 from ampaudit.trace.kernels import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.opnames import (
@@ -56,19 +57,7 @@ _ADDS: dict[str, tuple[str | None, ...]] = {
     "scatter_add": (None,),
     "scatter_reduce": ("sum", "mean"),
 }
-# aten uses the same function for the CPU and CUDA, which calls ops that round
-_SHARED_KERNELS = frozenset(
-    """
-    addbmm addbmm_ huber_loss linalg_matrix_exp mse_loss smooth_l1_loss
-    """.split()
-)
-# kernels that compute in the tensor's own type on every device, or look at its bits or its limits
-_IN_OWN_TYPE = frozenset(
-    """
-    _index_put_impl_ addr addr_ cross floor_divide floor_divide_ index_put index_put_ linalg_cross
-    nan_to_num nan_to_num_ nextafter nextafter_ put put_ segment_reduce
-    """.split()
-)
+_SHARED_KERNELS = having("shared_function")
 
 
 def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -167,22 +156,12 @@ class _InnerOps(TorchDispatchMode):
 
     def _leaf(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         low = [t for t in _tensors((args, kwargs)) if t.dtype in LOW_PRECISION_DTYPES]
-        moves = is_view(op) or selects(op) or base_name(op) in _MOVES
+        moves = is_view(op) or selects(op) or base_name(op) in having("memory")
         if not low or moves or _runs_natively(op) or not self._run:
             result = op(*args, **kwargs)
             self.roundings += not moves and any(t.dtype in LOW_PRECISION_DTYPES for t in _tensors(result))
             return result
         return _rounded_once(op, args, kwargs)
-
-
-# ops that only allocate, resize, fill or copy memory
-_MOVES = frozenset(
-    """
-    as_strided_ copy_ empty empty_like empty_strided fill_ full full_like masked_fill_ new_empty
-    new_empty_strided new_full new_zeros ones ones_like resize_ resize_as_ set_ squeeze_ unsqueeze_ zero_
-    zeros zeros_like
-    """.split()
-)
 
 
 def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,7 +229,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 @cache
 def _runs_natively(op: OpOverload) -> bool:
     # div.Tensor_mode rounds to an integer
-    return base_name(op) in _IN_OWN_TYPE or op._overloadname.endswith("_mode") or is_foreign(op)
+    return base_name(op) in having("own_type") or op._overloadname.endswith("_mode") or is_foreign(op)
 
 
 @cache

@@ -21,6 +21,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from ampaudit.core.formats import NumberFormat
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.report.finding import Gap, GapKind
 from ampaudit.run.backends import Backend
@@ -56,8 +57,6 @@ __all__ = [
     "with_fp32_choices",
 ]
 
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_ALONG_AN_AXIS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "mode"})
 FULL_CALL = 1 << 13  # output elements up to which any op is called again in full
 _ROWS = 8
 
@@ -676,12 +675,12 @@ def _candidates(
     scores, scores16 = call.ref_args[0], call.args[0]
     if not isinstance(scores, torch.Tensor):
         return None
-    if name in _COMPARISONS:
+    if name in having("compares"):
         other, other16 = call.ref_args[1], call.args[1]
         ours, theirs = torch.broadcast_tensors(scores, torch.as_tensor(other, device=scores.device))
         near, far = torch.broadcast_tensors(scores16, torch.as_tensor(other16, device=scores.device))
         return (ours, theirs), (near, far)
-    if name in _ALONG_AN_AXIS and not first.is_floating_point():
+    if name in having("orders", "index_of_extreme") and not first.is_floating_point():
         axis = _axis(step, call)
         if axis is None:
             scores, scores16, axis = scores.reshape(-1), scores16.reshape(-1), 0

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import first_line
+from ampaudit.core.ops import having
 from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.trace.flow import StackChoice, stack_choices
 from ampaudit.trace.functional import OnCopy, for_any_strides, overload_of
@@ -54,10 +55,6 @@ __all__ = [
 
 # longer groups keep more of the reference alive and gain little
 GROUP = 8
-_WHOLE_NUMBERS = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"})
-_UNINITIALIZED = frozenset(
-    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
-)
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -319,7 +316,7 @@ def _step(
     return Step(
         node=node,
         target=_Zeroed(overload)
-        if overload is not None and base_name(overload) in _UNINITIALIZED
+        if overload is not None and base_name(overload) in having("uninitialized")
         else target,
         site=site,
         args=args,
@@ -346,7 +343,7 @@ def _decides(node: fx.Node, overload: OpOverload, outputs: Any) -> bool:
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
     if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in inputs):
         return False
-    if base_name(overload).rstrip("_") in _WHOLE_NUMBERS:
+    if base_name(overload).rstrip("_") in having("whole_number"):
         return True
     tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
     return any(not (value.is_floating_point() or value.is_complex()) for value in tensors)

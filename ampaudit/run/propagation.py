@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import signal_to_noise_db
 from ampaudit.run.lockstep import Observer, StepCall
@@ -29,9 +30,9 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 __all__ = ["FaultPropagation", "RepairingMeter"]
 
 
+_FILLING = having("constant", "fills")
 # ops through which an additive mask reaches its softmax
-_MASKING = ("add", "where", "masked_fill", "mul", "sub", "full", "to", "_to_copy", "full_like", "minimum")
-_FILLING = ("masked_fill", "where", "full", "full_like", "fill")
+_MASKING = _FILLING | {"add", "sub", "mul", "minimum", "to", "_to_copy"}
 
 
 class FaultPropagation:

@@ -15,6 +15,7 @@ from torch import fx
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.instruments import ByInstrument
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import ratio_db
 from ampaudit.report.finding import Gap
@@ -316,11 +317,7 @@ def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
     return updates
 
 
-_ARITHMETIC = frozenset(
-    """
-    add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ copy_ batch_norm instance_norm _native_batch_norm_legit
-    """.split()
-)
+_ARITHMETIC = having("arithmetic") | {"batch_norm", "instance_norm", "_native_batch_norm_legit"}
 
 
 def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
@@ -331,7 +328,7 @@ def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
         if step.site is not None and any(node in aliases for node in targets):
             aliases.add(step.node)
             op = overload_of(step.target)
-            writer = step.site.id if op is not None and base_name(op) in _ARITHMETIC else None
+            writer = step.site.id if op is not None and base_name(op).rstrip("_") in _ARITHMETIC else None
         elif not step.makes_values and aliases.intersection(step.node.all_input_nodes):
             aliases.add(step.node)
     return writer

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op
 from ampaudit.policy.schema import Constants
@@ -31,8 +32,7 @@ __all__ = [
 _NUMBERS = 3  # how many constants of an op are named
 _SMALL = 16  # elements up to which a constant tensor is compared
 _ROUNDED = 2.0**-7  # relative: a constant tensor in 16 bits is FP32's, rounded
-# ops that mask with the lowest number of a dtype, whose value does not matter
-_MASKING = ("masked_fill", "full", "where", "scalar_tensor", "full_like", "new_full", "mul", "rsub", "sub")
+_MASKING = having("constant", "fills") | {"mul", "rsub", "sub"}
 Release = Callable[[torch.Tensor], None]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SiteNumbering, SourceLine
 from ampaudit.policy import Decision, OpFacts
 from ampaudit.policy.schema import Cast, Constants
@@ -38,7 +39,6 @@ __all__ = [
     "results_of",
 ]
 
-_DROPOUTS = {"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"}
 _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
 
 
@@ -323,4 +323,5 @@ def _only_selects(node: fx.Node) -> bool:
 def is_idle_dropout(node: fx.Node) -> bool:
     """Return whether a node is a dropout outside training, which returns its input."""
     train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train")
-    return str(node.target) in _DROPOUTS and train is False
+    is_dropout = isinstance(node.target, OpOverload) and base_name(node.target) in having("dropout")
+    return is_dropout and train is False

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch._ops import OpOverload
 
+from ampaudit.core.ops import having
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.internals import disable_proxy_modes_tracing, without_modes
 from ampaudit.trace.opnames import (
@@ -47,12 +48,7 @@ __all__ = [
 
 aten = torch.ops.aten
 Emit = Callable[..., Any]
-_PRODUCTS = frozenset(
-    """
-    addbmm addmm addmv baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-    convolution convolution_backward dot einsum linear matmul mm mv vdot
-    """.split()
-)
+_PRODUCTS = having("product", "added_product", "weighted") | {"convolution_backward"}
 # arguments that would be tensors if they were not constants; eps and p are attributes
 _OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 

@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from ampaudit.core.ops import having
 from ampaudit.policy.schema import inner_op
 from ampaudit.trace.internals import (
     DispatchKey,
@@ -43,39 +44,8 @@ __all__ = [
     "written_values",
 ]
 
-# Composite ops that end in one kernel, which rounds once: their parts would show nothing more.
-_ONE_KERNEL = frozenset(
-    """
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d avg_pool1d
-    batch_norm chunk clip clip_ concat concatenate conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d ctc_loss diag divide divide_ dropout dropout_ einsum embedding_bag
-    expand_as feature_dropout flatten greater greater_equal grid_sampler group_norm gru_cell layer_norm
-    less less_equal linear log_sigmoid log_softmax lstm_cell matmul max max_pool1d max_pool2d max_pool3d
-    meshgrid min moveaxis movedim multiply multiply_ narrow negative nll_loss nll_loss2d not_equal
-    one_hot outer pad positive prelu relu6 relu6_ repeat_interleave reshape reshape_as rms_norm
-    rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention selu selu_ softmax split square squeeze
-    stack std std_mean subtract subtract_ swapaxes swapdims t take_along_dim tensor_split tile to
-    true_divide true_divide_ type_as unflatten unsafe_chunk var var_mean view_as where contiguous
-    broadcast_tensors broadcast_to atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack
-    item size dim numel is_floating_point is_complex is_nonzero conj resolve_conj resolve_neg real imag
-    mT mH adjoint matrix_H numpy_T data requires_grad_ result_type promote_types isfinite isreal isclose
-    argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix convolution
-    _convolution
-    """.split()
-)
+_ONE_KERNEL = having("one_kernel")
 
-# Kept whole as well, although their parts round several times on every device.
-_SEVERAL_ROUNDINGS = frozenset({"cdist", "einsum", "rnn_relu_cell", "rnn_tanh_cell"})
-
-# Ops whose outputs are elements of their inputs, or zero: nothing overflows or is rounded there.
-_SELECTING = frozenset(
-    """
-    relu relu_ relu6 max_pool1d max_pool2d max_pool3d max_pool2d_with_indices adaptive_max_pool1d
-    adaptive_max_pool2d clone contiguous cat concat stack hstack vstack repeat repeat_interleave tile
-    flip roll index_select gather take_along_dim masked_select index pixel_shuffle pixel_unshuffle rot90
-    sort topk tril triu _safe_index lift_fresh_copy channel_shuffle
-""".split()
-)
 
 # arguments that norms write to although the schema does not say so, and the flags that make them
 _STATISTICS = ("running_mean", "running_var")
@@ -151,7 +121,7 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
 @cache
 def rounds_once(op: OpOverload) -> bool:
     """Return whether a composite op ends in one kernel, whose result is rounded once."""
-    return base_name(op) in _ONE_KERNEL - _SEVERAL_ROUNDINGS
+    return base_name(op) in _ONE_KERNEL - having("rounds_inside")
 
 
 @cache
@@ -164,7 +134,7 @@ def is_view(op: OpOverload) -> bool:
 @cache
 def selects(op: OpOverload) -> bool:
     """Return whether the op only selects, moves or zeroes elements of its inputs."""
-    return base_name(op) in _SELECTING
+    return base_name(op) in having("selects")
 
 
 def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -212,8 +182,7 @@ def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     return tuple(sorted({*mutated_arguments(op), *hidden}))
 
 
-# what autocast casts inside the kernels of other ops
-_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"})
+_PRODUCTS = having("product", "added_product", "weighted")
 
 
 class InnerOps:

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.formats import NumberFormat
+from ampaudit.core.ops import having
 from ampaudit.trace.opnames import argument_names, base_name
 
 __all__ = [
@@ -43,14 +44,6 @@ __all__ = [
     "widened",
 ]
 
-# as in PyTorch's CUDA kernels: those that read numbers as scalar_t, not as opmath_t
-_READS_NUMBERS_IN_16_BITS = frozenset(
-    """
-    copysign eq fmod ge greater greater_equal group_norm gt hardshrink hardshrink_backward isin le less
-    less_equal lt native_group_norm ne not_equal pow remainder softshrink softshrink_backward special_xlog1py
-    special_xlogy threshold threshold_backward xlogy
-    """.split()
-)
 # the 16-bit dtypes (per component), and the dtype that holds each of their values exactly
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 LOW_PRECISION_DTYPES = tuple(WIDE)
@@ -198,6 +191,6 @@ def as_read(number: float, dtype: torch.dtype) -> float:
 @cache
 def _numbers_in_16_bits(op: OpOverload) -> frozenset[str]:
     """Return the names of the arguments that the kernel converts to the dtype in which it computes."""
-    if base_name(op).rstrip("_") not in _READS_NUMBERS_IN_16_BITS:
+    if base_name(op).rstrip("_") not in having("number_in_own_type"):
         return frozenset()
     return frozenset(a.name for a in op._schema.arguments if str(a.type) in ("number", "Scalar", "float"))

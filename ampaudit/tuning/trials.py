@@ -24,6 +24,7 @@ from ampaudit.audit.rescale import rescaled_model
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.errors import InputError, RunFailed, UsageError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, globs_of
 from ampaudit.core.text import plural
 from ampaudit.devices.catalogue import Device, all_devices
@@ -61,8 +62,6 @@ __all__ = [
 ]
 
 _DEFAULT = "a100"  # fast in float16 and bfloat16 alike, and common
-# ops that read only those elements of their first argument that they return
-_GATHERS = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
 _EXTRA_BYTES = 2  # bytes by which a float32 element exceeds a 16-bit one
 _CAST_BYTES = 6  # bytes moved to read an element in one format and write it in the other
 MARGIN = 1.4  # factor by which 16-bit values must stay below the format's limit
@@ -507,7 +506,7 @@ def _arguments(node: fx.Node, values: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def _call(node: fx.Node, values: Mapping[str, Any]) -> OpCost:
     (args, kwargs), out = _arguments(node, values), values[node.name]
-    if args and isinstance(node.target, OpOverload) and base_name(node.target) in _GATHERS:
+    if args and isinstance(node.target, OpOverload) and base_name(node.target) in having("gathers"):
         read = torch.empty_like(out) if out.numel() < args[0].numel() else args[0]
         args = (read, *args[1:])
     try:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ampaudit.core.ops import having
 from ampaudit.trace import Site
 from ampaudit.trace.converted import identity
 from ampaudit.trace.flow import Flow
@@ -41,27 +42,12 @@ __all__ = ["AttributeChange", "Refusal", "Stream", "find_stream"]
 Degree: TypeAlias = "int | tuple[int | None, ...] | None"
 _NEAR_LIMIT = 0.9  # of the format's largest number, where a clamp only stands for its limit
 
-# f(c x) = c f(x) for a power of two c; other operands choose, or are not read
-LINEAR = frozenset(
-    """
-    neg relu leaky_relu abs sum mean cumsum roll flip repeat repeat_interleave tile index_select gather index
-    amax amin dropout feature_dropout avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pixel_shuffle
-    pixel_unshuffle masked_select take_along_dim tril triu clone contiguous to _to_copy type_as
-    constant_pad_nd lift_fresh_copy channel_shuffle embedding scaled_dot_product_attention std
-    """.split()
-)
+LINEAR = having("linear")
 _LIKE = frozenset("type_as view_as expand_as reshape_as to".split())  # another operand gives type or shape
 _LINEAR_IN = {"embedding": "weight", "scaled_dot_product_attention": "value"}
 # f(c x, c y) = c f(x, y); by name of the operands
 _BOTH = ("self", "other", "tensors", "value", "source", "src", "values", "end")
-ADDITIVE = frozenset(
-    """
-    add sub rsub cat concat stack hstack vstack maximum minimum where masked_fill index_put scatter copy
-    slice_scatter select_scatter masked_scatter lerp
-    """.split()
-)
+ADDITIVE = having("additive")
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("mul", "matmul", "mm", "bmm", "mv", "_grouped_mm"), ("self", "other", "mat2", "vec")),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear", "convolution"), ("input", "weight")),
@@ -70,18 +56,10 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "einsum": ("tensors",),
     "div": ("self",),
 }
-NORMALIZING = frozenset(
-    """
-    layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm instance_norm batch_norm
-    """.split()
-)
-_INVARIANT = frozenset("sign argmax argmin argsort isnan isinf isfinite isposinf isneginf".split())
-_COMPARING = frozenset("eq ne lt le gt ge".split())
+NORMALIZING = having("normalizes")
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0}
 _EXACT_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
-_ORDERED = frozenset("topk sort max min median kthvalue".split())
-_ZEROS = frozenset("zeros zeros_like new_zeros".split())
-_FILLS = frozenset("full full_like scalar_tensor new_full".split())
+_FILLS = having("constant")
 _SHAPES = frozenset("ones_like empty_like rand_like randn_like new_ones new_empty".split())
 _REPAIRS = 20_000  # needs met; each gives a weight its degree
 _CHANGES = 4  # of the degree of one weight
@@ -499,7 +477,7 @@ def degree_of(call: ScaledCall) -> Degree:
     inputs = [call.degrees[node] for node in call.node.all_input_nodes]
     base = call.base
     filled = next(call.operands("fill_value", "s"), ("", 1))[1]
-    if base in _ZEROS or (base in _FILLS and filled == 0):
+    if base in having("zeros") or (base in _FILLS and filled == 0):
         return None
     if not any(d is None or d for d in inputs) or base in _FILLS | _SHAPES:
         return 0
@@ -666,9 +644,9 @@ _RULES: dict[str, Callable[[ScaledCall], Degree]] = {
     **dict.fromkeys(PRODUCTS, _product),
     **dict.fromkeys(NORMALIZING, _norm),
     **dict.fromkeys((*_POWERS, "pow"), _power),
-    **dict.fromkeys(_INVARIANT, _invariant),
-    **dict.fromkeys(_COMPARING, _comparison),
-    **dict.fromkeys(_ORDERED, _ordered),
+    **dict.fromkeys(having("kind_of_number", "index_of_extreme"), _invariant),
+    **dict.fromkeys(having("compares"), _comparison),
+    **dict.fromkeys(having("orders"), _ordered),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "clip"), _clamp),
     "nan_to_num": _nan_to_num,
 }

@@ -25,6 +25,7 @@ from torch import fx
 from ampaudit.audit.advice.interface import AdviceContext, LineChange, Proposal
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.checks.precision import lost_eps
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
@@ -45,14 +46,9 @@ __all__ = ["is_returned", "rewrites"]
 Edits = dict[SiteId, Edit]
 Proof = Callable[[Flow, Site], Edits | None]
 Likeness = Callable[[Flow, Site], bool]
-_PRODUCTS = ("matmul", "bmm", "mm", "einsum")
-_CLAMPS = ("clamp", "clamp_min", "clamp_max", "clip", "hardtanh")
-_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "fill", "scalar_tensor", "index_fill")
-_ORDERING = (
-    *("softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp", "exp", "sigmoid"),
-    *("max", "amax", "min", "amin", "argmax", "argmin", "topk", "sort", "argsort", "cummax", "cummin"),
-)
-_HANDING_ON = (*_FILLS, "add", "maximum", "minimum", "cat", "stack", "clone", "expand", "triu", "tril")
+_FILLS = having("constant", "fills")
+_ORDERING = having("softmax", "extreme", "index_of_extreme", "orders") | {"logsumexp", "exp", "sigmoid"}
+_HANDING_ON = _FILLS | {"add", "maximum", "minimum", "cat", "stack", "clone", "expand", "triu", "tril"}
 _BACK = 8  # steps
 Alternatives = tuple[Proposal, ...]
 # the largest has most bits in float16; the smaller ones change the function less
@@ -181,7 +177,7 @@ def large_constants(context: CheckContext, site: Site) -> Iterator[tuple[Site, f
 def is_limit(context: CheckContext, flow: Flow, step: Site, value: float) -> bool:
     """Return whether an op uses a number as a limit, as the module's docstring defines it."""
     base, arguments = flow.base(step), flow.arguments(step)
-    if base in _CLAMPS:
+    if base in having("clamps"):
         return True
     if base == "mul" and value < 0:
         # (1 - mask) * -1e9: no weight and no activation in the other factor
@@ -316,7 +312,7 @@ def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
 
 def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
     """Return the scale factor of a product's scores and the ops that apply it; ``None`` without proof."""
-    if flow.base(site) not in _PRODUCTS or flow.writes(site) or _is_written(flow, flow.node(site)):
+    if flow.base(site) not in having("product") or flow.writes(site) or _is_written(flow, flow.node(site)):
         return None
     if is_returned(flow, flow.node(site)):
         return None

@@ -24,6 +24,7 @@ from ampaudit.audit.checks.precision import (
     rounded_number,
 )
 from ampaudit.core.formats import BFLOAT16
+from ampaudit.core.ops import having
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
@@ -31,34 +32,23 @@ from ampaudit.trace import Role, Site
 
 __all__ = ["CHECKS", "DOMAIN_CAUSES", "OVERFLOW_CAUSES"]
 
-_ATTENTION_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
-_ATTENTION_SOFTMAX = ("softmax", "_softmax", "log_softmax", "exp")
-_FILLS = ("masked_fill", "full", "full_like", "fill", "where", "new_full", "add", "sub", "scalar_tensor")
+_PRODUCTS = having("product", "added_product")
+_ATTENTION_SOFTMAX = having("softmax") | {"exp"}
+_FILLS = having("constant", "fills", "sum_of_two")
 _DOMAINS = {
     **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "lgamma"), "negative"),
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv", "logit"), "beyond 1"),
     "acosh": "below 1",
 }
-_EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "pow", "logaddexp")
-_AT_ZERO = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "logit", "remainder", "fmod")
-_MASKED_ROW_SOFTMAX = ("softmax", "log_softmax", "scaled_dot_product_attention")
-_REDUCTIONS = frozenset(
-    """
-    sum nansum mean cumsum prod cumprod sum_to_size index_add
-    scatter_add segment_reduce trace logcumsumexp
-    """.split()
-)
-_FACTORS = ("prod", "cumprod")
-_REDUCTION_PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm")
+_EXPONENTIALS = having("exponential")
+_AT_ZERO = having("infinite_at_zero")
+_MASKED_ROW_SOFTMAX = having("softmax") | {"scaled_dot_product_attention"}
+_REDUCTIONS = having("total")
+_FACTORS = having("factors")
 LONG = 64
-_SQUARING = frozenset(
-    """
-    linalg_vector_norm norm var std var_mean std_mean mse_loss
-    frobenius_norm cdist _euclidean_dist dist cosine_similarity
-    """.split()
-)
-_SUMS = ("sum", "mean", "cumsum", "nansum")
-_SQUARES_PRODUCTS = ("matmul", "bmm", "mm", "dot", "einsum")
+_SQUARING = having("squares")
+_SUMS = having("sum")
+_SQUARES_PRODUCTS = having("product")
 _DEPTH = 8  # factors that are looked through
 # what an op does, what the limit is, and what a sum adds up
 _WORDS = {
@@ -72,9 +62,7 @@ def attention_reason(context: CheckContext, site: Site, origin: Origin) -> str |
     """Explain a product of two activations that is followed by a softmax."""
     del origin
     flow = context.flow
-    if flow.base(site) not in _ATTENTION_PRODUCTS or any(
-        flow.is_weight(n) for n in flow.node(site).all_input_nodes
-    ):
+    if flow.base(site) not in _PRODUCTS or any(flow.is_weight(n) for n in flow.node(site).all_input_nodes):
         return None
     softmax = flow.leads_to(site, *_ATTENTION_SOFTMAX, within=6)
     if softmax is None:
@@ -209,7 +197,7 @@ def reduction_reason(context: CheckContext, site: Site, origin: Origin) -> str |
     if flow.base(site) in _REDUCTIONS:
         return f"the total{terms} is too large, not its terms"
     activations = not any(flow.is_weight(node) for node in flow.node(site).all_input_nodes)
-    if flow.base(site) in _REDUCTION_PRODUCTS and activations and depth is not None and depth >= LONG:
+    if flow.base(site) in _PRODUCTS and activations and depth is not None and depth >= LONG:
         return f"the op adds up products of two activations: {depth} terms"
     return None
 

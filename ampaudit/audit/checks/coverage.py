@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import listed
 from ampaudit.report.finding import Finding, Gap, GapKind, Severity
@@ -30,25 +31,6 @@ _NO_KERNEL_ADVICE = "call it on x.float(); a rule with cast: float32 does the sa
 _NO_KERNEL_OF_ONNX = "nothing has to be done: ampaudit convert casts what the node takes and gives"
 # LAPACK, MAGMA and cuSOLVER have neither float16 nor bfloat16
 _PREFIXES = ("linalg_", "_linalg")
-_NAMES = {
-    "cholesky",
-    "inverse",
-    "pinverse",
-    "svd",
-    "qr",
-    "lu_solve",
-    "triangular_solve",
-    "det",
-}
-_NAMES |= {"logdet", "slogdet", "geqrf", "ormqr", "lobpcg", "histc", "cholesky_solve", "cholesky_inverse"}
-_HAVE_ONE = {
-    "linalg_vector_norm",
-    "linalg_norm",
-    "linalg_cross",
-    "linalg_vecdot",
-    "linalg_matmul",
-    "linalg_diagonal",
-}
 _OUTSIDE = "what other code makes of them is taken from FP32"
 _OTHER_CODE = "16 bits would run code that was not audited"
 _INSIDE = "it is run as one op, and only its results are measured"
@@ -194,7 +176,8 @@ def _missing_kernel(context: CheckContext, site: Site) -> tuple[str, Severity] |
         if isinstance(node.target, OpOverload) and foreign and has_kernel(node.target, where.upper()):
             return cause, Severity.WARNING  # another device's kernel may take it
         return cause, Severity.ERROR
-    if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
+    lacks_kernel = base.startswith(_PREFIXES) and base not in having("linalg_in_16_bits")
+    if not lacks_kernel and base not in having("no_16_bit_kernel"):
         return None
     if any(_is_low_precision(context, source) for source in node.all_input_nodes):
         return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING

@@ -21,6 +21,7 @@ from ampaudit.audit.checks.interface import (
     source_of,
 )
 from ampaudit.core.formats import ROUNDING_DB
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import plural, signal_to_noise_db
 from ampaudit.policy.schema import Cast
@@ -57,19 +58,6 @@ _FLIPPED_BRANCH_ADVICE = (
 )
 _LEFT_TORCH_ADVICE = "compute with tensors, or judge by hand what this code makes of 16-bit values"
 _NAMED_DTYPE = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|float32|half|float)\b")
-_ARITHMETIC = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "addcmul",
-    "addcdiv",
-    "lerp",
-    "pow",
-    "copy",
-    "index_add",
-    "scatter_add",
-)
 _CODE_DIFFERS_ADVICE = "write the line so that it does the same in every precision"
 
 
@@ -282,7 +270,7 @@ def find_in_place(context: CheckContext) -> Iterator[Finding]:
     """Find writes of float32 values into a tensor that the policy made 16-bit."""
     for site in context.graph_sites:
         node = context.flow.node(site)
-        if site.dtype not in LOW_PRECISION_DTYPES or context.flow.base(site) not in _ARITHMETIC:
+        if site.dtype not in LOW_PRECISION_DTYPES or context.flow.base(site) not in having("arithmetic"):
             continue
         if not isinstance(node.target, torch._ops.OpOverload) or not mutated_arguments(node.target):
             continue

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.core.ops import having
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.meter import spacing
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 _WITHIN = 2  # ops before the one that is reported: a comparison, and what combines masks
-_PROTECTED = ("div", "log", "log2", "log10", "rsqrt", "sqrt", "reciprocal", "pow", "floor_divide")
+_PROTECTED = having("infinite_at_zero") | {"sqrt"}
 _PROTECTING = ("add", "clamp", "clamp_min", "clip", "maximum", "max", "sub")
 _EPSILON_ADVICE = (
     "use an eps that the format holds (1e-5 or more in float16), "
@@ -45,15 +46,15 @@ _LOG_SIGMOID_ADVICE = "write F.logsigmoid(-x) for log(1 - sigmoid(x)), F.logsigm
 _CANCELLATION_ADVICE = (
     "subtract in float32, or rewrite: ((x - x.mean())**2).mean() for E[x^2] - E[x]^2, log1p, expm1"
 )
-_DIFFERENCES = ("sub", "rsub", "add")
-_WAVES = ("sin", "cos", "polar", "tan")
+_DIFFERENCES = having("sum_of_two")
+_WAVES = having("wave")
 _POSITIONS_ADVICE = "compute positions and angles in float32 and cast what comes after sin and cos"
 POSITION_ERROR = 0.5  # half of the distance between two neighbors
 ANGLE_ERROR = 0.1  # radians
 MIN_COUNT = 16.0  # a mask is also made of integers: 0 and 1
 NOTICEABLE_DB = 10.0  # errors of one op this far above the threshold still show in an output
 PatternMatch = Callable[[CheckContext, Site, Origin | None], str | None]
-LOGARITHMS = ("log", "log1p", "log2", "log10")
+LOGARITHMS = having("logarithm")
 
 
 def latent_check(code: str, applies: PatternMatch, advice: str) -> Check:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, finding_source
 from ampaudit.core.formats import FLOAT16
+from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.policy.schema import Cast
@@ -19,13 +20,8 @@ __all__ = ["CHECKS", "limited_peak"]
 
 VANISH_SHARE = 0.01
 SUBNORMAL_SHARE = 0.25
-_HIDING = frozenset(
-    """
-    clamp clamp_max clamp_min clip minimum maximum nan_to_num hardtanh
-    relu6 tanh sigmoid where hardsigmoid hardswish
-    """.split()
-)
-_CLAMPS = frozenset("clamp clamp_max clamp_min clip minimum maximum hardtanh".split())
+_HIDING = having("clamps", "extremum_of_two", "saturates") | {"where"}
+_CLAMPS = having("clamps", "extremum_of_two")
 _NEAR = 0.9  # of float16's largest number: clamps to 64504 and 6e4 stand for its limit as well
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
+from ampaudit.core.ops import having
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Role, Site
 from ampaudit.trace.flow import Flow
@@ -16,20 +17,11 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
 
 __all__ = ["CHECKS"]
 
-_COSTLY_ISLAND_PRODUCTS = (
-    "linear",
-    "matmul",
-    "bmm",
-    "mm",
-    "addmm",
-    "baddbmm",
-    "einsum",
-    "scaled_dot_product_attention",
-)
+_COSTLY = having("product", "added_product", "weighted") | {"scaled_dot_product_attention"}
 MIN_SITES = 4
 MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, NVIDIA's "Matrix Multiplication Background" guide
 SMALL = 16  # of smaller products, padding is no news
-_ALIGNMENT_PRODUCTS = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
+_ALIGNED = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
 
 
 def find_alignment(context: CheckContext) -> Iterator[Finding]:
@@ -47,7 +39,7 @@ def find_alignment(context: CheckContext) -> Iterator[Finding]:
 
 
 def _sizes(context: CheckContext, site: Site) -> dict[str, int]:
-    if context.flow.base(site) not in _ALIGNMENT_PRODUCTS:
+    if context.flow.base(site) not in _ALIGNED:
         return {}
     arguments = context.flow.arguments(site)
     weight = arguments.get("weight", arguments.get("mat2"))
@@ -86,7 +78,7 @@ def find_costly_island(context: CheckContext) -> Iterator[Finding]:
     """Find 16-bit ops, except products, between float32 ops."""
     for site in context.low_precision_sites:
         base = context.flow.base(site)
-        if site.role is not Role.COMPUTE or base in _COSTLY_ISLAND_PRODUCTS or base.startswith("conv"):
+        if site.role is not Role.COMPUTE or base in _COSTLY:
             continue
         casts = _casts(context, site)
         if casts is None:

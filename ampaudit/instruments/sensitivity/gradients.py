@@ -17,6 +17,7 @@ from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.core.ops import having
 from ampaudit.core.text import short_op
 from ampaudit.instruments.sensitivity import INSTRUMENT
 from ampaudit.instruments.sensitivity.outputs import enough_probes, max_probes, signs_like
@@ -49,13 +50,6 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 
 __all__ = ["GradientProbe"]
 
-# ops with a discontinuous derivative: rounding a value across the edge replaces a whole gradient
-_PIECEWISE = frozenset(
-    "relu relu_ relu6 leaky_relu prelu rrelu threshold hardtanh hardswish hardsigmoid hardshrink softshrink "
-    "clamp clamp_min clamp_max abs maximum minimum fmax fmin max min amax amin sort topk median "
-    "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices adaptive_max_pool1d "
-    "adaptive_max_pool2d adaptive_max_pool3d l1_loss hinge_embedding_loss margin_ranking_loss".split()
-)
 MIN_PROBES = 8  # a few jumps may be most of the error, and two probes that agree may miss them
 COPIES = 10  # of the bytes of values in 16 bits: both runs', their errors, and two passes of autograd
 
@@ -363,7 +357,7 @@ class ErrorPass(BackwardPass):
         low = [node for node in products if self._dtypes[node][0] in LOW_PRECISION_DTYPES]
         for node, exact in self._exact(entry, low, [None if pair is None else pair[1] for pair in out]):
             self._errors.shares[entry.step.node, node] = finite_difference(products[node][1], exact)
-        if entry.step.site is not None and short_op(entry.step.site.op) in _PIECEWISE:
+        if entry.step.site is not None and short_op(entry.step.site.op) in having("piecewise"):
             for node, exact in self._exact(
                 entry, products, [None if pair is None else pair[0] for pair in out]
             ):

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ampaudit.core.text import format_number
+from ampaudit.policy.schema import synonyms
 from ampaudit.run.lockstep import LockStep, Observer, StepCall
 from ampaudit.run.program import Step
 from ampaudit.trace.functional import overload_of
@@ -43,12 +44,8 @@ _ROUNDING = {
 
 MIN_CLAMPED = 9990.0  # converters replace larger numbers by 10,000, or by a share of the format's largest
 _TRANSPARENT_ROLES = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
-# the same op under several names
-_SYNONYMS = {
-    "clip": "clamp", "divide": "div", "multiply": "mul", "subtract": "sub", "concat": "cat",
-    "concatenate": "cat", "safe_softmax": "softmax", "_softmax": "softmax", "true_divide": "div",
-    "mm": "matmul", "bmm": "matmul",
-}  # fmt: skip
+# ops of one kind, besides synonyms
+_KINDS = {"mm": "matmul", "bmm": "matmul", "_safe_softmax": "softmax"}
 _KEPT = 2048  # elements of each value
 
 
@@ -479,7 +476,7 @@ class ComparedGraph:
 def _base(node: fx.Node) -> str:
     overload = overload_of(node.target)
     name = base_name(overload).rstrip("_") if overload is not None else str(node.target)
-    return _SYNONYMS.get(name, name)
+    return _KINDS.get(name, synonyms(name)[0])
 
 
 class Values(Observer):

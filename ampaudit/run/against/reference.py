@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from ampaudit.core.errors import InputError, ReferenceBroken
+from ampaudit.core.ops import having
 from ampaudit.core.text import format_number, short_op
 from ampaudit.run.against.comparison import ModelComparison, ModelDifference
 from ampaudit.run.against.matching import (
@@ -40,9 +41,6 @@ __all__ = ["ReferenceModel", "compare_executors"]
 _SMALLEST = {torch.float16: 1.2e-7}  # converters replace smaller numbers by this
 _JUMP = 4
 _TRANSPOSED = "is transposed"
-_IDENTITIES = frozenset(
-    "dropout feature_dropout alpha_dropout clone contiguous alias detach lift_fresh".split()
-)
 _NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0, "pow": 1.0}
 _NUMBERS_ONLY = ("eps", "other", "exponent", "min", "max", "value", "alpha", "beta", "scale", "self")
 _ROUNDED_CONSTANTS = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -354,7 +352,7 @@ class _Search:
         matching = self._matching
         back = {other: op for op, other in matching.partner.items()}
         for other in matching.only_reference:
-            if other.base in _IDENTITIES or _is_identity(matching.reference, other):
+            if other.base in having("identity", "dropout") or _is_identity(matching.reference, other):
                 continue
             close_sources = [
                 s for n, s in zip(other.operands, other.sources, strict=True) if self._close(n, other)
