@@ -95,6 +95,20 @@ def test_a_block_is_not_ended_before_what_needs_it() -> None:
     assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP840", False)]
 
 
+@pytest.mark.parametrize("line", ["gram = weight @ weight.T", "square = weight ** 2", "gram @= weight"])
+def test_a_block_is_not_ended_before_operators_that_autocast_casts(line: str) -> None:
+    text = BAD["AMP840"].replace(
+        "            scaler.update()", f"            scaler.update()\n            {line}"
+    )
+    assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP840", False)]
+
+
+def test_a_scaler_with_enabled_by_position_is_changed_by_hand() -> None:
+    text = BAD["AMP818"].replace("GradScaler('cuda')", "GradScaler('cuda', 65536.0, 2.0, 0.5, 2000, True)")
+    assert text != BAD["AMP818"]
+    assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP818", False)]
+
+
 def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
     text = (
         "import torch\nfrom torch.cuda.amp import autocast as cast, custom_fwd\n\n\n"

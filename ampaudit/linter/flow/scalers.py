@@ -235,7 +235,7 @@ def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> 
     """Report a scaler for bfloat16 gradients, which need no scale."""
     place = scaler.node if scaler.node is not None else node
     fix = None
-    if isinstance(place, ast.Call) and not any(k.arg in ("enabled", None) for k in place.keywords):
+    if isinstance(place, ast.Call) and not _may_set_enabled(place):
         fix = Fix.at(place, "set keyword", "enabled", "False")
     interpreter.report(
         "AMP818",
@@ -244,6 +244,12 @@ def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> 
         "remove the scaler, or create it with enabled=False",
         fix,
     )
+
+
+def _may_set_enabled(call: ast.Call) -> bool:
+    """Return whether a call of a GradScaler may pass ``enabled``, its fifth argument or, of torch.amp, sixth."""
+    starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+    return starred or len(call.args) > 4 or any(k.arg in ("enabled", None) for k in call.keywords)
 
 
 def check_parameters(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:

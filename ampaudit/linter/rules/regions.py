@@ -78,9 +78,10 @@ def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix 
         return None
     index = block.body.index(event.statement)
     tail = block.body[index:]
-    calls = [node.func for statement in tail for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    needs_none = set(map(simple_name, calls)) <= _NEEDS_NO_AUTOCAST
-    return Fix.at(block, "end block", str(index)) if needs_none else None
+    nodes = [node for statement in tail for node in ast.walk(statement)]
+    calls = {simple_name(node.func) for node in nodes if isinstance(node, ast.Call)}
+    casts = any(isinstance(node, ast.MatMult | ast.Pow) for node in nodes)  # operators that autocast casts
+    return Fix.at(block, "end block", str(index)) if calls <= _NEEDS_NO_AUTOCAST and not casts else None
 
 
 def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
