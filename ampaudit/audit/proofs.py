@@ -68,7 +68,7 @@ def _inputs(traced: TracedModel, batches: Sequence[Batch]) -> Leaves:
 def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
     """Compare each bound with the run, if the batches satisfy the proofs' assumptions.
 
-    Sites after the first broken one are left out: proofs do not cover values after an overflow.
+    Sites after the first broken one, or weight, are left out: proofs do not cover values after an overflow.
 
     Raises:
         ProofBroken: The run contradicts a proof.
@@ -78,6 +78,8 @@ def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
     if not all(contains(table.assumed, traced, _inputs(traced, batches)) for traced in context.flow.every):
         return
     for site in context.sites:
+        if context.from_weight(site) is not None:  # the run repairs it
+            break
         proof, stats = table.bounds.get(site.id), context.record.observations.get(site.id)
         form = format_of(site.dtype)
         if proof is not None and stats is not None and form is not None:

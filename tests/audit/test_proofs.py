@@ -170,6 +170,14 @@ class Total(nn.Module):
         return (x * 100).sum(-1)
 
 
+def test_a_weight_that_overflows_contradicts_no_proof() -> None:
+    """The run repairs it, so that what reads it computes as in FP32."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    torch.nn.init.constant_(model[1].running_var, 1e6)
+    report = scan(model, torch.randn(2, 3, 8, 8), policy="half", prove=True)
+    assert [finding.code for finding in report.active] == ["AMP403"]
+
+
 def test_a_site_is_proved_for_the_shapes_of_all_batches() -> None:
     """300 times 100 * 2 is 60,000; 400 times is 80,000, although the values themselves are the same."""
     short, long = torch.full((1, 300), 2.0), torch.full((1, 400), 1.0)

@@ -104,7 +104,7 @@ def test_a_block_is_not_ended_before_operators_that_autocast_casts(line: str) ->
 
 
 def test_a_scaler_with_enabled_by_position_is_changed_by_hand() -> None:
-    text = BAD["AMP818"].replace("GradScaler('cuda')", "GradScaler('cuda', 65536.0, 2.0, 0.5, 2000, True)")
+    text = BAD["AMP818"].replace('GradScaler("cuda")', 'GradScaler("cuda", 65536.0, 2.0, 0.5, 2000, True)')
     assert text != BAD["AMP818"]
     assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP818", False)]
 

@@ -247,7 +247,7 @@ def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> 
 
 
 def _may_set_enabled(call: ast.Call) -> bool:
-    """Return whether a call of a GradScaler may pass ``enabled``, its fifth argument or, of torch.amp, sixth."""
+    """Return whether a call of a GradScaler may pass ``enabled``, its fifth or sixth argument."""
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
     return starred or len(call.args) > 4 or any(k.arg in ("enabled", None) for k in call.keywords)
 
