@@ -33,6 +33,7 @@ _MODULES = {
     "TraceFailed": "ampaudit.core.errors",
     "UsageError": "ampaudit.core.errors",
     "WeightsError": "ampaudit.core.errors",
+    "Session": "ampaudit.core.session",
     "SourceConfig": "ampaudit.core.source_config",
     "__version__": "ampaudit.core.version",
     "ConvertConfig": "ampaudit.export.config",

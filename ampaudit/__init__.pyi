@@ -25,6 +25,7 @@ from ampaudit.core.errors import SourceError as SourceError
 from ampaudit.core.errors import TraceFailed as TraceFailed
 from ampaudit.core.errors import UsageError as UsageError
 from ampaudit.core.errors import WeightsError as WeightsError
+from ampaudit.core.session import Session as Session
 from ampaudit.core.source_config import SourceConfig as SourceConfig
 from ampaudit.core.version import __version__ as __version__
 from ampaudit.devices.catalogue import Device
@@ -52,8 +53,6 @@ from ampaudit.report.model import Report as Report
 from ampaudit.report.plan import PlanReport as PlanReport
 from ampaudit.report.training import TrainingReport as TrainingReport
 from ampaudit.report.tuning import TuningReport as TuningReport
-from ampaudit.run.backends import Backend
-from ampaudit.run.config import KeepOutputs
 from ampaudit.trace.twins import twin as twin
 from ampaudit.training.config import TrainConfig as TrainConfig
 from ampaudit.training.prepare import LossScaler as LossScaler
@@ -71,11 +70,11 @@ def assert_safe(
     batches: Iterable[Inputs] | None = ...,
     source: SourceConfig | None = ...,
     allow: str | Iterable[str] = ...,
+    session: Session = ...,
     policy: str | Path | RuleSet = ...,
     dtype: str | torch.dtype = ...,
     device: str = ...,
     seed: int = ...,
-    on_progress: Callable[..., Any] = ...,
     twins: str | Path | None = ...,
     memory: str = ...,
     sensitivity: bool = ...,
@@ -99,9 +98,6 @@ def assert_safe(
     ignore: Sequence[str] = ...,
     sweep: str | Mapping[str, Sequence[int]] = ...,
     against: Any = ...,
-    backend: Backend | None = ...,
-    keep_outputs: KeepOutputs | None = ...,
-    share: Any = ...,
 ) -> Report: ...
 def bench(
     model: ModelLike,
@@ -109,6 +105,7 @@ def bench(
     *,
     source: SourceConfig | None = ...,
     config: BenchConfig | None = ...,
+    session: Session = ...,
     train: bool = ...,
     modes: str | Sequence[str] = ...,
     sizes: str | Sequence[int] = ...,
@@ -120,12 +117,12 @@ def bench(
     device: str = ...,
     seed: int = ...,
     loss: Callable[..., Any] | None = ...,
-    on_progress: Callable[..., Any] = ...,
 ) -> BenchReport: ...
 def check(
     targets: str | Path | Iterable[str | Path] = ...,
     *,
     config: CheckConfig | None = ...,
+    session: Session = ...,
     policy: str | Path = ...,
     dtype: str | torch.dtype = ...,
     device: str = ...,
@@ -151,7 +148,6 @@ def check(
     jobs: int = ...,
     timeout: float | None = ...,
     max_memory: str | None = ...,
-    on_progress: Callable[..., Any] = ...,
 ) -> CheckResults: ...
 def convert(
     model: ModelLike,
@@ -160,11 +156,11 @@ def convert(
     *,
     source: SourceConfig | None = ...,
     config: ConvertConfig | None = ...,
+    session: Session = ...,
     policy: str | Path | RuleSet = ...,
     dtype: str | torch.dtype = ...,
     device: str = ...,
     seed: int = ...,
-    on_progress: Callable[..., Any] = ...,
     mode: Literal["inference", "train"] = ...,
     masters: bool = ...,
     program: bool = ...,
@@ -203,11 +199,11 @@ def plan(
     *,
     source: SourceConfig | None = ...,
     config: PlanConfig | None = ...,
+    session: Session = ...,
     policy: str | Path | RuleSet = ...,
     dtype: str | torch.dtype = ...,
     device: str = ...,
     seed: int = ...,
-    on_progress: Callable[..., Any] = ...,
     twins: str | Path | None = ...,
     memory: str = ...,
 ) -> PlanReport: ...
@@ -242,10 +238,10 @@ def scan(
     batches: Iterable[Inputs] | None = ...,
     source: SourceConfig | None = ...,
     config: ScanConfig | None = ...,
+    session: Session = ...,
     dtype: str | torch.dtype = ...,
     device: str = ...,
     seed: int = ...,
-    on_progress: Callable[..., Any] = ...,
     twins: str | Path | None = ...,
     memory: str = ...,
     sensitivity: bool = ...,
@@ -269,9 +265,6 @@ def scan(
     ignore: Sequence[str] = ...,
     sweep: str | Mapping[str, Sequence[int]] = ...,
     against: Any = ...,
-    backend: Backend | None = ...,
-    keep_outputs: KeepOutputs | None = ...,
-    share: Any = ...,
 ) -> Report: ...
 @overload
 def scan(
@@ -282,10 +275,10 @@ def scan(
     batches: Iterable[Inputs] | None = ...,
     source: SourceConfig | None = ...,
     config: ScanConfig | None = ...,
+    session: Session = ...,
     dtype: str | torch.dtype = ...,
     device: str = ...,
     seed: int = ...,
-    on_progress: Callable[..., Any] = ...,
     twins: str | Path | None = ...,
     memory: str = ...,
     sensitivity: bool = ...,
@@ -309,9 +302,6 @@ def scan(
     ignore: Sequence[str] = ...,
     sweep: str | Mapping[str, Sequence[int]] = ...,
     against: Any = ...,
-    backend: Backend | None = ...,
-    keep_outputs: KeepOutputs | None = ...,
-    share: Any = ...,
 ) -> Comparison: ...
 def train(
     model: ModelLike,
@@ -319,6 +309,7 @@ def train(
     *,
     source: SourceConfig | None = ...,
     config: TrainConfig | None = ...,
+    session: Session = ...,
     steps: int = ...,
     policies: Rules | Sequence[Rules] = ...,
     dtype: str | torch.dtype = ...,
@@ -330,7 +321,6 @@ def train(
     loss: Callable[..., Any] | None = ...,
     optimizer: Callable[..., Any] | None = ...,
     metric: Callable[..., Any] | None = ...,
-    on_progress: Callable[..., Any] = ...,
 ) -> TrainingReport: ...
 def tune(
     model: ModelLike,
@@ -338,6 +328,7 @@ def tune(
     *,
     source: SourceConfig | None = ...,
     config: TuneConfig | None = ...,
+    session: Session = ...,
     min_sqnr: float | None = ...,
     metric_drop: float | None = ...,
     dtype: Literal["float16", "bfloat16", "auto"] = ...,
@@ -347,14 +338,12 @@ def tune(
     device: str = ...,
     seed: int = ...,
     twins: str | Path | None = ...,
-    share: Any = ...,
-    on_progress: Callable[..., Any] = ...,
 ) -> TuningReport: ...
 def verify(
     directory: str | Path,
     *,
     config: VerifyConfig | None = ...,
+    session: Session = ...,
     run: bool = ...,
     tolerance_db: float | None = ...,
-    on_progress: Callable[..., Any] = ...,
 ) -> Verification: ...

@@ -26,6 +26,7 @@ from torch import nn
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
 from ampaudit.core.config import Progress
+from ampaudit.core.session import Session
 from ampaudit.core.sites import SiteId
 from ampaudit.parallel.identity import identity_of
 from ampaudit.parallel.parts import FilePart, records_from_json, records_of_rank, records_to_json
@@ -108,7 +109,7 @@ def recorded(
     config = ScanConfig(backward=backward)
     share.describe("model", identity_of(source, policies, config))
     try:
-        scan_policies(source, policies, config.changed(share=share))
+        scan_policies(source, policies, config, Session(share=share))
     except PartDone:
         return share.records
     raise AssertionError("a part ends its audit")

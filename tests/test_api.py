@@ -186,9 +186,8 @@ def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
             "min_sqnr = nan\n  next: it must be a number, 0 or more; nan is not a valid limit",
         ),
         ({"loss_scale": 0}, "loss_scale = 0\n  next: it must be a number above 0"),
-        ({"keep_outputs": "all"}, "it must be a function"),
+        ({"loss": "mean"}, "loss = 'mean'\n  next: it must be a function"),
         ({"ignore": "AMP101"}, "it must be a list of strings"),
-        ({"on_progress": 3}, "it must be a function"),
     ):
         with pytest.raises(UsageError) as caught:
             ScanConfig(**options)  # type: ignore[arg-type]
@@ -253,7 +252,9 @@ def wrong_calls(model: Any, x: torch.Tensor) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters())
     return {
         "the model is of type type\n  next: pass an instance": lambda: ampaudit.scan(nn.Linear, x),  # type: ignore[call-overload]
-        "backend is of type str": lambda: ampaudit.scan(model, x, backend="x"),  # type: ignore[call-overload]
+        "backend is of type str": lambda: ampaudit.scan(model, x, session=ampaudit.Session(backend="x")),
+        "on_progress is of type int": lambda: ampaudit.Session(on_progress=3),  # type: ignore[arg-type]
+        "keep_outputs is of type str": lambda: ampaudit.Session(keep_outputs="all"),  # type: ignore[arg-type]
         "batches is of type int\n  next: pass a list": lambda: ampaudit.scan(model, batches=3),  # type: ignore[call-overload]
         "batches is of type Tensor": lambda: ampaudit.scan(model, batches=x),  # type: ignore[call-overload]
         "batches is of type str": lambda: ampaudit.train(model, "x"),  # type: ignore[arg-type]
@@ -287,6 +288,24 @@ def test_a_wrong_argument_is_named(model: nn.Module) -> None:
         with pytest.raises(ampaudit.AuditError, match=message) as caught:
             call()
         assert caught.value.hint
+
+
+def test_a_session_receives_the_progress_of_each_call(model: nn.Module, path: Path, tmp_path: Path) -> None:
+    phases: list[str] = []
+    session = ampaudit.Session(on_progress=lambda phase, *_: phases.append(phase))
+    x, out = torch.ones(1, 8), tmp_path / "out"
+    for call, phase in (
+        (lambda: ampaudit.assert_safe(model, x, session=session), "auditing"),
+        (lambda: ampaudit.plan(model, x, session=session), "measuring"),
+        (lambda: ampaudit.convert(model, x, out, session=session, program=False), "auditing"),
+        (lambda: ampaudit.verify(out, session=session), "hashing MB of files"),
+        (lambda: ampaudit.train(path, session=session, steps=1), "training"),
+        (lambda: ampaudit.bench(model, x, session=session, modes="fp32", repeats=1), "timing batch size 1"),
+        (lambda: ampaudit.check(path, session=session), "checking"),
+    ):
+        phases.clear()
+        call()  # type: ignore[no-untyped-call]
+        assert phase in phases
 
 
 def test_a_torch_dtype_is_as_good_as_its_name(model: nn.Module, path: Path, tmp_path: Path) -> None:

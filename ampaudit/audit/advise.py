@@ -25,6 +25,7 @@ from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.range import limited_peak
 from ampaudit.audit.checks.suppress import Suppression
 from ampaudit.audit.config import ScanConfig
+from ampaudit.core.config import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, plural
 from ampaudit.report.finding import CombinedPolicy, Finding, Trial
@@ -139,7 +140,8 @@ def advised(
     plan: RunConfig,
     context: CheckContext,
     settings: ScanConfig,
-    hiding: Sequence[Suppression] = (),
+    hiding: Sequence[Suppression],
+    on_progress: Progress,
 ) -> tuple[tuple[Finding, ...], CombinedPolicy | None]:
     """Return the findings with the smallest changes that remove each of the first errors, and one for all.
 
@@ -150,11 +152,11 @@ def advised(
     if not errors:
         return tuple(findings), None
     subject = AdviceContext(source.model, plan.rules, context)
-    attempts = Attempts(subject, source, plan, settings, refused_sites(context), tuple(hiding))
+    attempts = Attempts(subject, source, plan, settings, refused_sites(context), tuple(hiding), on_progress)
     advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors), LimitedStreams(attempts))
     tried: dict[int, tuple[Trial, ...]] = {}
     for number, finding in enumerate(errors[:TRIED]):
-        settings.on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
+        on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
         tried[id(finding)] = advisor.trials(finding)
     form = context.number_format.name
     annotated = tuple(_with_trials(f, tried[id(f)], form) if id(f) in tried else f for f in findings)
@@ -373,7 +375,7 @@ class _Search:
 
     def _run(self, members: list[Exemption]) -> _Candidate | None:
         self.runs += 1
-        self.attempts.settings.on_progress("combining the cures", self.runs - 1, self.runs)
+        self.attempts.on_progress("combining the cures", self.runs - 1, self.runs)
         proposal = propose_exemptions(self.attempts.subject, members)
         attempt = self.attempts.run(proposal)
         return _Candidate(members, proposal, attempt) if attempt is not None else None

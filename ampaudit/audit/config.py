@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
@@ -16,13 +16,11 @@ from ampaudit.core.config import (
     DeviceName,
     DtypeName,
     FilePath,
-    OnProgress,
     Option,
     Seed,
     Texts,
     UserFunction,
     python_only,
-    silent,
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.core.instruments import RUNS, Need, instruments
@@ -31,12 +29,6 @@ from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn, FailOnGaps
 from ampaudit.report.pages import codes_beginning
-
-if TYPE_CHECKING:  # both need torch
-    from ampaudit.run.backends import Backend
-    from ampaudit.run.config import KeepOutputs
-else:
-    Backend, KeepOutputs = Any, Callable
 
 __all__ = [
     "MIN_HEADROOM",
@@ -161,7 +153,6 @@ class PolicyConfig(Config):
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
     seed: Seed = 0
-    on_progress: OnProgress = silent
 
     def check(self) -> None:
         """Raise early for a device that this machine lacks."""
@@ -233,14 +224,6 @@ class ScanConfig(*(instrument.options for instrument in instruments()), PlanConf
     against: Annotated[
         Any, Option("Audit this model instead, with MODEL as its reference.", metavar="MODEL", file=False)
     ] = None
-    backend: Annotated[
-        Backend | None, python_only("Computes in 16 bits instead of the device's own.", "Backend | None")
-    ] = None
-    keep_outputs: Annotated[
-        KeepOutputs | None,
-        python_only("Called with each batch's number and outputs, FP32's and 16-bit.", "KeepOutputs | None"),
-    ] = None
-    share: Annotated[Any, python_only("The part of the batches that this machine runs.")] = None
 
     def check(self) -> None:
         """Raise early for options that are invalid, or that another one leaves without effect."""

@@ -13,6 +13,7 @@ from ampaudit.audit.config import PlanConfig, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.core.config import Progress, silent, with_options
 from ampaudit.core.formats import NumberFormat, low_precision_format
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size, plural
@@ -52,6 +53,7 @@ def plan(
     *,
     source: SourceConfig | None = None,
     config: PlanConfig | None = None,
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> PlanReport:
     """Show what a policy does to each op, for the shapes of the first batch; nothing is run in 16 bits.
@@ -64,6 +66,7 @@ def plan(
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         source: how to load a model from its location: weights, inputs, ``trust`` ...
         config: the options as one record.
+        session: what the call works with; only ``on_progress`` is used.
         **options: fields of ``PlanConfig``, which override those of ``config``.
 
     Returns:
@@ -79,7 +82,7 @@ def plan(
     form, where = low_precision_format(chosen.dtype), pick_device(chosen.device, audits=True)
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
     with using_twins(chosen.twins):
-        traced, notes = trace_under(opened, rules, form, where, chosen.seed, chosen.on_progress)
+        traced, notes = trace_under(opened, rules, form, where, chosen.seed, session.on_progress)
     masters = rules.file.weights.master
     made = build_plan(attach_weights(traced), opened.location, masters=masters, notes=opened.notes + notes)
     if not chosen.memory:

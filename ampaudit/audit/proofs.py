@@ -16,7 +16,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import Bound, BoundTable, bound
 from ampaudit.bounds.domain import assumptions, contains
 from ampaudit.bounds.stored import format_of
-from ampaudit.core.config import silent
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import AuditError, InputError, ProofBroken
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
@@ -136,6 +136,7 @@ def stressed(
     plan: RunConfig,
     context: CheckContext,
     settings: ScanConfig,
+    on_progress: Progress,
 ) -> tuple[Stressed, ...]:
     """Return one result per searched site, nearest the limit first; overflowing inputs are saved."""
     refuse_path(audit.converted.traced, "--stress")
@@ -147,7 +148,7 @@ def stressed(
     results: list[Stressed] = []
     targets = list(_targets(context, table))
     for number, site in enumerate(targets):
-        settings.on_progress(f"stressing {site.id}", number, len(targets))
+        on_progress(f"stressing {site.id}", number, len(targets))
         best = search.ascend(site.id, start, settings.stress, settings.seed + number)
         observed_peak = context.observed(site.id).ref_peak
         over = best.peak >= context.number_format.overflow_at

@@ -10,6 +10,7 @@ from ampaudit.audit.advice.residual import ResidualRescale, residual_rescale
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet
 from ampaudit.source import ModelSource
@@ -37,7 +38,9 @@ class RescaledModel:
     refused: dict[SiteId, str]
 
 
-def rescaled_model(source: ModelSource, rules: RuleSet, settings: ScanConfig) -> RescaledModel:
+def rescaled_model(
+    source: ModelSource, rules: RuleSet, settings: ScanConfig, session: Session = DEFAULT_SESSION
+) -> RescaledModel:
     """Audit a model, and rescale each stream that overflows or is promoted for its range.
 
     Raises:
@@ -45,9 +48,9 @@ def rescaled_model(source: ModelSource, rules: RuleSet, settings: ScanConfig) ->
     """
     changes: list[ResidualRescale] = []
     refused: dict[SiteId, str] = {}
-    (audited,) = audit_policies(source, [rules], settings)
+    (audited,) = audit_policies(source, [rules], settings, session)
     while len(changes) < _STREAMS:
-        step = next(_changes(source, audited, rules, settings, refused), None)
+        step = next(_changes(source, audited, rules, settings, session, refused), None)
         if step is None:
             break
         source, audited, change = step
@@ -60,6 +63,7 @@ def _changes(
     audited: Audited,
     rules: RuleSet,
     settings: ScanConfig,
+    session: Session,
     refused: dict[SiteId, str],
 ) -> Iterator[tuple[ModelSource, Audited, ResidualRescale]]:
     """Yield models with a rescaled stream, and record the sites that cannot be rescaled in ``refused``."""
@@ -82,7 +86,7 @@ def _changes(
             if not same_function(source, changed.model):
                 refused[name] = "FP32 does not give the same bits"
                 continue
-            (after,) = audit_policies(changed, [rules], settings)
+            (after,) = audit_policies(changed, [rules], settings, session)
             if change.is_in(flow, Flow(*(each.traced for each in after.audit.every))):
                 yield changed, after, change
             refused[name] = "the code reads the eps elsewhere as well"

@@ -23,6 +23,7 @@ from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size
 from ampaudit.policy import RuleSet, load_policy
@@ -35,7 +36,7 @@ from ampaudit.run.backends import ContractBackend, parse_contract
 from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.config import RunConfig, Steps
 from ampaudit.run.device import environment_of, pick_device
-from ampaudit.run.share import ALONE
+from ampaudit.run.share import ALONE, Share
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
@@ -67,6 +68,7 @@ def scan(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     config: ScanConfig | None = None,
+    session: Session = ...,
     **options: Any,
 ) -> Report: ...
 
@@ -80,6 +82,7 @@ def scan(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     config: ScanConfig | None = None,
+    session: Session = ...,
     **options: Any,
 ) -> Comparison: ...
 
@@ -93,6 +96,7 @@ def scan(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     config: ScanConfig | None = None,
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> Report | Comparison:
     """Run a model in FP32 and in 16 bits side by side, and name what breaks.
@@ -106,6 +110,7 @@ def scan(
         batches: several batches instead of one.
         source: how to load a model from its location: weights, inputs, number of batches, ``trust`` ...
         config: the options as one record.
+        session: what the call works with: functions that receive progress and outputs, a backend ...
         **options: fields of ``ScanConfig``, which override those of ``config``.
 
     Returns:
@@ -127,7 +132,7 @@ def scan(
         )
     given = {*options, *(config.model_fields_set if config is not None else ())}
     policies, chosen = as_converted(opened, policies, chosen, given if policy is None else {*given, "policy"})
-    reports = scan_policies(opened, policies, chosen)
+    reports = scan_policies(opened, policies, chosen, session)
     several = len(policies) > 1 or isinstance(policy, list | tuple)
     return Comparison(tuple(reports)) if several else reports[0]
 
@@ -145,22 +150,27 @@ def as_converted(
     return policies, config
 
 
-def scan_policies(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> list[Report]:
+def scan_policies(
+    source: ModelSource, policies: Sequence[Rules], config: ScanConfig, session: Session = DEFAULT_SESSION
+) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
 
     def audited(at: ModelSource) -> list[Report]:
-        return [each.report for each in audit_policies(at, policies, config)]
+        return [each.report for each in audit_policies(at, policies, config, session)]
 
     with using_twins(config.twins):
         return swept(source, config, audited) if config.sweep else audited(source)
 
 
 @preserved()
-def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> list[Audited]:
+def audit_policies(
+    source: ModelSource, policies: Sequence[Rules], config: ScanConfig, session: Session = DEFAULT_SESSION
+) -> list[Audited]:
     """Audit a loaded source under several policies, and return the audits with their reports."""
-    if config.backend is not None and not isinstance(getattr(config.backend, "name", None), str):
+    backend, share = session.backend, session.share or ALONE
+    if backend is not None and not isinstance(getattr(backend, "name", None), str):
         raise UsageError(
-            f"backend is of type {type(config.backend).__name__}", hint="pass a Backend, or leave it out"
+            f"backend is of type {type(backend).__name__}", hint="pass a Backend, or leave it out"
         )
     config = config.changed(prove=config.prove or bool(config.assume))
     config.check()
@@ -177,9 +187,9 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
             form,
             where,
             config.seed,
-            config.backend,
+            backend,
             keep_graphs=config.prove or config.stress > 0,
-            keep_outputs=config.keep_outputs,
+            keep_outputs=session.keep_outputs,
             release=source.release,
             min_sqnr=config.min_sqnr,
         )
@@ -198,18 +208,18 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         plans = [replace(plan, steps=Steps(config.steps, function, fed_back)) for plan in plans]
     if config.backward:
         source, plans = differentiated(source, plans, config)
-    plans = by_segment(plans, source, config)
+    plans = by_segment(plans, source, config, share)
     plans = [watched(plan, source, config) for plan in plans]
-    contract, share = parse_contract(config.contract), config.share or ALONE
+    contract = parse_contract(config.contract)
     if contract.words and not (config.static or config.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]
         plans = [replace(plan, backend=ContractBackend(contract)) for plan in plans]
-        both = run_audits(source.model, source.batches, [*plans, *usual], config.on_progress, share)
+        both = run_audits(source.model, source.batches, [*plans, *usual], session.on_progress, share)
         audits, before = both[: len(plans)], both[len(plans) :]
     elif config.static:
         audits, before = [static_audit(source, plan) for plan in plans], []
     else:
-        audits, before = run_audits(source.model, source.batches, plans, config.on_progress, share), []
+        audits, before = run_audits(source.model, source.batches, plans, session.on_progress, share), []
     results: list[Audited] = []
     for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
         proving = config.prove or config.static or config.stress > 0
@@ -223,7 +233,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         combined = None
         tries = (config.advise or config.diff) and not config.ranges and not config.static
         if tries:
-            findings, combined = advised(findings, source, plan, context, config, hiding)
+            findings, combined = advised(findings, source, plan, context, config, hiding, session.on_progress)
         report = _report(audit, context, findings, (source, rules, config))
         sections = sections_of(instruments, audit, form)
         report = replace(report, combined=combined, advised=tries, sections=sections)
@@ -231,7 +241,9 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
             usual_context = context_of(before[len(results)], form, config.changed(contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))
         if config.stress > 0 and not config.static:
-            report = replace(report, stressed=stressed(source, audit, plan, context, config))
+            report = replace(
+                report, stressed=stressed(source, audit, plan, context, config, session.on_progress)
+            )
         results.append(Audited(report, audit, rules))
     return results
 
@@ -268,7 +280,9 @@ def _report(
     return replace(report, notes=(*source.notes, *report.notes), against=against)
 
 
-def by_segment(plans: Sequence[RunConfig], source: ModelSource, config: ScanConfig) -> list[RunConfig]:
+def by_segment(
+    plans: Sequence[RunConfig], source: ModelSource, config: ScanConfig, share: Share
+) -> list[RunConfig]:
     """Set the memory limit of runs by segment, if it is requested or several batches stream weights.
 
     Raises:
@@ -276,7 +290,6 @@ def by_segment(plans: Sequence[RunConfig], source: ModelSource, config: ScanConf
     """
     memory = parse_size(config.memory) if config.memory else None
     whole = next((option for option in excluded_by("memory") if getattr(config, option)), "")
-    share = config.share or ALONE
     if share.route.stages() > 1 and whole:
         raise UsageError(
             f"--pipeline cannot be combined with --{whole}, which needs the whole model",

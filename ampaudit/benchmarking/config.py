@@ -13,12 +13,10 @@ from ampaudit.core.config import (
     Config,
     DeviceName,
     DtypeName,
-    OnProgress,
     Option,
     Seed,
     UserFunction,
     python_only,
-    silent,
     split_commas,
 )
 from ampaudit.core.errors import UsageError, did_you_mean
@@ -112,7 +110,6 @@ class BenchConfig(Config):
     loss: Annotated[UserFunction | None, python_only("loss(output) or loss(output, batch), for train.")] = (
         None
     )
-    on_progress: OnProgress = silent
 
     def check(self) -> None:
         """Raise early for a device that this machine lacks."""

@@ -30,6 +30,7 @@ from ampaudit.core import interrupts
 from ampaudit.core.config import Progress, with_options
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import signal_to_noise_db
 from ampaudit.devices.estimate import roofline_seconds, total_work
@@ -54,6 +55,7 @@ def bench(
     *,
     source: SourceConfig | None = None,
     config: BenchConfig | None = None,
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> BenchReport:
     """Measure every mode at every batch size; an interrupted run reports the finished measurements.
@@ -63,6 +65,7 @@ def bench(
         inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         source: How to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
+        session: What the call works with; only ``on_progress`` is used.
         **options: Fields of ``BenchConfig``, which override those of ``config``.
 
     Returns:
@@ -81,7 +84,7 @@ def bench(
     most: tuple[Largest, ...] = ()
     interrupted = False
     for size in chosen.sizes or (batch_size_of(first),):
-        measured, interrupted = _measure_size(with_batch_size(setup, size), size, chosen)
+        measured, interrupted = _measure_size(with_batch_size(setup, size), size, chosen, session.on_progress)
         rows += measured
         if interrupted:
             break
@@ -89,7 +92,7 @@ def bench(
         raise KeyboardInterrupt
     if chosen.max_batch and not interrupted:
         try:
-            most = tuple(largest(setup, chosen.modes, chosen.on_progress))
+            most = tuple(largest(setup, chosen.modes, session.on_progress))
         except KeyboardInterrupt:
             interrupts.deliver_anyway()
             interrupted = True
@@ -131,16 +134,18 @@ def _notes(config: BenchConfig, kind: str) -> Iterator[str]:
         )
 
 
-def _measure_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[BenchRow], bool]:
+def _measure_size(
+    setup: BenchSetup, size: int, config: BenchConfig, progress: Progress
+) -> tuple[list[BenchRow], bool]:
     """Measure one batch size; return the rows, and whether it was interrupted."""
     runs: list[ModeRun] = []
     interrupted = False
     try:
         for index, mode in enumerate(config.modes):
-            config.on_progress(f"preparing batch size {size}", index, len(config.modes))
+            progress(f"preparing batch size {size}", index, len(config.modes))
             runs.append(start_run(mode, setup, size))
         for repeat in range(config.repeats):
-            config.on_progress(f"timing batch size {size}", repeat, config.repeats)
+            progress(f"timing batch size {size}", repeat, config.repeats)
             for run in runs:
                 if run.runner is not None:
                     time_step(run, setup.device)

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from ampaudit.core.session import DEFAULT_SESSION, Session
+
 if TYPE_CHECKING:
     from ampaudit.audit.inputs import Inputs, ModelLike
     from ampaudit.core.source_config import SourceConfig
@@ -38,6 +40,7 @@ def assert_safe(
     batches: Iterable[Inputs] | None = None,
     source: SourceConfig | None = None,
     allow: str | Iterable[str] = (),
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> Report:
     """Audit a model like ``ampaudit.scan`` does, and raise unless it is safe.
@@ -48,6 +51,7 @@ def assert_safe(
         batches: Several batches instead of one.
         source: How to load a model from its location: weights, inputs, ``trust`` ...
         allow: Codes of findings that do not count.
+        session: What the call works with: functions that receive progress and outputs, a backend ...
         **options: Fields of ``ScanConfig``. ``min_headroom`` is the minimum for every 16-bit site and
             ``min_sqnr`` the minimum for every output; both are off by default.
 
@@ -73,7 +77,7 @@ def assert_safe(
         config = ScanConfig(**settings)
         config.changed(**limits)  # validates the limits
         budgets = Budgets(config.fail_on, allowed, **limits)
-        report = scan(model, inputs, batches=batches, source=source, config=config)
+        report = scan(model, inputs, batches=batches, source=source, config=config, session=session)
         breaches = judge(report, measured_in(report), budgets).breaches
         message = _message(report, breaches) if breaches else ""
     if breaches:

@@ -18,6 +18,7 @@ from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
 from ampaudit.core.config import Progress, given_paths, with_options
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import temporary_directory, write_text
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import model_file, parse_size
 from ampaudit.core.untrusted import describe_path
@@ -43,6 +44,7 @@ def check(
     targets: str | Path | Iterable[str | Path] = (),
     *,
     config: CheckConfig | None = None,
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> CheckResults:
     """Check targets against budgets, each in its own process.
@@ -51,6 +53,7 @@ def check(
         targets: Model files, converted directories, ``.pt2`` and ``.onnx`` files; by default those of
             ``config``.
         config: Options as one record.
+        session: What the call works with; only ``on_progress`` is used.
         **options: Fields of ``CheckConfig``, which override those of ``config``.
 
     Returns:
@@ -71,12 +74,12 @@ def check(
     if update and chosen.baseline is None:
         raise UsageError("--update-baseline needs a file", hint="name it with --baseline FILE")
     baseline = BaselineFile(chosen.baseline, update=update) if chosen.baseline is not None else None
-    settings = _json_values(chosen, _OPTIONS - {"fail_on", "on_progress"})
+    settings = _json_values(chosen, _OPTIONS - {"fail_on"})
     requests = [
         Request(target, settings, budgets, baseline.entries(target) if baseline else None, update, number)
         for number, target in enumerate(paths)
     ]
-    results = check_all(requests, limits, chosen.on_progress)
+    results = check_all(requests, limits, session.on_progress)
     if update and baseline is not None:
         baseline.update(results)
     return CheckResults.of(results)

@@ -15,12 +15,10 @@ from ampaudit.core.config import (
     DeviceName,
     DtypeName,
     FilePath,
-    OnProgress,
     Option,
     Seed,
     Texts,
     Trust,
-    silent,
 )
 from ampaudit.core.errors import UsageError, first_line
 from ampaudit.core.pyproject import read_options
@@ -89,7 +87,6 @@ class CheckConfig(Config):
     max_memory: Annotated[
         str | None, Option("Stop a target that uses more memory, such as 4GB.", metavar="SIZE")
     ] = None
-    on_progress: OnProgress = silent
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import judge, known_target, measured_in
 from ampaudit.core.config import Config
 from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.torchrun import place_of
 from ampaudit.export.manifest import read_manifest
@@ -57,12 +58,9 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
         config = config.changed(policy=AS_IS, dtype=source.dtype or config.dtype)
         breaches += [Breach("integrity", p.where, p.what) for p in verify(Path(request.target)).problems]
         notes.append("audited as converted, with its casts; its files were verified")
-    outputs: dict[int, Any] = {}
-    if source.metric is not None:
-        config = config.changed(keep_outputs=outputs.__setitem__)
-    if share is not None:
-        config = _divided(source, config, share, request.target)
-    report, metric = _audited(source, config, outputs)
+    if share is not None and not _divided(source, config, share, request.target):
+        share = None
+    report, metric = _audited(source, config, share)
     if report.run.made_up:
         notes.append(f"audited on {report.run.made_up}")
     if report.gaps:
@@ -103,29 +101,31 @@ def check_target(request: Request, share: RankShare | None = None) -> TargetResu
 
 
 def _audited(
-    source: ModelSource, config: ScanConfig, outputs: dict[int, Any]
+    source: ModelSource, config: ScanConfig, share: RankShare | None
 ) -> tuple[Report, tuple[float, float] | None]:
     """Audit a model; return the report, and its metric in FP32 and in 16 bits if it has one."""
     report: Report | None = None
+    outputs: dict[int, Any] = {}
+    session = Session(share=share, keep_outputs=outputs.__setitem__ if source.metric is not None else None)
     with suppress(PartDone):  # the metric still needs the outputs of this process
-        report = scan(source, config=config)
+        report = scan(source, config=config, session=session)
     metric = None
-    if source.metric is not None and (outputs or config.share is not None):
-        metric = metric_of(source, outputs, config.share or ALONE)
+    if source.metric is not None and (outputs or share is not None):
+        metric = metric_of(source, outputs, share or ALONE)
     if report is None:
         raise PartDone
     return report, metric
 
 
-def _divided(source: ModelSource, config: ScanConfig, share: RankShare, location: str) -> ScanConfig:
-    """Divide the batches among processes; if they cannot be divided, rank 0 runs all of them."""
+def _divided(source: ModelSource, config: ScanConfig, share: RankShare, location: str) -> bool:
+    """Divide the batches among processes; ``False`` if they cannot be divided and rank 0 runs all of them."""
     from ampaudit.parallel.identity import identity_of, is_divisible
 
     if not is_divisible(config):
         share.finish()
-        return config
+        return False
     share.describe(location, identity_of(source, policies_of(config.policy), config))
-    return config.changed(share=share)
+    return True
 
 
 def _options_of(record: type[Config], request: Request) -> dict[str, object]:

@@ -17,6 +17,7 @@ from ampaudit.cli.options import (
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.bench import BenchReport
 
@@ -47,13 +48,14 @@ def _measured(location: str, options: dict[str, Any]) -> BenchReport:
 
     policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with ProgressBar(location) as progress:
-        config = config_from(BenchConfig, options, policy=policy, on_progress=progress.update)
+        config = config_from(BenchConfig, options, policy=policy)
         config.check()
 
         from ampaudit.benchmarking.run import bench
         from ampaudit.source.open import open_source
 
-        return bench(open_source(location, config_from(SourceConfig, options)), config=config)
+        source = open_source(location, config_from(SourceConfig, options))
+        return bench(source, config=config, session=Session(progress.update))
 
 
 def _deliver(report: BenchReport, options: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from ampaudit.cli.options import (
     report_options,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.core.session import Session
 
 __all__ = ["check_command"]
 
@@ -47,7 +48,8 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
         with ProgressBar(what) as progress:
             from ampaudit.ci.check import check
 
-            results = check(locations, config=config_from(CheckConfig, values, on_progress=progress.update))
+            config = config_from(CheckConfig, values)
+            results = check(locations, config=config, session=Session(progress.update))
         if share is not None:
             share.finish()
         deliver_document(results, options)

@@ -24,6 +24,7 @@ from ampaudit.cli.options import (
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import UsageError
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig, VerifyConfig
@@ -86,16 +87,17 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
     if context.get_parameter_source("policy") is ParameterSource.DEFAULT:
         options = {name: value for name, value in options.items() if name != "policy"}  # the kind decides
     with ProgressBar(model) as progress:
-        config = config_from(ConvertConfig, options, on_progress=progress.update)
+        config = config_from(ConvertConfig, options)
         config.check_output(output)
+        session = Session(progress.update)
         if is_checkpoint(model):
             _refuse(f"{describe(model)} has weights, but no model", given(options).keys() & _OF_A_MODEL)
-            return convert_weights(Path(model), output, config)
+            return convert_weights(Path(model), output, config, session)
 
         from ampaudit.export.convert import convert
 
         source = load_source(model, config_from(SourceConfig, options))
-        report, conversion = convert(source, None, output, config=config)
+        report, conversion = convert(source, None, output, config=config, session=session)
     if conversion is None:
         # the output is the directory, which was not written
         deliver_document(report, {"form": options["form"]})
@@ -140,7 +142,7 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
     from ampaudit.export.verify import verify
 
     with ProgressBar(str(directory)) as progress:
-        config = config_from(VerifyConfig, options, on_progress=progress.update)
-        verification = verify(directory, config=config)
+        config = config_from(VerifyConfig, options)
+        verification = verify(directory, config=config, session=Session(progress.update))
     deliver_document(verification, options)
     context.exit(verification.exit_code)

@@ -16,7 +16,7 @@ from ampaudit.core.torchrun import place_of
 __all__ = ["options_of_words", "write_scan_part"]
 
 # options of the audit that a part stores; it does not store consent to run code of a checkpoint
-_PART_OPTIONS = {*ScanConfig.model_fields, *SourceConfig.model_fields} - {"trust", "stress_dir", "share"}
+_PART_OPTIONS = {*ScanConfig.model_fields, *SourceConfig.model_fields} - {"trust", "stress_dir"}
 
 
 def write_scan_part(

@@ -18,6 +18,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ def plan_command(model: str, **options: Any) -> None:
 
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with ProgressBar(model) as progress:
-        config = config_from(PlanConfig, options, policy=rules, on_progress=progress.update)
+        config = config_from(PlanConfig, options, policy=rules)
         config.check()
         source = load_source(model, config_from(SourceConfig, options))
 
         from ampaudit.audit.plan import plan
 
-        report = plan(source, config=config)
+        report = plan(source, config=config, session=Session(progress.update))
     if (layer := options["layer"]) is not None:
         report = _restricted(report, layer)
     deliver_document(report, options)

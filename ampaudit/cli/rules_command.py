@@ -12,6 +12,7 @@ from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import config_from, config_options, debug_option, format_option, verbose_option
 from ampaudit.cli.output import print_result
 from ampaudit.cli.terminal import print_notes
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 
 __all__ = ["rules_group"]
@@ -90,13 +91,14 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
     from ampaudit.cli.progress import ProgressBar
 
     with ProgressBar(model) as progress:
-        config = config_from(PlanConfig, options, on_progress=progress.update)
+        config = config_from(PlanConfig, options)
         config.check()
         source = load_source(model, config_from(SourceConfig, options))
 
         from ampaudit.audit.plan import plan
 
-        plans = [plan(source, config=config, policy=policy) for policy in (a, b)]
+        session = Session(progress.update)
+        plans = [plan(source, config=config, session=session, policy=policy) for policy in (a, b)]
     from ampaudit.render.documents.plan import plans_compared
     from ampaudit.render.json import to_json
     from ampaudit.render.terminal import printable

@@ -24,6 +24,7 @@ from ampaudit.cli.options import (
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.finding import Severity
 
@@ -172,7 +173,7 @@ def audited(
     if options["backward"] and "train" not in arguments:
         loading = loading.changed(train=True)
     with ProgressBar(location) as progress:
-        config = config_from(ScanConfig, options, on_progress=progress.update)
+        config = config_from(ScanConfig, options)
         advise = config.advise or options["advise_policy"] is not None
         config = config.changed(advise=advise, prove=config.prove or bool(config.assume))
         config.check()
@@ -192,5 +193,5 @@ def audited(
 
             refuse_undivided(config)
             share.describe(location, identity_of(source, policies, config))
-            config = config.changed(share=share)
-        return _each(lambda chosen: scan_policies(source, chosen, config), policies)
+        session = Session(progress.update, share)
+        return _each(lambda chosen: scan_policies(source, chosen, config, session), policies)

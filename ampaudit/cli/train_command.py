@@ -19,6 +19,7 @@ from ampaudit.cli.options import (
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.training import TrainingReport
 from ampaudit.training.config import TrainConfig
@@ -64,7 +65,7 @@ def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
         from ampaudit.training.train import MAX_BATCHES, train
 
         loading = config_from(SourceConfig, options, batches=min(config.steps, MAX_BATCHES), train=True)
-        return train(open_source(location, loading), config=config, on_progress=progress.update)
+        return train(open_source(location, loading), config=config, session=Session(progress.update))
 
 
 def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from ampaudit.cli.options import (
 from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import UsageError
+from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.tuning.config import TuneConfig
 
@@ -67,7 +68,7 @@ def _tuned(location: str, options: dict[str, Any], share: RankShare | None) -> T
     from ampaudit.cli.progress import ProgressBar
 
     with ProgressBar(location) as progress:
-        config = config_from(TuneConfig, options, on_progress=progress.update)
+        config = config_from(TuneConfig, options)
         config.check()
 
         from ampaudit.cli.loading import load_source
@@ -78,7 +79,7 @@ def _tuned(location: str, options: dict[str, Any], share: RankShare | None) -> T
             from ampaudit.parallel.identity import identity_of
 
             share.describe(location, identity_of(source, [], config))
-        return tune(source, config=config.changed(share=share))
+        return tune(source, config=config, session=Session(progress.update, share))
 
 
 def _write(report: TuningReport, options: dict[str, Any]) -> None:

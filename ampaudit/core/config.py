@@ -26,7 +26,6 @@ __all__ = [
     "DeviceName",
     "DtypeName",
     "FilePath",
-    "OnProgress",
     "Option",
     "Progress",
     "Seed",
@@ -84,9 +83,9 @@ class Option:
     accepts: str = ""
 
 
-def python_only(text: str, accepts: str = "") -> Option:
+def python_only(text: str) -> Option:
     """Describe a field that can only be set from Python."""
-    return Option(text, command_line=False, file=False, accepts=accepts)
+    return Option(text, command_line=False, file=False)
 
 
 def split_commas(given: Any) -> Any:
@@ -129,7 +128,6 @@ DeviceName = Annotated[
 Seed = Annotated[int, Option("Random seed.")]
 # never a key of a file: whoever wrote the model may have written the file
 Trust = Annotated[bool, Option("Run code that the model's files contain.", file=False)]
-OnProgress = Annotated[Progress, python_only("Called with the phase, the step, and the number of steps.")]
 
 
 class Config(BaseModel):

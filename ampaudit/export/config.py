@@ -17,7 +17,7 @@ from ampaudit.audit.config import (
     rules_of,
 )
 from ampaudit.checkpoint.header import MANIFEST
-from ampaudit.core.config import NOT_NAN, Config, FilePath, OnProgress, Option, Texts, python_only, silent
+from ampaudit.core.config import NOT_NAN, Config, FilePath, Option, Texts, python_only
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory
 from ampaudit.policy import RuleSet
@@ -117,7 +117,6 @@ class VerifyConfig(Config):
             flags=("--tolerance",),
         ),
     ] = None
-    on_progress: OnProgress = silent
 
 
 def _check_onnx_installed() -> None:

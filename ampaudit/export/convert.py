@@ -25,6 +25,7 @@ from ampaudit.core.config import given_path, with_options
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import listed
 from ampaudit.export.config import ConvertConfig
@@ -71,6 +72,7 @@ def convert(
     *,
     source: SourceConfig | None = None,
     config: ConvertConfig | None = None,
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> tuple[Report, Conversion | None]:
     """Audit a model, and write its converted checkpoint if nothing breaks.
@@ -83,6 +85,7 @@ def convert(
         output: Directory to write.
         source: Options to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
+        session: What the call works with, its audits included.
         **options: Fields of ``ConvertConfig``, which override those of ``config``.
 
     Returns:
@@ -105,17 +108,18 @@ def convert(
     if opened.kind == "onnx":
         from ampaudit.export.onnx.convert import convert_onnx
 
-        return convert_onnx(opened, directory, settings)
+        return convert_onnx(opened, directory, settings, session)
     shapes = DynamicShapes.read(settings.dynamic, opened.model, opened.batches[0])
     read = (*opened.files, *states_of([settings.weights] if settings.weights is not None else []))
     rescaling = None
     if settings.rescale:
-        opened, audited, rescaling = audit_rescaled(opened, settings.loaded())
+        opened, audited, rescaling = audit_rescaled(opened, settings.loaded(), session)
     if settings.tune is not None:
-        settings = settings.changed(policy=tuned_rules(opened, settings.dtype, settings.tune, settings))
+        rules = tuned_rules(opened, settings.dtype, settings.tune, settings, session)
+        settings = settings.changed(policy=rules)
     settings = settings.loaded()
     if rescaling is None or settings.tune is not None:
-        (audited,) = audit_policies(opened, [settings.rules], ScanConfig.of(settings))
+        (audited,) = audit_policies(opened, [settings.rules], ScanConfig.of(settings), session)
     if audited.report.exit_code:
         return audited.report, None
     converted = audited.audit.converted
@@ -135,9 +139,13 @@ def convert(
             notes += set_dtype(stage, opened.model, decisions, settings.dtype)
         notes += rescaling.written(stage, opened) if rescaling is not None else ()
         clip = converted.traced.clip
-        progress = settings.on_progress
         files = write_weights(
-            checkpoint, decisions, stage, masters=settings.masters, clip=clip, on_progress=progress
+            checkpoint,
+            decisions,
+            stage,
+            masters=settings.masters,
+            clip=clip,
+            on_progress=session.on_progress,
         )
         (stage / PLAN).write_text(
             plan_rules(audited.audit.converted.traced, audited.rules, opened.location), "utf-8"
@@ -145,7 +153,7 @@ def convert(
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
         mapped, ready = _map_written(opened, graph, stage, files) if opened.release else (None, {})
         weights = folded_weights(converted, graph, ready)
-        progress("exporting the program", 0, 0)
+        session.on_progress("exporting the program", 0, 0)
         with mapped.dropping() if mapped is not None else nullcontext():
             program = _write_program(stage, opened, audited, (converted, graph), weights, settings, shapes)
         notes += program.notes
@@ -317,7 +325,9 @@ class Rescaling:
             yield f"with these weights, set {name} of {where} to {new!r} (it is {old!r} in the code)"
 
 
-def audit_rescaled(source: ModelSource, config: ConvertConfig) -> tuple[ModelSource, Audited, Rescaling]:
+def audit_rescaled(
+    source: ModelSource, config: ConvertConfig, session: Session
+) -> tuple[ModelSource, Audited, Rescaling]:
     """Audit a model, and rescale each stream that overflows or is promoted for its range.
 
     Raises:
@@ -325,7 +335,7 @@ def audit_rescaled(source: ModelSource, config: ConvertConfig) -> tuple[ModelSou
     """
     if source.release is not None:
         raise UsageError("--rescale holds all weights in memory", hint="leave out --stream or --rescale")
-    rescaled = rescaled_model(source, config.rules, ScanConfig.of(config))
+    rescaled = rescaled_model(source, config.rules, ScanConfig.of(config), session)
     source, audited, changes = rescaled.source, rescaled.audited, rescaled.changes
     notes = [f"rescaled: {change.change}" for change in changes]
     notes += [
@@ -349,7 +359,9 @@ def is_checkpoint(location: str) -> bool:
     return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
 
 
-def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Conversion:
+def convert_weights(
+    path: Path, output: Path, options: ConvertConfig, session: Session = DEFAULT_SESSION
+) -> Conversion:
     """Convert a checkpoint by name, shape and value, without building a model or running code.
 
     Raises:
@@ -380,7 +392,7 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
             clip=policy.clip,
             measure=form,
             keep_overflowing=policy.storage == "float32",
-            on_progress=options.on_progress,
+            on_progress=session.on_progress,
         )
         manifest = manifest_of(
             options,

@@ -21,6 +21,7 @@ from ampaudit.core.config import Progress, given_path, silent, with_options
 from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.untrusted import describe_path, validate
 from ampaudit.export.config import VerifyConfig
 from ampaudit.export.manifest import FileRecord, Manifest, digest_of, read_manifest
@@ -38,12 +39,19 @@ _ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
 
 
 @with_options(VerifyConfig)
-def verify(directory: str | Path, *, config: VerifyConfig | None = None, **options: Any) -> Verification:
+def verify(
+    directory: str | Path,
+    *,
+    config: VerifyConfig | None = None,
+    session: Session = DEFAULT_SESSION,
+    **options: Any,
+) -> Verification:
     """Check hashes and rounding, then run the program in a sandbox and compare its outputs.
 
     Args:
         directory: Directory written by ``ampaudit convert``.
         config: Options as one record.
+        session: What the call works with; only ``on_progress`` is used.
         **options: Fields of ``VerifyConfig``, which override those of ``config``.
 
     Returns:
@@ -54,15 +62,15 @@ def verify(directory: str | Path, *, config: VerifyConfig | None = None, **optio
     """
     settings, directory = VerifyConfig.given(config, options), given_path(directory, "directory")
     manifest = read_manifest(directory)
-    damaged = list(check_files(directory, manifest, settings.on_progress))
-    problems = [*damaged, *check_rounding(directory, manifest, settings.on_progress)]
+    damaged = list(check_files(directory, manifest, session.on_progress))
+    problems = [*damaged, *check_rounding(directory, manifest, session.on_progress)]
     lines: list[str] = []
     recorded = PROGRAM in manifest.files and bool(manifest.outputs)
     if settings.run and recorded and not (unfit := _unfit(manifest, damaged)):
         tolerance_db = settings.tolerance_db
         # kernels with another order of summation agree to about 60 dB in float16 and 42 dB in bfloat16
         tolerance_db = ROUNDING_DB.get(manifest.dtype, 40.0) if tolerance_db is None else tolerance_db
-        settings.on_progress("running the program", 0, 0)
+        session.on_progress("running the program", 0, 0)
         more, lines = _in_sandbox(directory, tolerance_db)
         problems += more
     elif settings.run and recorded:

@@ -33,9 +33,7 @@ __all__ = [
 _SAMPLES = 256  # elements of each tensor
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 # options that are compared elsewhere or do not affect the records
-_IGNORED_OPTIONS = frozenset(
-    {"on_progress", "share", "keep_outputs", "backend", "policy", "device", "memory", "fail_on"}
-)
+_IGNORED_OPTIONS = {"policy", "device", "memory", "fail_on"}
 
 
 class CommandShare(Protocol):
@@ -112,7 +110,7 @@ def identity_of(source: ModelSource, policies: Sequence[Rules], config: Config) 
         for leaf in pytree.tree_leaves((batch.args, batch.kwargs))
         if not isinstance(leaf, torch.Tensor)
     ]
-    options = config.model_dump(mode="python", exclude=set(_IGNORED_OPTIONS))
+    options = config.model_dump(mode="python", exclude=_IGNORED_OPTIONS)
     rules = [rules_of(policy).file.model_dump(mode="json") for policy in policies]
     return Identity(
         __version__,

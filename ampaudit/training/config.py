@@ -15,12 +15,10 @@ from ampaudit.core.config import (
     Config,
     DeviceName,
     DtypeName,
-    OnProgress,
     Option,
     Seed,
     UserFunction,
     python_only,
-    silent,
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.policy import RuleSet
@@ -79,7 +77,6 @@ class TrainConfig(Config):
         UserFunction | None, python_only("optimizer(params); else AdamW with a learning rate of 1e-3.")
     ] = None
     metric: Annotated[UserFunction | None, python_only("metric(output, batch): larger is better.")] = None
-    on_progress: OnProgress = silent
 
     def check(self) -> None:
         """Raise early for what would fail after the model is loaded."""

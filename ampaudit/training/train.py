@@ -20,6 +20,7 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.core.config import Progress, with_options
 from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo
@@ -65,6 +66,7 @@ def train(
     *,
     source: SourceConfig | None = None,
     config: TrainConfig | None = None,
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> TrainingReport:
     """Train in FP32, with torch.amp and under policies, from the same start on the same batches.
@@ -74,6 +76,7 @@ def train(
         batches: Training batches; by default those of the model's file.
         source: Options to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
+        session: What the call works with; only ``on_progress`` is used.
         **options: Fields of ``TrainConfig``, which override those of ``config``.
 
     Returns:
@@ -108,7 +111,7 @@ def train(
         every=min(settings.every, max(settings.steps // 4, 1)),
         seed=settings.seed,
         device=device,
-        progress=settings.on_progress,
+        progress=session.on_progress,
     )
     if len(opened.batches) < settings.steps:
         notes.append(f"{len(opened.batches)} batches for {settings.steps} steps: they were used again")

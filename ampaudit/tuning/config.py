@@ -12,11 +12,8 @@ from ampaudit.core.config import (
     NOT_NAN,
     Config,
     DeviceName,
-    OnProgress,
     Option,
     Seed,
-    python_only,
-    silent,
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.devices.catalogue import Device, device_named
@@ -64,8 +61,6 @@ class TuneConfig(Config):
     device: DeviceName = "auto"
     seed: Seed = 0
     twins: TwinFile = None
-    share: Annotated[Any, python_only("The part of the batches that this machine runs.")] = None
-    on_progress: OnProgress = silent
 
     def check(self) -> None:
         """Raise early for options that contradict each other, and for a device that is not there."""

@@ -25,6 +25,7 @@ from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.errors import InputError, RunFailed, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.ops import having
+from ampaudit.core.session import Session
 from ampaudit.core.sites import SiteId, globs_of
 from ampaudit.core.text import plural
 from ampaudit.devices.catalogue import Device, all_devices
@@ -40,7 +41,7 @@ from ampaudit.run.audit import Audit, run_audits
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.run.outputs import compare_outputs
-from ampaudit.run.share import ALONE, BatchNumbers, PartDone, Share
+from ampaudit.run.share import BatchNumbers, PartDone, Share
 from ampaudit.source import ModelSource
 from ampaudit.trace.graph import Role, Slot, TracedModel, results_of
 from ampaudit.trace.opnames import base_name, composite_kernel, example_size, is_foreign
@@ -79,6 +80,7 @@ class Trials:
         source: Model to run.
         dtype: Name of the 16-bit format.
         config: Options of ``tune``.
+        session: Session with a share of the batches.
         changes: Rescalings of the model.
 
     Attributes:
@@ -90,14 +92,15 @@ class Trials:
         source: ModelSource,
         dtype: str,
         config: TuneConfig,
+        session: Session,
         changes: tuple[ResidualRescale, ...] = (),
     ) -> None:
-        self.source, self.config, self.changes = source, config, changes
+        self.source, self.config, self.session, self.changes = source, config, session, changes
         self.number_format = low_precision_format(dtype)
         self.dtype = torch_dtype(self.number_format)
         self.device = pick_device(config.device, audits=True)
         self.base = _base(source).for_environment(environment_of(self.device))
-        self._share: Share = config.share or ALONE
+        self._share: Share = session.share
         self._probe: SensitivityProbe | None = None  # of the last run
 
     @property
@@ -120,7 +123,9 @@ class Trials:
         self._share.tell("probe", *(change.change for change in self.changes))
         plan = RunConfig(self.base, load_policy("torch-cuda"), self.number_format, self.device, config.seed)
         plan = replace(plan, recorders=(self._probe_outputs,), functional=True)
-        (audit,) = run_audits(self.source.model, self.source.batches, [plan], config.on_progress, self._share)
+        (audit,) = run_audits(
+            self.source.model, self.source.batches, [plan], self.session.on_progress, self._share
+        )
         return audit
 
     def _probe_outputs(self, config: RunConfig) -> SensitivityProbe:
@@ -167,12 +172,11 @@ class Trials:
             device=config.device,
             seed=config.seed,
             min_sqnr=MIN_SQNR if target is None else target,
-            keep_outputs=outputs.__setitem__,
-            share=config.share,
         )
+        session = Session(share=self._share, keep_outputs=outputs.__setitem__)
         audited: Audited | None = None
         with suppress(PartDone):  # the outputs that this machine has are still to be judged
-            (audited,) = audit_policies(self.source, [loaded(text)], settings)
+            (audited,) = audit_policies(self.source, [loaded(text)], settings, session)
         metric = None if config.metric_drop is None else metric_of(self.source, outputs, self._share)
         if audited is None:
             raise PartDone
@@ -184,10 +188,11 @@ class Trials:
         source, changes = rescaled_source(self.source, self.number_format.name, self.config)
         if not changes:
             return None
-        return Trials(source, self.number_format.name, self.config.changed(exhaustive=False), changes)
+        config = self.config.changed(exhaustive=False)
+        return Trials(source, self.number_format.name, config, self.session, changes)
 
 
-def follow(source: ModelSource, config: TuneConfig, share: Share) -> NoReturn:
+def follow(source: ModelSource, config: TuneConfig, session: Session) -> NoReturn:
     """Run the tasks of the first machine until it ends.
 
     Raises:
@@ -195,10 +200,10 @@ def follow(source: ModelSource, config: TuneConfig, share: Share) -> NoReturn:
         AuditError: this machine cannot run it.
     """
     trials: Trials | None = None
-    for name, *words in share.tasks():
+    for name, *words in session.share.tasks():
         with suppress(PartDone):
             if name == "start":
-                trials = Trials(source, words[0], config)
+                trials = Trials(source, words[0], config, session)
             else:
                 assert trials is not None, "a start comes first"
                 trials = _followed(trials, name, words)

@@ -23,6 +23,7 @@ from ampaudit.audit.scan import Audited
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
+from ampaudit.core.session import DEFAULT_SESSION, Session
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import plural
@@ -35,7 +36,7 @@ from ampaudit.report.model import ModelInfo, Report
 from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
 from ampaudit.run.audit import run_audits
 from ampaudit.run.config import RunConfig
-from ampaudit.run.share import ALONE, Share
+from ampaudit.run.share import ALONE
 from ampaudit.source import ModelSource
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.source.twins import using_twins
@@ -81,6 +82,7 @@ def tune(
     *,
     source: SourceConfig | None = None,
     config: TuneConfig | None = None,
+    session: Session = DEFAULT_SESSION,
     **options: Any,
 ) -> TuningReport:
     """Find the fewest ops and weights that must stay in float32 for the accuracy that is asked for.
@@ -91,6 +93,7 @@ def tune(
         inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         source: Options to load a model from its location: weights, inputs, ``trust`` ...
         config: Options as one record.
+        session: What the call works with; ``on_progress`` and ``share`` are used.
         **options: Fields of ``TuneConfig``, which override those of ``config``.
 
     Returns:
@@ -106,17 +109,19 @@ def tune(
     opened = with_plain_weights(as_source(model, inputs, options=source or SourceConfig(seed=settings.seed)))
     _refuse(opened, settings)
     formats = ("float16", "bfloat16") if settings.dtype == "auto" else (settings.dtype,)
-    share: Share = settings.share or ALONE
+    session = replace(session, share=session.share or ALONE)
     with using_twins(settings.twins):
-        if share.follows:
-            follow(opened, settings, share)
-        reports = [_tuned(opened, dtype, settings, share) for dtype in formats]
+        if session.share.follows:
+            follow(opened, settings, session)
+        reports = [_tuned(opened, dtype, settings, session) for dtype in formats]
     return min(
         reports, key=lambda report: (not report.reached, len(report.kept), -(report.measured_db or math.inf))
     )
 
 
-def tuned_rules(source: ModelSource, dtype: str, min_sqnr: float, config: PolicyConfig) -> RuleSet:
+def tuned_rules(
+    source: ModelSource, dtype: str, min_sqnr: float, config: PolicyConfig, session: Session
+) -> RuleSet:
     """Return the policy with the fewest ops in float32 for an accuracy in dB.
 
     Raises:
@@ -128,9 +133,8 @@ def tuned_rules(source: ModelSource, dtype: str, min_sqnr: float, config: Policy
         dtype="bfloat16" if dtype == "bfloat16" else "float16",
         device=config.device,
         seed=config.seed,
-        on_progress=config.on_progress,
     )
-    report = tune(source, config=tuning)
+    report = tune(source, config=tuning, session=session)
     if not report.reached:
         best = "" if report.measured_db is None else f"; the best one has {report.measured_db:.0f} dB"
         raise RunFailed(
@@ -152,9 +156,9 @@ def _refuse(source: ModelSource, config: TuneConfig) -> None:
         raise UsageError(f"--metric-drop: {source.location} has no metric(output, batch)", hint=hint)
 
 
-def _tuned(source: ModelSource, dtype: str, config: TuneConfig, share: Share) -> TuningReport:
-    share.tell("start", dtype)
-    trials = Trials(source, dtype, config)
+def _tuned(source: ModelSource, dtype: str, config: TuneConfig, session: Session) -> TuningReport:
+    session.share.tell("start", dtype)
+    trials = Trials(source, dtype, config, session)
     report = _Tuning(trials).report()
     started = time.perf_counter()
     code = pytorch_code(trials, report)
@@ -206,7 +210,7 @@ class _Tuning:
         self, problem: TuningProblem, budget: float | None
     ) -> tuple[TuningSearch, Choice | None, dict[str, Accuracy]]:
         """Search for a choice; with ``exhaustive``, also measure the accuracy without each op."""
-        search = TuningSearch(problem, self._trials.accuracy, budget, self._config.on_progress)
+        search = TuningSearch(problem, self._trials.accuracy, budget, self._trials.session.on_progress)
         choice = search.cheapest()
         if choice is None or not self._config.exhaustive:
             return search, choice, {}
@@ -252,7 +256,7 @@ class _Tuning:
 
     def _final(self, choice: Choice, problem: TuningProblem) -> Final:
         """Audit a choice under its rule file."""
-        self._config.on_progress("auditing the policy", 0, 0)
+        self._trials.session.on_progress("auditing the policy", 0, 0)
         text = policy_text(self._low, problem, choice)
         target, drop = self._config.target_db, self._config.metric_drop
         audited, metric = self._trials.audit(text)
@@ -316,7 +320,7 @@ def pytorch_code(trials: Trials, report: TuningReport) -> str:
     half = load_policy("half")
     plan = RunConfig(half, load_policy("torch-cuda"), form, trials.device, trials.config.seed)
     try:
-        (audit,) = run_audits(source.model, source.batches, [plan], trials.config.on_progress)
+        (audit,) = run_audits(source.model, source.batches, [plan], trials.session.on_progress)
     except AuditError:
         return ""
     context = context_of(audit, form, settings)

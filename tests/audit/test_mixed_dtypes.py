@@ -21,6 +21,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import audit_policies
 from ampaudit.core.formats import FLOAT16
+from ampaudit.core.session import Session
 from ampaudit.run.backends import Native
 from ampaudit.trace.caster import MIXED_DTYPES
 from tests.support.native import Call, Calls, Function, emulated, native, sample_calls
@@ -242,7 +243,7 @@ def test_a_number_that_the_format_does_not_hold_is_found_where_torch_raises(
 
 @pytest.mark.parametrize("name", ["masked_fill", "masked_fill_", "fill_", "index_fill"])
 def test_the_native_run_goes_on_after_a_refused_number(name: str) -> None:
-    report = scan(Body16(FILLED[name]), torch.randn(8, 8), policy="half", backend=Native())
+    report = scan(Body16(FILLED[name]), torch.randn(8, 8), policy="half", session=Session(backend=Native()))
     assert [f.code for f in report.findings if f.code == "AMP308"] == ["AMP308"]
 
 

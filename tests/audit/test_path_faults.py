@@ -72,7 +72,10 @@ def test_a_decision_that_only_rounding_flips_is_a_warning_and_a_gap() -> None:
 def test_an_array_has_the_values_of_fp32_and_what_comes_back_has_16_bits() -> None:
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     report = ampaudit.scan(
-        Leaving(1.5), X, policy="half", keep_outputs=lambda _, found: kept.extend(found.values())
+        Leaving(1.5),
+        X,
+        policy="half",
+        session=ampaudit.Session(keep_outputs=lambda _, found: kept.extend(found.values())),
     )
     assert report.exit_code == 0
     torch.testing.assert_close(kept[0][0], Leaving(1.5)(X), rtol=0, atol=0)

@@ -110,7 +110,10 @@ def test_a_packed_sequence_is_an_input() -> None:
     kept: list[Any] = []
     model = Tagger()
     report = ampaudit.scan(
-        model, (packed,), policy="half", keep_outputs=lambda _, found: kept.extend(found.values())
+        model,
+        (packed,),
+        policy="half",
+        session=ampaudit.Session(keep_outputs=lambda _, found: kept.extend(found.values())),
     )
     assert report.exit_code == 0
     torch.testing.assert_close(kept[0][0], model(packed), rtol=1e-5, atol=1e-6)

@@ -48,7 +48,9 @@ def test_a_healthy_model_is_quiet_and_its_reference_is_its_own(name: str, policy
         module.get_model(),
         batches=batches_of(module),
         policy=policy,
-        keep_outputs=lambda number, found: kept.__setitem__(number, [pair[0] for pair in found.values()]),
+        session=ampaudit.Session(
+            keep_outputs=lambda number, found: kept.__setitem__(number, [pair[0] for pair in found.values()])
+        ),
     )
     assert [(f.code, f.site, f.cause) for f in errors(report)] == []
     for found, batch in zip((kept[number] for number in sorted(kept)), batches_of(module), strict=True):

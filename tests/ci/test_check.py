@@ -24,6 +24,7 @@ from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.ci.judge import check_codes, judge, known_target, measured_in
 from ampaudit.core.config import silent
 from ampaudit.core.errors import UsageError
+from ampaudit.core.session import Session
 from ampaudit.core.text import parse_size
 from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
@@ -161,7 +162,7 @@ def test_the_metric_of_16_bits_is_that_of_the_16_bit_model() -> None:
     torch.manual_seed(0)
     model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
     kept = {}
-    scan(model, x, policy="half", keep_outputs=kept.__setitem__)
+    scan(model, x, policy="half", session=Session(keep_outputs=kept.__setitem__))
     exact, lower = kept[0]["output"]
     assert torch.equal(exact, model(x))
     wide = torch.nn.functional.linear(

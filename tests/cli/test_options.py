@@ -109,7 +109,7 @@ def test_every_key_of_pyproject(tmp_path: Path) -> None:
             text += f"{key} = {values.get(key, chr(34) + 'cpu' + chr(34))}\n"
     path.write_text(text + '\n[tool.ampaudit.lint]\nselect = ["AMP8"]\n')
     found = read_config(path)
-    assert found.keys() == CheckConfig.model_fields.keys() - {"on_progress", "trust", "update_baseline"}
+    assert found.keys() == CheckConfig.model_fields.keys() - {"trust", "update_baseline"}
     assert found["weights"] == tmp_path / "cpu"
     assert CheckConfig(**found).jobs == 2
     assert read_lint_config(path) == {"select": ("AMP8",)}

@@ -407,7 +407,9 @@ def test_a_conversion_that_cannot_be_written_keeps_its_audit(
     expected = ampaudit.scan(model, inputs, policy="half")
     try:
         with pytest.raises(OutputError) as caught:
-            ampaudit.convert(model, inputs, out, policy="half", on_progress=meanwhile)
+            ampaudit.convert(
+                model, inputs, out, policy="half", session=ampaudit.Session(on_progress=meanwhile)
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     reason = {"removed": "no such directory: ", "full": f"cannot write {out}: File too large"}[failure]

@@ -255,7 +255,7 @@ def test_what_cannot_be_meant_is_refused_before_the_audit(
             batch(2, 6),
             tmp_path / "out",
             dynamic=given,
-            on_progress=lambda phase, *_: told.append(phase),
+            session=ampaudit.Session(on_progress=lambda phase, *_: told.append(phase)),
         )
     assert told == []
 

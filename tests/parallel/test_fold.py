@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
 from ampaudit.core.config import Progress
+from ampaudit.core.session import Session
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.parallel.identity import identity_of
@@ -46,7 +47,7 @@ def whole() -> dict[int, list[RunRecord]]:
         share = Keeping(0, 1, [])
         share.describe(str(path), identity_of(source, policies, config))
         try:
-            scan_policies(source, policies, config.changed(share=share))
+            scan_policies(source, policies, config, Session(share=share))
         except PartDone:
             share.save(Path(folder) / "part.json", force=False)
         (file,) = read_parts([Path(folder) / "part.json"])

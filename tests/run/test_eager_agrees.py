@@ -147,7 +147,9 @@ def test_generators_draw_what_they_draw_in_the_model_and_stay_as_they_are() -> N
     kept: Outputs = {}
     given = torch.Generator().manual_seed(9)
     ampaudit.scan(
-        model, {"x": numbers(4, 8), "given": given}, keep_outputs=lambda _, found: kept.update(found)
+        model,
+        {"x": numbers(4, 8), "given": given},
+        session=ampaudit.Session(keep_outputs=lambda _, found: kept.update(found)),
     )
     with torch.no_grad():
         assert torch.equal(kept["output"][0], model(numbers(4, 8), given=given))

@@ -101,7 +101,7 @@ def test_an_overflow_inside_is_seen_where_it_leaves_the_kernel() -> None:
 
 def test_its_values_are_those_of_its_own_kernel() -> None:
     kept: dict[int, Any] = {}
-    scanned(lambda x: softmax(x, 3.0), keep_outputs=kept.__setitem__)
+    scanned(lambda x: softmax(x, 3.0), session=ampaudit.Session(keep_outputs=kept.__setitem__))
     reference, value = kept[0]["output"]
     assert torch.equal(reference, softmax(X, 3.0))
     assert torch.equal(value, softmax(X.half(), 3.0).float())
@@ -168,13 +168,15 @@ def test_what_it_writes_is_measured() -> None:
     assert first.evidence.peak == pytest.approx(2e5)
     assert codes(scanned(lambda x: written(x, 10.0))) == []
     kept: dict[int, Any] = {}
-    scanned(lambda x: written(x, 10.0), keep_outputs=kept.__setitem__)
+    scanned(lambda x: written(x, 10.0), session=ampaudit.Session(keep_outputs=kept.__setitem__))
     assert torch.equal(kept[0]["output"][1], (X.half() * 10 / 10).float())
 
 
 def test_it_may_write_and_return_another_value() -> None:
     kept: dict[int, Any] = {}
-    report = scanned(lambda x: (grow_and_sum(x, 8.0), x), keep_outputs=kept.__setitem__)
+    report = scanned(
+        lambda x: (grow_and_sum(x, 8.0), x), session=ampaudit.Session(keep_outputs=kept.__setitem__)
+    )
     assert codes(report) == []
     half = X.half()
     assert torch.equal(kept[0]["output[0]"][1], grow_and_sum(half, 8.0).float())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.core.session import Session
 from tests.support.wrap import Wrap
 
 
@@ -88,7 +89,9 @@ def test_random_numbers_that_nothing_uses_are_drawn_in_the_run_as_well() -> None
             x,
             policy="half",
             seed=seed,
-            keep_outputs=lambda number, found: kept.__setitem__(number, next(iter(found.values()))[0]),
+            session=Session(
+                keep_outputs=lambda number, found: kept.__setitem__(number, next(iter(found.values()))[0])
+            ),
         )
         model = wrap(unused_draw)
         torch.manual_seed(seed)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.core.session import Session
 
 
 class Counts(nn.Module):
@@ -66,7 +67,9 @@ def test_the_state_of_fp32_decides_the_path() -> None:
         policy="half",
         steps=2,
         next_inputs=again,
-        keep_outputs=lambda number, found: kept.__setitem__(number, next(iter(found.values()))[0]),
+        session=Session(
+            keep_outputs=lambda number, found: kept.__setitem__(number, next(iter(found.values()))[0])
+        ),
     )
     assert torch.allclose(kept[1], torch.full((2, 8), 0.15008), atol=1e-4)
     assert [finding.code for finding in report.findings if finding.code == "AMP214"] == ["AMP214"]

@@ -27,7 +27,9 @@ from tests.support.zoo import ZOO
 
 def audit_with(backend: Emulated | Native, model: nn.Module, batch: Batch, policy: str) -> Report:
     source = ModelSource("test", "object", model, (batch,))
-    return ampaudit.scan(source, policy=policy, dtype="float16", device="cpu", backend=backend)
+    return ampaudit.scan(
+        source, policy=policy, dtype="float16", device="cpu", session=ampaudit.Session(backend=backend)
+    )
 
 
 @pytest.mark.parametrize("policy", ["torch-cuda", "half"])

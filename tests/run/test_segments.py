@@ -216,7 +216,7 @@ def test_another_process_goes_on_with_a_packed_state(name: str, monkeypatch: pyt
         batches=batches,
         policy="torch-cuda",
         memory=MEMORY,
-        share=share,
+        session=ampaudit.Session(share=share),
         device="cpu",
         dtype="float16",
     )

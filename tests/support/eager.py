@@ -39,7 +39,11 @@ def model_of(function: Callable[..., Any]) -> nn.Module:
 def audited(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tuple[ampaudit.Report, Outputs]:
     kept: Outputs = {}
     report = ampaudit.scan(
-        model, inputs, policy="half", keep_outputs=lambda _, found: kept.update(found), **options
+        model,
+        inputs,
+        policy="half",
+        session=ampaudit.Session(keep_outputs=lambda _, found: kept.update(found)),
+        **options,
     )
     return report, kept
 

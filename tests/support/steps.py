@@ -23,6 +23,11 @@ def scanned(
     """Scan, and return the report and the outputs of each step."""
     kept: list[dict[str, Pair]] = []
     report = ampaudit.scan(
-        model, inputs, steps=steps, policy="half", keep_outputs=lambda _, named: kept.append(named), **options
+        model,
+        inputs,
+        steps=steps,
+        policy="half",
+        session=ampaudit.Session(keep_outputs=lambda _, named: kept.append(named)),
+        **options,
     )
     return report, kept

@@ -11,6 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling, is_exporting
 
 from ampaudit import scan
+from ampaudit.core.session import Session
 from tests.support.eager import model_of
 from tests.support.wrap import Wrap
 
@@ -110,7 +111,7 @@ def kernel_with_a_strict_description(m: nn.Module, x: torch.Tensor) -> torch.Ten
 def test_values_are_those_of_the_model(function: Callable[..., Any]) -> None:
     model, x = model_of(function), torch.arange(-3.5, 12.5).reshape(2, 8) / 4
     kept: dict[str, Any] = {}
-    report = scan(model, x, policy="half", keep_outputs=lambda _, found: kept.update(found))
+    report = scan(model, x, policy="half", session=Session(keep_outputs=lambda _, found: kept.update(found)))
     assert report.verdict == "pass"
     ((reference, _),) = kept.values()
     assert torch.equal(reference, model(x))

@@ -48,7 +48,9 @@ def rounded(model: nn.Module) -> nn.Module:
 def test_float32_ops_compute_with_the_rounded_weights(tmp_path: Path) -> None:
     x, kept = torch.randn(5, 8), {}
     policy = policy_in(tmp_path, FLOAT32)
-    report = ampaudit.scan(Reads().eval(), x, policy=policy, keep_outputs=kept.__setitem__)
+    report = ampaudit.scan(
+        Reads().eval(), x, policy=policy, session=ampaudit.Session(keep_outputs=kept.__setitem__)
+    )
     assert not report.low_precision_sites or all("cast" in s.site for s in report.low_precision_sites)
     exact, lower = kept[0]["output"]
     assert torch.equal(exact, Reads()(x))
@@ -61,7 +63,10 @@ def test_16_bit_ops_compute_as_with_weights_cast_by_autocast(tmp_path: Path) -> 
     keep = "weights: {storage: float32, outputs: float32, keep_fp32_modules: ignore}\n"
     for number, policy in enumerate(("16-bit", policy_in(tmp_path, keep))):
         ampaudit.scan(
-            Reads().eval(), x, policy=policy, keep_outputs=lambda _, found, n=number: kept.update({n: found})
+            Reads().eval(),
+            x,
+            policy=policy,
+            session=ampaudit.Session(keep_outputs=lambda _, found, n=number: kept.update({n: found})),
         )
     assert torch.equal(kept[0]["output"][1], kept[1]["output"][1])
 

@@ -139,7 +139,7 @@ def test_without_a_twin_it_is_a_gap() -> None:
 def test_the_inside_is_what_the_function_computes_in_16_bits() -> None:
     ampaudit.twin(f"{LIB}::softmax", plain_softmax)
     kept: dict[int, Any] = {}
-    report = scanned(lambda x: softmax(x, 3.0), keep_outputs=kept.__setitem__)
+    report = scanned(lambda x: softmax(x, 3.0), session=ampaudit.Session(keep_outputs=kept.__setitem__))
     names = [site.site.rpartition("/")[2] for site in report.sites if f"{LIB}::softmax/" in site.site]
     assert names == ["mul", "exp", "sum", "div"]
     assert torch.equal(kept[0]["output"][0], plain_softmax(X, 3.0))
@@ -242,7 +242,10 @@ def test_a_twin_takes_the_defaults_of_the_op() -> None:
     ampaudit.twin(f"{LIB}::defaults", lambda x, scale, *, offset: x * scale + offset)
     for kwargs in ({}, {"scale": 5.0}, {"offset": 7}):
         kept: dict[int, Any] = {}
-        scanned(lambda x, kwargs=kwargs: defaults(x, **kwargs), keep_outputs=kept.__setitem__)  # type: ignore[misc]
+        scanned(
+            lambda x, kwargs=kwargs: defaults(x, **kwargs),  # type: ignore[misc]
+            session=ampaudit.Session(keep_outputs=kept.__setitem__),
+        )
         assert torch.equal(kept[0]["output"][0], defaults(X, **kwargs))
 
 
@@ -276,7 +279,7 @@ def test_a_twin_that_decides_by_values_keeps_the_names_of_its_ops() -> None:
 def test_several_results_and_lists_of_tensors() -> None:
     ampaudit.twin(f"{LIB}::two", lambda x, ys: [x.sum(-1), torch.stack(ys).sum(0)])
     kept: dict[int, Any] = {}
-    report = scanned(lambda x: two(x, [x, x + 1]), keep_outputs=kept.__setitem__)
+    report = scanned(lambda x: two(x, [x, x + 1]), session=ampaudit.Session(keep_outputs=kept.__setitem__))
     assert report.gaps == ()
     assert torch.equal(kept[0]["output[1]"][0], X + (X + 1))
 
@@ -316,7 +319,7 @@ def test_the_twin_may_return_its_argument_or_other_strides() -> None:
         return made, x, turned(x).view(-1)
 
     kept: dict[int, Any] = {}
-    scanned(call, keep_outputs=kept.__setitem__)
+    scanned(call, session=ampaudit.Session(keep_outputs=kept.__setitem__))
     outputs = {name: pair[0] for name, pair in kept[0].items()}
     assert torch.equal(outputs["output[0]"], X * 3)
     assert torch.equal(outputs["output[1]"], X)

@@ -159,6 +159,12 @@ def test_a_model_that_is_already_half_is_audited_as_it_is() -> None:
     for policy in ("half", "torch-cuda"):
         for backend in (Emulated(), Native()):
             source = ModelSource("half", "object", model, (batch,))
-            report = ampaudit.scan(source, policy=policy, dtype="float16", device="cpu", backend=backend)
+            report = ampaudit.scan(
+                source,
+                policy=policy,
+                dtype="float16",
+                device="cpu",
+                session=ampaudit.Session(backend=backend),
+            )
             assert report.findings == ()
             assert report.outputs[0].sqnr_db is not None

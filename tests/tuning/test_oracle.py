@@ -56,7 +56,7 @@ def test_it_computes_what_an_audit_computes(name: str, dtype: torch.dtype) -> No
             inputs,
             policy=policy(float32, kept),
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            keep_outputs=lambda _, found, into=outputs: into.update(found),
+            session=ampaudit.Session(keep_outputs=lambda _, found, into=outputs: into.update(found)),
         )
         low = {site.site for site in report.low_precision_sites if site.role == "compute"}
         assert low == set(graph.names) - set(float32)

@@ -34,7 +34,12 @@ class Model(nn.Module):
 def test_each_step_is_announced() -> None:
     seen: list[tuple[str, int, int]] = []
     model = Model(lambda m, x: m.b(m.a(x).relu()))
-    ampaudit.tune(model, torch.randn(4, 16), min_sqnr=60.0, on_progress=lambda *step: seen.append(step))
+    ampaudit.tune(
+        model,
+        torch.randn(4, 16),
+        min_sqnr=60.0,
+        session=ampaudit.Session(on_progress=lambda *step: seen.append(step)),
+    )
     assert ("auditing the policy", 0, 0) in seen
     assert all(isinstance(text, str) and 0 <= done <= total for text, done, total in seen)
 

@@ -15,7 +15,7 @@ from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.config import ScanConfig
-from ampaudit.core.config import silent
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
@@ -64,6 +64,7 @@ class Attempts:
     Attributes:
         refused: Sites where torch rejects the dtypes even without a change.
         hiding: Suppressions of the scan; suppressed errors do not count.
+        on_progress: Function that receives the progress.
     """
 
     subject: AdviceContext
@@ -72,6 +73,7 @@ class Attempts:
     settings: ScanConfig
     refused: frozenset[SiteId]
     hiding: tuple[Suppression, ...]
+    on_progress: Progress = silent
 
     def run(self, proposal: Proposal) -> Attempt | None:
         """Audit a change; ``None`` if it cannot run, or changes what the model computes in FP32."""

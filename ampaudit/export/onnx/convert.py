@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ampaudit.checkpoint.header import MANIFEST, ONNX, PLAN, REPORT
+from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory
+from ampaudit.core.session import Session
 from ampaudit.core.text import format_number, plural
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
@@ -70,7 +72,7 @@ class _Written(NamedTuple):
 
 
 def convert_onnx(
-    source: ModelSource, directory: Path, config: ConvertConfig
+    source: ModelSource, directory: Path, config: ConvertConfig, session: Session
 ) -> tuple[Report, Conversion | None]:
     """Audit an ONNX model, and write it with casts and 16-bit weights if nothing breaks.
 
@@ -81,12 +83,12 @@ def convert_onnx(
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
     _refuse(config)
-    plan, wishes = _passing_plan(source, config, PlanWishes())
+    plan, wishes = _passing_plan(source, config, session, PlanWishes())
     report = plan.audited.report
     if report.exit_code:
         return report, None
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
-        plan, file, outputs, faults = _accurate(plan, wishes, source, stage / ONNX, config)
+        plan, file, outputs, faults = _accurate(plan, wishes, source, stage / ONNX, config, session)
         notes = [*_notes(plan, file), *faults]
         manifest = _with_records(stage, source, plan, config, notes, outputs)
         check_unchanged(source.files)
@@ -117,11 +119,11 @@ def convert_onnx(
 
 
 def _passing_plan(
-    source: ModelSource, config: ConvertConfig, wishes: PlanWishes
+    source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes
 ) -> tuple[OnnxPlan, PlanWishes]:
     """Plan until no choice fails the audit that more float32 before it could fix."""
     while True:
-        plan = plan_onnx(source, config, wishes)
+        plan = plan_onnx(source, config, session, wishes)
         flips = any(finding.code == _FLIPPED for finding in plan.audited.report.findings)
         more = _more_before_choices(wishes)
         if not plan.audited.report.exit_code or not flips or more is None or config.names_policy:
@@ -135,7 +137,12 @@ def _more_before_choices(wishes: PlanWishes) -> PlanWishes | None:
 
 
 def _accurate(
-    plan: OnnxPlan, wishes: PlanWishes, source: ModelSource, path: Path, config: ConvertConfig
+    plan: OnnxPlan,
+    wishes: PlanWishes,
+    source: ModelSource,
+    path: Path,
+    config: ConvertConfig,
+    session: Session,
 ) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...], list[str]]:
     """Write the file and run it; repeat with more in float32 while that may fix its faults.
 
@@ -153,11 +160,11 @@ def _accurate(
         for other in other_batches(inputs_of(model.inputs), source.batches[0], config.seed)
     ]
     while True:
-        file, outputs, faults = _written(plan, path, originals, others, config)
+        file, outputs, faults = _written(plan, path, originals, others, config, session.on_progress)
         more = _more_wishes(wishes, plan, outputs, faults, config)
         if more is None:
             break
-        next_plan, wishes = _passing_plan(source, config, more)
+        next_plan, wishes = _passing_plan(source, config, session, more)
         if next_plan.audited.report.exit_code:
             break  # keep the written file, and report its faults
         plan = next_plan
@@ -232,15 +239,16 @@ def _written(
     originals: Sequence[Original],
     others: Sequence[tuple[OtherBatch, Original]],
     config: ConvertConfig,
+    on_progress: Progress,
 ) -> tuple[_Written, tuple[OutputRecord, ...], list[_Fault]]:
     """Write the file of a plan, and run it.
 
     Raises:
         RunFailed: It computes inf or NaN from the given inputs.
     """
-    config.on_progress("writing the graph", 0, 0)
+    on_progress("writing the graph", 0, 0)
     result = _write(plan, path, config)
-    config.on_progress("running the file", 0, 0)
+    on_progress("running the file", 0, 0)
     strangers = strangers_in(plan.file.model)
     with checking(path, runtime=config.dtype == "float16", strangers=strangers):
         file, records = WrittenFile(path, config), []

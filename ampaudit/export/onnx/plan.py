@@ -20,6 +20,7 @@ from torch import fx
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import Session
 from ampaudit.core.sites import SiteId
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.onnx.outputs import nodes_before_choices
@@ -200,7 +201,7 @@ class PlanWishes:
     also: tuple[Batch, ...] = ()
 
 
-def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes) -> OnnxPlan:
+def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes) -> OnnxPlan:
     """Audit a model repeatedly, keeping broken ops in float32, until nothing breaks.
 
     Raises:
@@ -218,7 +219,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes) ->
     rules = config.rules if is_fixed else load_policy(_POLICY)
     accuracy = wishes.accuracy if config.tune is None else config.tune
     if accuracy is not None and not is_fixed:
-        rules = tuned_rules(prepared, config.dtype, accuracy, config)
+        rules = tuned_rules(prepared, config.dtype, accuracy, config, session)
     if not is_fixed:
         whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
         before = nodes_before_choices(file.model, wishes.before_choices) if wishes.before_choices else set()
@@ -227,21 +228,23 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, wishes: PlanWishes) ->
                 rules = _keeping(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
     settings = ScanConfig.of(config)
     for batch in wishes.also:
-        other, rules = _unbroken(replace(prepared, batches=(batch,)), rules, settings, is_fixed=is_fixed)
+        other, rules = _unbroken(
+            replace(prepared, batches=(batch,)), rules, settings, session, is_fixed=is_fixed
+        )
         wide = [site.id for site in _computing(other) if _is_wide(site)]  # also by what was measured there
         rules = _keeping(rules, "others", Match(site=_escaped(wide)), _OTHERS) if wide else rules
-    audited, _ = _unbroken(prepared, rules, settings, is_fixed=is_fixed)
+    audited, _ = _unbroken(prepared, rules, settings, session, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
     return OnnxPlan(file, audited, clamped, model.names, chooses, raised)
 
 
 def _unbroken(
-    source: ModelSource, rules: RuleSet, settings: ScanConfig, *, is_fixed: bool
+    source: ModelSource, rules: RuleSet, settings: ScanConfig, session: Session, *, is_fixed: bool
 ) -> tuple[Audited, RuleSet]:
     """Audit until nothing breaks; return the audit and the policy that keeps broken ops in float32."""
     promoted: tuple[SiteId, ...] = ()
     for _ in range(_ROUNDS):
-        (audited,) = audit_policies(source, [rules], settings)
+        (audited,) = audit_policies(source, [rules], settings, session)
         more = () if is_fixed else _broken(audited, promoted)
         if not more:
             break

@@ -1,0 +1,40 @@
+"""What a call works with besides the user's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ampaudit.core.config import Progress, silent
+from ampaudit.core.errors import UsageError
+
+__all__ = ["DEFAULT_SESSION", "Session"]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a call works with besides the user's options.
+
+    Attributes:
+        on_progress: Function that receives the phase, the number of the step, and the number of steps.
+        share: Share of the batches that this process runs (``run.share.Share``); ``None`` for all.
+        backend: Backend that computes in 16 bits; ``None`` for the device's usual one.
+        keep_outputs: Function that receives the number of each batch and its outputs in FP32 and in 16 bits.
+
+    Raises:
+        UsageError: What should be a function is not callable.
+    """
+
+    on_progress: Progress = silent
+    share: Any = None
+    backend: Any = None
+    keep_outputs: Callable[[int, dict[str, Any]], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, function in (("on_progress", self.on_progress), ("keep_outputs", self.keep_outputs)):
+            if function is not None and not callable(function):
+                raise UsageError(f"{name} is of type {type(function).__name__}", hint="pass a function")
+
+
+DEFAULT_SESSION = Session()
