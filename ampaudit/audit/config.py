@@ -61,7 +61,8 @@ Rules = str | Path | InstanceOf[RuleSet]
 PolicyName = Annotated[Rules, Option("Policy name or rule file.")]
 FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")]
 FailOnOption = Annotated[
-    FailOnGaps, Option("Lowest severity that makes the exit code 1; 'gap': errors, and what was not audited.")
+    FailOnGaps,
+    Option("Lowest severity that makes the exit code 1; 'gap' means errors and unaudited parts."),
 ]
 TwinFile = Annotated[
     FilePath | None, Option("Python file that registers twins of custom ops.", metavar="FILE")
@@ -107,7 +108,7 @@ _NEEDS: Mapping[str, Collection[Need]] = {
 
 
 def check_device(name: str, *, audits: bool = False) -> None:
-    """Raise for a device that this machine lacks, or on which nothing can be audited."""
+    """Raise for a device that this machine lacks, or that audits do not support."""
     from ampaudit.run.device import pick_device
 
     pick_device(name, audits=audits)
@@ -117,7 +118,7 @@ def rules_of(policy: Rules) -> RuleSet:
     """Return a policy's rules, loading them if only the name is given.
 
     Raises:
-        PolicyError: there is no such policy, or its file has a mistake.
+        PolicyError: The policy does not exist, or its file has a mistake.
     """
     return policy if isinstance(policy, RuleSet) else load_policy(policy)
 
@@ -126,7 +127,7 @@ def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
     """Return the rules of one policy or several, which one text may name with commas.
 
     Raises:
-        PolicyError: there is no such policy, or its file has a mistake.
+        PolicyError: The policy does not exist, or its file has a mistake.
     """
     if isinstance(policy, str) and not Path(policy).is_file():
         policy = [name.strip() for name in policy.split(",")]
@@ -147,7 +148,7 @@ def excluded_by(option: str) -> Iterator[str]:
 
 
 class PolicyConfig(Config):
-    """Options of whatever applies a policy to a model."""
+    """Options of every command that applies a policy to a model."""
 
     policy: PolicyName = "ampaudit"
     dtype: DtypeName = "float16"
@@ -165,18 +166,18 @@ class PlanConfig(PolicyConfig):
     twins: TwinFile = None
     memory: Annotated[
         str,
-        Option("Cut the model into segments that fit; each runs for all batches.", metavar="SIZE"),
+        Option("Memory limit: all batches pass one segment of the model at a time.", metavar="SIZE"),
     ] = ""
 
     def check(self) -> None:
-        """Raise early for a size that is none."""
+        """Raise early for a missing device or an invalid size."""
         super().check()
         if self.memory:
             parse_size(self.memory)
 
 
 class ScanConfig(*(instrument.options for instrument in instruments()), PlanConfig):  # type: ignore[misc]
-    """Options of ``scan``, those of the instruments included."""
+    """Options of ``scan``, including those of the instruments."""
 
     policy: Annotated[Rules, Option("Policy name or rule file; separate several with commas.")] = "ampaudit"
     ranges: Annotated[bool, Option("Run FP32 once and show what each format would do.")] = False
@@ -191,7 +192,8 @@ class ScanConfig(*(instrument.options for instrument in instruments()), PlanConf
     ] = ""
     backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
     loss: Annotated[
-        UserFunction | None, python_only("loss(output) or loss(output, batch), for backward.")
+        UserFunction | None,
+        python_only("Loss function, called as loss(output) or loss(output, batch); for backward."),
     ] = None
     loss_scale: Annotated[
         float | None, Gt(0), Option("Multiply the loss by X instead of the policy's scale.", metavar="X")
@@ -204,12 +206,15 @@ class ScanConfig(*(instrument.options for instrument in instruments()), PlanConf
     steps: Annotated[
         int | None, Ge(1), Option("Run N steps, each on the outputs of the last one.", metavar="N")
     ] = None
-    next_inputs: Annotated[Any, python_only("next_inputs(outputs, inputs), or a scheduler, for steps.")] = (
-        None
-    )
-    static: Annotated[bool, Option("Proofs only: nothing is run.")] = False
+    next_inputs: Annotated[
+        Any, python_only("Function next_inputs(outputs, inputs), or a scheduler; for steps.")
+    ] = None
+    static: Annotated[bool, Option("Compute proofs only, without a run.")] = False
     assume: Annotated[
-        Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")
+        Texts,
+        Option(
+            "Range of an input for proofs; 'input' names all inputs (repeatable).", metavar="INPUT=LOW:HIGH"
+        ),
     ] = ()
     ignore: Ignored = ()
     sweep: Annotated[
@@ -226,7 +231,7 @@ class ScanConfig(*(instrument.options for instrument in instruments()), PlanConf
     ] = None
 
     def check(self) -> None:
-        """Raise early for options that are invalid, or that another one leaves without effect."""
+        """Raise early for options that are invalid or that contradict each other."""
         from ampaudit.run.backends import parse_contract
 
         for option, need in _TAKES_AWAY.items():

@@ -29,10 +29,10 @@ DEFAULT_MODES = MODES[:-1]
 
 
 def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
-    """Parse names such as ``fp32,autocast``; duplicates are dropped.
+    """Parse names such as ``fp32,autocast``, and drop duplicates.
 
     Raises:
-        UsageError: one is no mode.
+        UsageError: There is no name, or one is unknown.
     """
     names = tuple(dict.fromkeys(split_commas(given)))
     for name in names:
@@ -45,7 +45,7 @@ def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _read_sizes(given: Any) -> Any:
-    """Parse ``8,32``."""
+    """Parse batch sizes such as ``8,32``."""
     if not isinstance(given, str):
         return given
     try:
@@ -55,7 +55,7 @@ def _read_sizes(given: Any) -> Any:
 
 
 def _check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Drop duplicates."""
+    """Reject sizes below 1, and drop duplicates."""
     if min(sizes, default=1) < 1:
         raise _no_sizes(",".join(map(str, sizes)))
     return tuple(dict.fromkeys(sizes))
@@ -72,12 +72,14 @@ def _target(given: Any) -> Any:
 class BenchConfig(Config):
     """Options of ``bench``."""
 
-    train: Annotated[bool, Option("Training steps instead of forward passes.")] = False
+    train: Annotated[bool, Option("Measure training steps instead of forward passes.")] = False
     modes: Annotated[
         Sequence[str],
         BeforeValidator(split_commas),
         AfterValidator(parse_modes),
-        Option("Also: converted+compile.", commas=True, accepts="str | Sequence[str]"),
+        Option(
+            "Modes to compare; there is also converted+compile.", commas=True, accepts="str | Sequence[str]"
+        ),
     ] = DEFAULT_MODES
     sizes: Annotated[
         Sequence[int],
@@ -95,7 +97,7 @@ class BenchConfig(Config):
         InstanceOf[Device] | None,
         BeforeValidator(_target),
         Option(
-            "Estimate the time on a device: ampaudit devices.",
+            "Device to estimate the time for; ampaudit devices lists them.",
             metavar="DEVICE",
             flags=("--for",),
             accepts="str | Device | None",
@@ -103,13 +105,14 @@ class BenchConfig(Config):
     ] = None
     max_batch: Annotated[bool, Option("Search for the largest batch (on a CPU only with --for).")] = False
     repeats: Annotated[int, Ge(1), Option("Timed steps of each mode.")] = 10
-    policy: Annotated[Rules, Option("Policy of converted modes: name or rule file.")] = "ampaudit"
+    policy: Annotated[Rules, Option("Policy of the converted modes: a name or a rule file.")] = "ampaudit"
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
     seed: Seed = 0
-    loss: Annotated[UserFunction | None, python_only("loss(output) or loss(output, batch), for train.")] = (
-        None
-    )
+    loss: Annotated[
+        UserFunction | None,
+        python_only("Loss function, called as loss(output) or loss(output, batch); for train."),
+    ] = None
 
     def check(self) -> None:
         """Raise early for a device that this machine lacks."""

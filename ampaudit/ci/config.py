@@ -34,14 +34,14 @@ _FINITE = AllowInfNan(False)
 class CheckConfig(Config):
     """Options of ``check``."""
 
-    targets: Annotated[Texts, Option("Models, converted directories, globs.", command_line=False)] = ()
-    policy: Annotated[str | Path, Option("Policy name or rule file; converted directories: as-is.")] = (
+    targets: Annotated[Texts, Option("Models, converted directories, and globs.", command_line=False)] = ()
+    policy: Annotated[str | Path, Option("Policy name or rule file; converted directories use as-is.")] = (
         "ampaudit"
     )
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
     fail_on: Annotated[
-        FailOnGaps, Option("Lowest severity that counts; 'gap': errors, and what was not audited.")
+        FailOnGaps, Option("Lowest severity that counts; 'gap' means errors and unaudited parts.")
     ] = "error"
     allow: Annotated[Texts, Option("Findings that do not count (repeatable).", metavar="CODE")] = ()
     ignore: Ignored = ()
@@ -58,9 +58,9 @@ class CheckConfig(Config):
         float | None, Ge(0), Le(1), _FINITE, Option("Maximum share of sites in float32.", metavar="P")
     ] = None
     baseline: Annotated[
-        FilePath | None, Option("Only what is new or worse than in this file counts.", metavar="FILE")
+        FilePath | None, Option("File of known findings; only what is new or worse counts.", metavar="FILE")
     ] = None
-    update_baseline: Annotated[bool, Option("Write what is found to the file of --baseline.", file=False)] = (
+    update_baseline: Annotated[bool, Option("Write the results to the file of --baseline.", file=False)] = (
         False
     )
     weights: Annotated[
@@ -93,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read the options in a pyproject.toml by field name, expanding globs among the targets.
 
     Raises:
-        UsageError: not TOML, or a key or value that ``ampaudit check`` does not know.
+        UsageError: The file is not valid TOML, or has an invalid key or value.
     """
     found = read_options(CheckConfig, path, "tool.ampaudit", tables=("lint",))
     if "targets" in found:
@@ -105,7 +105,7 @@ def _places(path: Path, target: str) -> list[str]:
     """Resolve a target relative to the file's directory, expanding globs; import paths stay as they are.
 
     Raises:
-        UsageError: a glob matches nothing, or is none.
+        UsageError: A glob is invalid or matches nothing.
     """
     if not set("*?[") & set(target):
         return [_beside(path, target)]

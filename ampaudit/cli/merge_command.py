@@ -28,7 +28,7 @@ __all__ = ["merge_command"]
 @click.option(
     "--fail-on",
     type=click.Choice(get_args(FailOnGaps)),
-    help="Lowest severity that makes the exit code 1; 'gap': errors, and what was not audited."
+    help="Lowest severity that makes the exit code 1; 'gap' means errors and unaudited parts."
     "  [default: as in the parts]",
 )
 @report_options("scan")

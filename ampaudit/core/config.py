@@ -65,13 +65,13 @@ class Option:
     """The description of a record's field, and where it can be set.
 
     Attributes:
-        help: one sentence for the help text and the documentation.
-        metavar: stands for the value in the help text.
-        flags: names on the command line; a long one replaces the field's own.
-        command_line: whether it is an option of the command.
-        file: whether it is a key in pyproject.toml, where the command has a table.
-        commas: whether several values are one text with commas.
-        accepts: types that a caller may pass, as source code, if the field converts them.
+        help: Description for the help text and the documentation.
+        metavar: Placeholder of the value in the help text.
+        flags: Names on the command line; a long one replaces the field's own.
+        command_line: Whether it is an option of the command.
+        file: Whether it is a key in pyproject.toml, where the command has a table.
+        commas: Whether several values are given as one text with commas.
+        accepts: Types that a caller may pass, as source code, if the field converts them.
     """
 
     help: str
@@ -118,7 +118,7 @@ DtypeName = Annotated[
     str,
     BeforeValidator(name_of_dtype),
     AfterValidator(_known_dtype),
-    Option("float16 or bfloat16.", accepts="str | torch.dtype"),
+    Option("16-bit format: float16 or bfloat16.", accepts="str | torch.dtype"),
 ]
 DeviceName = Annotated[
     str,
@@ -153,11 +153,11 @@ class Config(BaseModel):
         """Validate values from another place than a call.
 
         Args:
-            values: by field name.
-            place: what stands before a name in errors: ``COMMAND_LINE``, or a file and its table.
+            values: Values by field name.
+            place: Prefix of names in errors: ``COMMAND_LINE``, or a file and its table.
 
         Raises:
-            UsageError: a value does not fit, or a name is unknown.
+            UsageError: A value does not fit, or a name is unknown.
         """
         return cls.model_validate(dict(values), context=place)
 
@@ -172,7 +172,7 @@ class Config(BaseModel):
         """Return the record of a call: keyword options override those of a whole record.
 
         Raises:
-            UsageError: an option does not fit, or the record is another command's.
+            UsageError: An option does not fit, or the record is another command's.
         """
         if config is not None and not isinstance(config, cls):
             raise UsageError(f"config is of type {type(config).__name__}", hint=f"pass a {cls.__name__}")
@@ -182,7 +182,7 @@ class Config(BaseModel):
         """Raise early for what would fail only after a model is loaded.
 
         Raises:
-            UsageError: an option does not fit this machine or another option.
+            UsageError: An option does not fit this machine or another option.
         """
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
@@ -190,7 +190,7 @@ class Config(BaseModel):
         return ((name, value) for name, value in self if value != fields[name].default)
 
     def changed(self, **values: Any) -> Self:
-        """Return a copy with other values; what nobody gave stays so."""
+        """Return a copy with other values; fields that were not set stay unset."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**given | values)
 
@@ -295,7 +295,7 @@ def limits_of(field: FieldInfo) -> tuple[Any, Any, bool]:
 
 
 def no_such(kind: str, name: str, place: str, known: Sequence[str]) -> UsageError:
-    """Raise for an unknown name, suggesting the nearest one."""
+    """Return the error for an unknown name, which suggests the nearest known one."""
     hint = f"{did_you_mean(name, known)}known {kind}s: {', '.join(known)}"
     return UsageError(f"{place}{describe(name)}: no such {kind}", hint=hint)
 

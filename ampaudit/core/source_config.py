@@ -17,13 +17,13 @@ __all__ = ["AudioDirectory", "BatchCount", "ImageDirectory", "SourceConfig", "Te
 BatchCount = Annotated[
     int | None,
     Ge(1),
-    Option("Batches to run; by default 1, up to 16 of sample files, or all recorded calls."),
+    Option("Number of batches; by default 1, up to 16 of sample files, or all recorded calls."),
 ]
-TextFile = Annotated[
-    FilePath | None, Option("Texts or chats for the tokenizer beside the model.", metavar="FILE")
+TextFile = Annotated[FilePath | None, Option("Texts or chats for the model's tokenizer.", metavar="FILE")]
+ImageDirectory = Annotated[FilePath | None, Option("Images for the model's image processor.", metavar="DIR")]
+AudioDirectory = Annotated[
+    FilePath | None, Option("Recordings for the model's feature extractor.", metavar="DIR")
 ]
-ImageDirectory = Annotated[FilePath | None, Option("Images for its image processor.", metavar="DIR")]
-AudioDirectory = Annotated[FilePath | None, Option("Recordings for its feature extractor.", metavar="DIR")]
 
 
 class SourceConfig(Config):
@@ -62,7 +62,7 @@ class SourceConfig(Config):
     stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
     trust: Trust = False
     input_sizes: Annotated[
-        Mapping[str, int] | None, python_only("Sizes of made inputs by axis, for a sweep.")
+        Mapping[str, int] | None, python_only("Sizes of generated inputs by axis, for a sweep.")
     ] = None
 
     def check(self) -> None:

@@ -65,14 +65,14 @@ class ConvertConfig(PolicyConfig):
     ignore: Ignored = ()
     force: Annotated[bool, Option("Replace DIR, if ampaudit wrote it.")] = False
     weights: Annotated[
-        FilePath | None, python_only("The checkpoint in the model, if tensors are to be read from there.")
+        FilePath | None, python_only("Checkpoint to convert instead of the weights in the model.")
     ] = None
 
     def check_output(self, output: Path) -> None:
         """Raise early for what would fail after a long run.
 
         Raises:
-            UsageError, OutputError: options that contradict each other; an output that may not be written.
+            UsageError, OutputError: Options contradict each other, or the output may not be written.
         """
         self.check()
         if self.tune is not None and self.names_policy:
@@ -93,7 +93,7 @@ class ConvertConfig(PolicyConfig):
 
     @property
     def names_policy(self) -> bool:
-        """Whether a policy was asked for."""
+        """Whether the caller chose a policy."""
         return "policy" in self.model_fields_set
 
     @property

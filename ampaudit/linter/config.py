@@ -15,7 +15,7 @@ __all__ = ["LintConfig", "read_lint_config"]
 
 
 def _of_table(given: Any) -> Any:
-    """Return the entries of a table such as ``{"tests/*": ["AMP86"]}`` as they are written in a command."""
+    """Return the entries of a table such as ``{"tests/*": ["AMP86"]}`` as on the command line."""
     if not isinstance(given, dict):
         return given
     entries = ((glob, [found] if isinstance(found, str) else found) for glob, found in given.items())
@@ -23,7 +23,7 @@ def _of_table(given: Any) -> Any:
 
 
 class LintConfig(Config):
-    """What to lint and what to report."""
+    """Options of ``lint``."""
 
     select: Annotated[Texts, Option("Codes or prefixes to enable (repeatable).", metavar="CODES")] = ()
     ignore: Annotated[Texts, Option("Codes or prefixes to disable (repeatable).", metavar="CODES")] = ()
@@ -36,16 +36,14 @@ class LintConfig(Config):
             accepts="Mapping[str, Sequence[str]] | Sequence[str]",
         ),
     ] = ()
-    notes: Annotated[bool, Option("Report notes as well.")] = False
+    notes: Annotated[bool, Option("Also report notes.")] = False
     exclude: Annotated[Texts, Option("Files or directories to skip (repeatable).", metavar="GLOB")] = ()
-    gitignore: Annotated[bool, Option("Lint files that git ignores as well.", flags=("--no-gitignore",))] = (
-        True
+    gitignore: Annotated[bool, Option("Also lint files that git ignores.", flags=("--no-gitignore",))] = True
+    unsafe_fixes: Annotated[bool, Option("Let --fix and --diff also make changes that need a review.")] = (
+        False
     )
-    unsafe_fixes: Annotated[
-        bool, Option("Let --fix and --diff make changes as well that should be read before they are kept.")
-    ] = False
     baseline: Annotated[
-        FilePath | None, Option("Leave out what this JSON report of lint has.", metavar="FILE")
+        FilePath | None, Option("JSON report of lint whose findings are left out.", metavar="FILE")
     ] = None
     fail_on: Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")] = "warning"
 
@@ -54,6 +52,6 @@ def read_lint_config(path: Path) -> dict[str, Any]:
     """Read the options in a pyproject.toml, by field name.
 
     Raises:
-        UsageError: not TOML, or a key or value that ``ampaudit lint`` does not know.
+        UsageError: The file is not valid TOML, or has an invalid key or value.
     """
     return read_options(LintConfig, path, "tool.ampaudit.lint")

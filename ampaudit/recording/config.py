@@ -21,11 +21,13 @@ class RecordConfig(Config):
     """Options of ``record``."""
 
     every: Annotated[int, Ge(1), Option("Record the first call and every N-th after it.", metavar="N")] = 1
-    first: Annotated[int, Ge(1), Option("Calls to record at most, of each module.", metavar="N")] = 1000
+    first: Annotated[int, Ge(1), Option("Maximum number of calls to record of each module.", metavar="N")] = (
+        1000
+    )
     max_bytes: Annotated[
         int | str,
         AfterValidator(_bytes),
-        Option("Stop recording before the files need more than this.", metavar="SIZE"),
+        Option("Maximum size of the files.", metavar="SIZE"),
     ] = "4GB"
     force: Annotated[bool, Option("Replace an earlier recording.", command_line=False)] = False
 

@@ -28,7 +28,7 @@ __all__ = ["TrainConfig"]
 
 
 def _names(given: Any) -> Any:
-    """Split ``half, apex-o2``; an empty name stays, and is refused as one."""
+    """Split ``half, apex-o2``; an empty name is kept, to be rejected as unknown."""
     if isinstance(given, str):
         return [name.strip() for name in given.split(",")]
     return [given] if isinstance(given, Path | RuleSet) else given
@@ -66,17 +66,22 @@ class TrainConfig(Config):
     loss_scale: Annotated[
         str | float | None,
         BeforeValidator(_scale),
-        Option("A profile (torch, deepspeed, one ...) or a fixed scale.", metavar="NAME|X"),
+        Option("Profile (torch, deepspeed, one ...) or fixed scale.", metavar="NAME|X"),
     ] = None
     every: Annotated[int, Ge(1), Option("Measure every N-th step.")] = 10
     device: DeviceName = "auto"
     seed: Seed = 0
     fail_on: FailOnLevel = "error"
-    loss: Annotated[UserFunction | None, python_only("loss(output) or loss(output, batch).")] = None
-    optimizer: Annotated[
-        UserFunction | None, python_only("optimizer(params); else AdamW with a learning rate of 1e-3.")
+    loss: Annotated[
+        UserFunction | None, python_only("Loss function, called as loss(output) or loss(output, batch).")
     ] = None
-    metric: Annotated[UserFunction | None, python_only("metric(output, batch): larger is better.")] = None
+    optimizer: Annotated[
+        UserFunction | None,
+        python_only("Function optimizer(params); by default, AdamW with a learning rate of 1e-3."),
+    ] = None
+    metric: Annotated[
+        UserFunction | None, python_only("Function metric(output, batch); larger is better.")
+    ] = None
 
     def check(self) -> None:
         """Raise early for what would fail after the model is loaded."""

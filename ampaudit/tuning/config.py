@@ -41,7 +41,7 @@ class TuneConfig(Config):
     metric_drop: Annotated[
         float | None,
         Ge(0),
-        Option("Allowed loss of the model file's metric instead.", metavar="X"),
+        Option("Allowed drop of the model file's metric, instead of --min-sqnr.", metavar="X"),
     ] = None
     dtype: Annotated[TunedDtype, Option("16-bit format; auto takes the one that needs less float32.")] = (
         "float16"
@@ -51,19 +51,19 @@ class TuneConfig(Config):
         InstanceOf[Device] | None,
         BeforeValidator(_target),
         Option(
-            "Device for --cost time: ampaudit devices.",
+            "Device for --cost time; ampaudit devices lists them.",
             metavar="DEVICE",
             flags=("--for",),
             accepts="str | Device | None",
         ),
     ] = None
-    exhaustive: Annotated[bool, Option("Show that each op is needed: one run per op in float32.")] = False
+    exhaustive: Annotated[bool, Option("Check that each op is needed, by one run per op in float32.")] = False
     device: DeviceName = "auto"
     seed: Seed = 0
     twins: TwinFile = None
 
     def check(self) -> None:
-        """Raise early for options that contradict each other, and for a device that is not there."""
+        """Raise early for options that contradict each other, and for a missing device."""
         if self.min_sqnr is not None and self.metric_drop is not None:
             raise UsageError("--min-sqnr and --metric-drop are two goals", hint="leave one out")
         if self.target is not None and self.cost != "time":
