@@ -25,8 +25,7 @@ from torch import nn
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
-from ampaudit.core.config import Progress
-from ampaudit.core.session import Session
+from ampaudit.core.session import Progress, Session
 from ampaudit.core.sites import SiteId
 from ampaudit.parallel.identity import identity_of
 from ampaudit.parallel.parts import FilePart, records_from_json, records_of_rank, records_to_json

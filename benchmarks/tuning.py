@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import ampaudit
-from ampaudit.core.config import silent
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.core.session import silent
 from ampaudit.instruments.sensitivity.measuring import sensitivities_in
 from ampaudit.instruments.sensitivity.outputs import SensitivityProbe
 from ampaudit.instruments.sensitivity.probe import Sensitivities

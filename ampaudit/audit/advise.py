@@ -25,7 +25,7 @@ from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.range import limited_peak
 from ampaudit.audit.checks.suppress import Suppression
 from ampaudit.audit.config import ScanConfig
-from ampaudit.core.config import Progress
+from ampaudit.core.session import Progress
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, plural
 from ampaudit.report.finding import CombinedPolicy, Finding, Trial

@@ -11,9 +11,9 @@ from torch import fx
 
 from ampaudit.audit.config import PlanConfig, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
-from ampaudit.core.config import Progress, silent, with_options
+from ampaudit.core.config import with_options
 from ampaudit.core.formats import NumberFormat, low_precision_format
-from ampaudit.core.session import DEFAULT_SESSION, Session
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session, silent
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size, plural

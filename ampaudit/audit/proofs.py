@@ -16,8 +16,8 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import Bound, BoundTable, bound
 from ampaudit.bounds.domain import assumptions, contains
 from ampaudit.bounds.stored import format_of
-from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import AuditError, InputError, ProofBroken
+from ampaudit.core.session import Progress, silent
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.core.version import __version__

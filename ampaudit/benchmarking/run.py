@@ -27,10 +27,10 @@ from ampaudit.benchmarking.modes import (
     with_batch_size,
 )
 from ampaudit.core import interrupts
-from ampaudit.core.config import Progress, with_options
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.formats import low_precision_format
-from ampaudit.core.session import DEFAULT_SESSION, Session
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import signal_to_noise_db
 from ampaudit.devices.estimate import roofline_seconds, total_work

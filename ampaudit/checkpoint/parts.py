@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from ampaudit.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import WeightsError
+from ampaudit.core.session import Progress
 from ampaudit.core.untrusted import describe, describe_path
 
 __all__ = [

@@ -15,10 +15,10 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.ci.config import CheckConfig
 from ampaudit.ci.judge import check_codes
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
-from ampaudit.core.config import Progress, given_paths, with_options
+from ampaudit.core.config import given_paths, with_options
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import temporary_directory, write_text
-from ampaudit.core.session import DEFAULT_SESSION, Session
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import model_file, parse_size
 from ampaudit.core.untrusted import describe_path

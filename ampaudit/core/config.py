@@ -27,7 +27,6 @@ __all__ = [
     "DtypeName",
     "FilePath",
     "Option",
-    "Progress",
     "Seed",
     "Texts",
     "Trust",
@@ -40,7 +39,6 @@ __all__ = [
     "option_of",
     "python_only",
     "signature_with_options",
-    "silent",
     "split_commas",
     "value_type",
     "with_options",
@@ -49,15 +47,9 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-Progress = Callable[[str, int, int], None]
 UserFunction = Callable[..., Any]
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d{1,4})?", re.ASCII)
 COMMAND_LINE = "--"  # how values are named in errors: as options
-
-
-def silent(phase: str, done: int, total: int) -> None:
-    """Report no progress."""
-    del phase, done, total
 
 
 @dataclass(frozen=True, slots=True)

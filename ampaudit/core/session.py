@@ -6,10 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import UsageError
 
-__all__ = ["DEFAULT_SESSION", "Session"]
+__all__ = ["DEFAULT_SESSION", "Progress", "Session", "silent"]
+
+Progress = Callable[[str, int, int], None]
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Report no progress."""
+    del phase, done, total
 
 
 @dataclass(frozen=True, slots=True)

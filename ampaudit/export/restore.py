@@ -15,9 +15,9 @@ from ampaudit.checkpoint.header import BESIDE_WEIGHTS, FLOAT_TYPES, MANIFEST, MA
 from ampaudit.checkpoint.open import INDEX_SUFFIX
 from ampaudit.checkpoint.parts import Part, SafetensorsFile, WatchedPart, count_megabytes
 from ampaudit.checkpoint.write import write_safetensors
-from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
+from ampaudit.core.session import Progress, silent
 from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from ampaudit.export.verify import file_problem, is_own_file

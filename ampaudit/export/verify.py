@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from ampaudit.checkpoint.header import FLOAT_TYPES, MANIFEST, ONNX, PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
-from ampaudit.core.config import Progress, given_path, silent, with_options
+from ampaudit.core.config import given_path, with_options
 from ampaudit.core.errors import AuditError, CouldNotAudit, first_line
 from ampaudit.core.formats import ROUNDING_DB
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
-from ampaudit.core.session import DEFAULT_SESSION, Session
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session, silent
 from ampaudit.core.untrusted import describe_path, validate
 from ampaudit.export.config import VerifyConfig
 from ampaudit.export.manifest import FileRecord, Manifest, digest_of, read_manifest

@@ -15,9 +15,9 @@ from ampaudit.checkpoint.header import FLOAT_TYPES, MASTER, SINGLE, Shape, Tenso
 from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
 from ampaudit.checkpoint.parts import Part, WatchedPart, count_megabytes, dtype_of, type_name
 from ampaudit.checkpoint.write import Written, write_part, write_safetensors
-from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import NumberFormat
+from ampaudit.core.session import Progress, silent
 from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.decide import matches_any
 from ampaudit.policy.schema import Cast, Constants, KeepFp32

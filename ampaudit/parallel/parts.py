@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError, UsageError, first_line
 from ampaudit.core.files import write_bytes
+from ampaudit.core.session import Progress
 from ampaudit.core.text import listed
 from ampaudit.core.untrusted import describe, describe_path, open_regular, parse_json
 from ampaudit.parallel.identity import Identity

@@ -14,8 +14,8 @@ import click
 from pydantic import ConfigDict, TypeAdapter
 
 from ampaudit.core import interrupts
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, RankLost, first_line
+from ampaudit.core.session import Progress
 from ampaudit.core.torchrun import place_of
 from ampaudit.parallel.board import Board, rank_timeout
 from ampaudit.parallel.identity import Identity

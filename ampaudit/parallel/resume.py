@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError, OutputError
 from ampaudit.core.files import write_bytes
+from ampaudit.core.session import Progress
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.parallel.identity import CommandShare, Identity
 from ampaudit.parallel.parts import KIND, SCHEMA, AuditPart, PartFile, part_to_json, records_to_json

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, ReferenceBroken, first_line
+from ampaudit.core.session import Progress
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.config import NextInputs, Recorder, RunConfig, Steps

@@ -20,9 +20,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, InputError, first_line
 from ampaudit.core.files import temporary_directory, write_bytes
+from ampaudit.core.session import Progress
 from ampaudit.run.device import guarded, random_state, restore_random_state
 from ampaudit.run.fp32_check import reporting_model_failures
 from ampaudit.run.lockstep import GraphState, Interleaved, LockStep, Pair, SharedReference

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError
+from ampaudit.core.session import Progress
 from ampaudit.run.record import RunRecord
 
 __all__ = [

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ampaudit.core.config import silent
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import NumberFormat
+from ampaudit.core.session import silent
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import RunConfig, measure

@@ -17,10 +17,10 @@ from torch.amp import GradScaler
 
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
-from ampaudit.core.config import Progress, with_options
+from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.core.formats import low_precision_format
-from ampaudit.core.session import DEFAULT_SESSION, Session
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ampaudit.core.config import Progress, silent
+from ampaudit.core.session import Progress, silent
 from ampaudit.instruments.sensitivity.probe import PrecisionGraph, Sensitivities, ValueKind
 from ampaudit.report.tuning import TriedSet
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.core.config import silent
 from ampaudit.core.formats import FLOAT16
+from ampaudit.core.session import silent
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.load import load_file, policy_names

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter
 
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
-from ampaudit.core.config import Progress
-from ampaudit.core.session import Session
+from ampaudit.core.session import Progress, Session
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.parallel.identity import identity_of

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampaudit
-from ampaudit.core.config import silent
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.files import write_bytes
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import silent
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import load_policy, plain_fp32
 from ampaudit.report.model import Report

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.core.config import silent
 from ampaudit.core.formats import FLOAT16, NumberFormat
+from ampaudit.core.session import silent
 from ampaudit.policy import load_policy
 from ampaudit.policy.load import StartingScale
 from ampaudit.run.audit import Audit, RunConfig, run_audits

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from ampaudit.core.config import silent
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.core.session import silent
 from ampaudit.instruments.sensitivity import outputs
 from ampaudit.instruments.sensitivity.measuring import sensitivities_in
 from ampaudit.instruments.sensitivity.outputs import SensitivityProbe

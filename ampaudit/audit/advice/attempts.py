@@ -15,9 +15,9 @@ from ampaudit.audit.checks.interface import context_of
 from ampaudit.audit.checks.model_code import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.config import ScanConfig
-from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.session import Progress, silent
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.run.audit import RunConfig, run_audits

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ampaudit.checkpoint.header import MANIFEST, ONNX, PLAN, REPORT
-from ampaudit.core.config import Progress
 from ampaudit.core.errors import AuditError, RunFailed, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory
-from ampaudit.core.session import Session
+from ampaudit.core.session import Progress, Session
 from ampaudit.core.text import format_number, plural
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
