@@ -35,7 +35,7 @@ _MODULES = {
     "WeightsError": "ampaudit.core.errors",
     "Session": "ampaudit.core.session",
     "SourceConfig": "ampaudit.core.source_config",
-    "__version__": "ampaudit.core.version",
+    "__version__": "ampaudit.core",
     "ConvertConfig": "ampaudit.export.config",
     "VerifyConfig": "ampaudit.export.config",
     "convert": "ampaudit.export.convert",

@@ -13,6 +13,7 @@ from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs
 from ampaudit.benchmarking.config import BenchConfig as BenchConfig
 from ampaudit.ci.assertion import UnsafeModel as UnsafeModel
 from ampaudit.ci.config import CheckConfig as CheckConfig
+from ampaudit.core import __version__ as __version__
 from ampaudit.core.errors import AuditError as AuditError
 from ampaudit.core.errors import CouldNotAudit as CouldNotAudit
 from ampaudit.core.errors import InputError as InputError
@@ -27,7 +28,6 @@ from ampaudit.core.errors import UsageError as UsageError
 from ampaudit.core.errors import WeightsError as WeightsError
 from ampaudit.core.session import Session as Session
 from ampaudit.core.source_config import SourceConfig as SourceConfig
-from ampaudit.core.version import __version__ as __version__
 from ampaudit.devices.catalogue import Device
 from ampaudit.export.config import ConvertConfig as ConvertConfig
 from ampaudit.export.config import VerifyConfig as VerifyConfig

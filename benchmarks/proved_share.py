@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ampaudit.bounds import bound
-from ampaudit.bounds.domain import assumptions
+from ampaudit.bounds.analysis import assumptions
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.trace import trace

@@ -14,13 +14,13 @@ import torch
 from ampaudit.audit.checks import CheckContext
 from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import Bound, BoundTable, bound
-from ampaudit.bounds.domain import assumptions, contains
+from ampaudit.bounds.analysis import assumptions, contains
 from ampaudit.bounds.stored import format_of
+from ampaudit.core import __version__
 from ampaudit.core.errors import AuditError, InputError, ProofBroken
 from ampaudit.core.session import Progress, silent
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
-from ampaudit.core.version import __version__
 from ampaudit.policy import RuleSet
 from ampaudit.report.extrapolation import Stressed
 from ampaudit.run.attribution import Search

@@ -12,9 +12,9 @@ from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
 from ampaudit.audit.checks.coverage import gaps_of
 from ampaudit.audit.checks.interface import CheckContext, finding_source, source_of
 from ampaudit.audit.checks.outputs import accuracy_text
+from ampaudit.core import __version__
 from ampaudit.core.formats import BFLOAT16, WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
-from ampaudit.core.version import __version__
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOnGaps, Gap, GapKind, gate_on, verdict_on
 from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient

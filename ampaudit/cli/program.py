@@ -14,10 +14,10 @@ from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
 from ampaudit.cli.terminal import bound_size, make_printable, print_notes
+from ampaudit.core import __version__
 from ampaudit.core.errors import AuditError, did_you_mean, first_line
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.interrupts import INTERRUPTED
-from ampaudit.core.version import __version__
 
 __all__ = ["COMMANDS", "main", "run_command"]
 

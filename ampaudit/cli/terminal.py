@@ -13,7 +13,7 @@ import click
 
 from ampaudit.core.errors import OutputError
 from ampaudit.core.text import escape_control
-from ampaudit.render.plaintext import as_text
+from ampaudit.render.terminal import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console

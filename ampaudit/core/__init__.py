@@ -1,3 +1,7 @@
 """Shared foundations: errors, number formats, sites, text and files."""
 
 from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 import shlex
+import tokenize
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ampaudit.core.errors import UsageError
 
 __all__ = [
+    "Comment",
+    "comments_of",
     "differing_share",
     "escape_control",
     "escape_json",
@@ -33,7 +38,7 @@ __all__ = [
     "signal_to_noise_db",
 ]
 
-
+_COMMENT = re.compile(r"#\s*ampaudit:\s*ignore\[(?P<codes>[^\]]*)\]\s*(?P<reason>.*)")
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 # commands that the runners of GitHub, Azure and TeamCity execute when they read them in a log; the first ones
@@ -177,3 +182,37 @@ def share_db(share: float) -> float | None:
 def differing_share(db: float) -> float:
     """Return the share of differing integers for an accuracy in dB: the inverse of ``share_db``."""
     return math.pow(10.0, -db / 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Comment:
+    """One suppression comment.
+
+    Attributes:
+        line: Line number, from 1.
+        codes: Suppressed codes; empty for all.
+        reason: Text after the codes.
+        code: Source line, including the comment.
+    """
+
+    line: int
+    codes: tuple[str, ...]
+    reason: str
+    code: str
+
+
+def comments_of(text: str) -> list[Comment]:
+    """Find the suppression comments of a script, up to the first syntax error."""
+    comments: list[Comment] = []
+    if "ampaudit:" not in text:  # fast path: tokenizing large files is slow
+        return comments
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            match = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
+            if match:
+                codes = tuple(code.strip().upper() for code in match["codes"].split(",") if code.strip())
+                reason = match["reason"].strip() or "no reason given"
+                comments.append(Comment(token.start[0], codes, reason, token.line.strip()))
+    except (SyntaxError, tokenize.TokenError):
+        return comments
+    return comments

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from ampaudit.checkpoint.header import BESIDE_WEIGHTS, MANIFEST
+from ampaudit.core import __version__
 from ampaudit.core.errors import WeightsError, first_line
 from ampaudit.core.untrusted import (
     MAX_TABLE,
@@ -25,7 +26,6 @@ from ampaudit.core.untrusted import (
     read_bounded,
     validate,
 )
-from ampaudit.core.version import __version__
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.weight_files import StoredTensor, WeightFiles
 from ampaudit.policy.schema import Constants

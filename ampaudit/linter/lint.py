@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ampaudit.core import __version__
 from ampaudit.core.config import given_paths, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
-from ampaudit.core.version import __version__
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.discovery import UNUSED_SUPPRESSION
 from ampaudit.linter.linting import LintedFile, lint_files

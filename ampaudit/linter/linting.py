@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ampaudit.core.comments import Comment, comments_of
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.session import Progress, silent
+from ampaudit.core.text import Comment, comments_of
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Applicability, Certainty, Diagnostic, Fix

@@ -14,9 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ampaudit.audit.config import Rules, ScanConfig, rules_of
+from ampaudit.core import __version__
 from ampaudit.core.config import Config
 from ampaudit.core.errors import UsageError
-from ampaudit.core.version import __version__
 from ampaudit.source import ModelSource
 from ampaudit.source.user_code import GIVEN_FILE
 from ampaudit.trace.entry import tensor_leaves

@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 from ampaudit.checkpoint.header import CALL_FILES, RECORDING, TORCH_NAMES, TensorEntry, call_file, laid_out
+from ampaudit.core import __version__
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import OutputError, UsageError, first_line
 from ampaudit.core.files import check_directory, write_text
 from ampaudit.core.text import escape_control, format_bytes, plural
 from ampaudit.core.untrusted import describe, describe_path
-from ampaudit.core.version import __version__
 from ampaudit.recording.config import RecordConfig
 from ampaudit.source.inputs import structure_of
 from ampaudit.source.unwrapping import unwrapped

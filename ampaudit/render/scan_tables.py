@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
 from pathlib import PurePath
 
+from markupsafe import Markup
+
 from ampaudit.core.formats import format_named
-from ampaudit.core.text import escape_control, format_bytes, format_number, listed, plural, shell_quoted
+from ampaudit.core.text import (
+    escape_control,
+    format_bytes,
+    format_number,
+    format_power,
+    format_scale,
+    listed,
+    plural,
+    shell_quoted,
+)
 from ampaudit.policy.schema import AS_IS
-from ampaudit.render.blocks import Block, Line, Section, Table, line, tabulate
-from ampaudit.report.extrapolation import Proofs
+from ampaudit.render.blocks import Block, Line, Section, Table, facts, line, tabulate
+from ampaudit.render.findings import TOP
+from ampaudit.report.extrapolation import Proofs, SizeGrowth, Sweep
+from ampaudit.report.gradients import BackwardReport, ScaleAdvice
 from ampaudit.report.model import AgainstReport, OutputAccuracy, Report, SiteReport
+from ampaudit.report.steps import StepGrowth, StepReport, StepsReport
 
 __all__ = [
     "against_sections",
     "all_sites",
+    "gradient_sections",
     "level_sections",
     "path_sections",
+    "scales_that_suit",
+    "step_section",
+    "step_sentences",
+    "steps_svg",
     "summary_rows",
+    "sweep_chart",
+    "sweep_sections",
+    "sweep_words",
     "weights_in_words",
 ]
 
+_ROWS = 8
+_NUMBERS = 6  # step numbers listed in a sentence
+_LINE = 14  # height of a text in the chart
+_MAX_TRACES = 3  # the first step, later ones, and those whose state has other dtypes
+_STEPS_WIDTH, _STEPS_HEIGHT, _LEFT, _TOP = 380, 110, 36, 12
+_SWEEP_WIDTH, _HEIGHT, _MARGIN = 560, 150, 30
+_STYLES = {"pass": "bold green", "fail": "bold red", "not run": "bold yellow"}
+_VERBS = (("pass", "passes", "pass"), ("fail", "fails", "fail"), ("not run", "was not run", "were not run"))
+_EVERY = 2  # step between the exponents in the table of scales; the JSON report has all
+_BAR = 20
 _OUTPUTS = 4
 _SHOWN = 5
 _WIDTH = 36
@@ -300,3 +334,349 @@ def against_sections(against: AgainstReport, *, full: bool = False) -> Iterator[
 
 def _listed(sites: Sequence[str], *, full: bool) -> str:
     return listed(list(map(escape_control, sites)), len(sites) if full else _SHOWN)
+
+
+def sweep_words(sweep: Sweep) -> str:
+    """Summarize the verdicts: ``length 64, 256 pass, and 21840 would overflow (extrapolated)``."""
+    clauses = []
+    for verdict, one, several in _VERBS:
+        values = [str(size.value) for size in sweep.values if size.verdict == verdict]
+        if values:
+            clauses.append(f"{', '.join(values)} {one if len(values) == 1 else several}")
+    ahead = "" if sweep.soonest is None else f", and {sweep.soonest.crossing} would overflow (extrapolated)"
+    return f"{sweep.axis} {', '.join(clauses)}{ahead}"
+
+
+def sweep_sections(sweep: Sweep, *, full: bool = True) -> Iterator[Section]:
+    """Render one row per size, then one per site that overflows at some size."""
+    rows: list[list[str | Line]] = []
+    axis = escape_control(sweep.axis)
+    for size in sweep.values:
+        bits = "" if size.headroom_bits is None else f"{size.headroom_bits:.1f} bits"
+        word = line((size.verdict.upper(), _STYLES[size.verdict]))
+        breaks = str(size.errors) if size.errors else ""
+        rows.append([f"{size.value:,}", word, breaks, bits, escape_control(size.nearest or ""), size.output])
+    table = tabulate((axis, "", "breaks", "least headroom", "at", "output"), rows, left=("", "at"))
+    missed = [size for size in sweep.values if size.verdict == "not run"]
+    remarks = [line(f"{size.value:,} was not run: {size.problem}") for size in missed]
+    if len(sweep.values) - len(missed) > 1:
+        remarks.append(line(f"The rest of this report is about {sweep.axis} {sweep.shown:,}."))
+    yield Section((table, *remarks), f"Sweep over {sweep.axis}")
+    if sweep.growth:
+        growth = sweep.growth if full else sweep.growth[:_SHOWN]
+        heads = ("site", f"overflows at {axis}", "between", "peak grows", "")
+        rows = [_growth_cells(site, axis) for site in growth]
+        yield Section((tabulate(heads, rows, left=("peak grows", "")),), "Growth with size")
+
+
+def _growth_cells(growth: SizeGrowth, axis: str) -> list[str | Line]:
+    high = "?" if growth.high is None else f"{growth.high:,}"
+    sizes = sum(peak is not None for peak in growth.peaks)
+    form = {
+        "power": f"as {axis}^{growth.exponent or 0:.2f}",
+        "linear": "linearly",
+        "logarithmic": "as a logarithm",
+    }
+    fit = f"{form[growth.form]}, R^2 {growth.r_squared:.4f} of {sizes} sizes"
+    how = ("extrapolated", "yellow") if growth.extrapolated else ("between sizes that were run", "")
+    return [
+        escape_control(growth.site),
+        f"{growth.crossing:,}",
+        f"{growth.low:,} and {high}",
+        fit,
+        line(how),
+    ]
+
+
+def sweep_chart(sweep: Sweep) -> Markup:
+    """Draw the least headroom over the size, both in log2, as SVG; empty for fewer than two points."""
+    points = [(size.value, size.headroom_bits) for size in sweep.values if size.headroom_bits is not None]
+    if len(points) < 2:
+        return Markup("")
+    ahead = sweep.soonest
+    ends = [*points, *([] if ahead is None else [(ahead.crossing, 0.0)])]
+    start, right = (math.log2(ends[index][0]) for index in (0, -1))
+    top, bottom = max(*(bits for _, bits in points), 1.0), min(*(bits for _, bits in points), 0.0)
+
+    def at(value: float, bits: float) -> tuple[float, float]:
+        x = _MARGIN + (math.log2(value) - start) / ((right - start) or 1.0) * (_SWEEP_WIDTH - 2 * _MARGIN)
+        y = _MARGIN / 2 + (top - bits) / (top - bottom) * (_HEIGHT - 1.5 * _MARGIN)
+        return round(x, 1), round(y, 1)
+
+    def path(style: str, *corners: tuple[float, float]) -> str:
+        joined = " ".join(f"{x},{y}" for x, y in corners)
+        return f'<polyline points="{joined}" fill="none" {style}/>'
+
+    solid = 'stroke="var(--lower)" stroke-width="2"'
+    parts = [path('stroke="var(--bad)"', at(points[0][0], 0.0), at(ends[-1][0], 0.0))]
+    parts.append(path(f'{solid} stroke-dasharray="5 4"', *(at(*point) for point in ends[-2:])))
+    parts.append(path(solid, *(at(*point) for point in points)))
+    for value, bits in points:
+        x, y = at(value, bits)
+        color = "var(--broken)" if bits < 0 else "var(--lower)"
+        title = f"<title>{value:,}: {bits:.1f} bits</title>"
+        parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{color}">{title}</circle>')
+    label = f'y="{_HEIGHT - 2}" text-anchor="middle" font-size="11" fill="var(--soft)"'
+    parts += [f'<text x="{at(value, 0.0)[0]}" {label}>{value:,}</text>' for value, _ in ends]
+    caption = f"Least headroom in bits over {sweep.axis}; below the line, values overflow."
+    caption += "" if ahead is None else " Dashed: extrapolated."
+    return Markup(
+        '<figure><figcaption>{said}</figcaption><svg role="img" aria-label="{said}" viewBox="0 0 {width} '
+        '{height}" style="width:100%;max-width:{width}px">{parts}</svg></figure>'
+    ).format(said=escape_control(caption), width=_SWEEP_WIDTH, height=_HEIGHT, parts=Markup("".join(parts)))
+
+
+def gradient_sections(backward: BackwardReport, dtype: str, count: int, *, full: bool) -> Iterator[Section]:
+    """Render losses, suitable scales, the table of scales, and the layers that limit them."""
+    yield Section((facts(_summary(backward, dtype)),), "Gradients")
+    advice = backward.advice
+    if advice is not None:
+        yield _scales(advice, dtype, 1 if full else _EVERY)
+        yield _layers(advice, len(advice.layers) if full else count)
+
+
+def _summary(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
+    yield "Loss", _losses(backward, dtype)
+    kind = "dynamic" if backward.dynamic else "fixed"
+    yield "Scale", f"{format_scale(backward.loss_scale)}, {kind} ({backward.scale_from})"
+    for number, text in enumerate(_suits(backward)):
+        yield "" if number else "Suits", text
+    if backward.frozen:
+        yield "Frozen", f"{len(backward.frozen)} parameters require no gradient"
+    for note in backward.notes:
+        yield "Note", escape_control(note)
+
+
+def scales_that_suit(backward: BackwardReport) -> str:
+    """Summarize the suitable scales in one line."""
+    advice = backward.advice
+    if advice is None:
+        return "no gradient is held in 16 bits"
+    if not advice.exists:
+        low, high = _ends(advice)
+        return f"no loss scale suits every layer: none fits both {high} and {low}"
+    return f"loss scales from 2^{advice.low} to 2^{advice.high} suit every layer"
+
+
+def _ends(advice: ScaleAdvice) -> tuple[str, str]:
+    """Return the layers that limit the scale from below and from above."""
+    return escape_control(advice.low_at or TOP), escape_control(advice.high_at or TOP)
+
+
+def _losses(backward: BackwardReport, dtype: str) -> str:
+    if not backward.losses:
+        return "none"
+    first = backward.losses[0]
+    values = [
+        f"{format_number(value)} in {name}" if value is not None else f"not finite in {name}"
+        for value, name in ((first.float32, "FP32"), (first.lower, dtype))
+    ]
+    if first.repaired is not None:
+        values.append(
+            f"{format_number(first.repaired)} with FP32's values where it breaks, as for the gradients"
+        )
+    more = f" (first of {len(backward.losses)} batches)" if len(backward.losses) > 1 else ""
+    return f"{', '.join(values)}{more}"
+
+
+def _suits(backward: BackwardReport) -> Iterator[str]:
+    advice = backward.advice
+    if advice is None:
+        yield "any: no gradient is held in 16 bits"
+        return
+    low, high = _ends(advice)
+    share = f"no more than {advice.share:.0%} of a layer's gradient"
+    if not advice.exists:
+        over = f"{high} overflows above 2^{advice.high}"
+        yield f"no single scale: {over}, {low} needs 2^{advice.low} to lose {share}"
+        return
+    fits = f"2^{advice.low} to 2^{advice.high}: nothing overflows"
+    use = f"; use {format_power(backward.suggested)}" if backward.suggested is not None else ""
+    yield f"{fits}, and {share} is flushed to zero{use}"
+    yield f"the lower end is set by {low}, the upper by {high}"
+
+
+def _scales(advice: ScaleAdvice, dtype: str, every: int) -> Section:
+    rows = [
+        (
+            f"2^{row.exponent}",
+            f"{row.flushed:.2%}",
+            "#" * round(row.flushed * _BAR),
+            str(row.overflowing) if row.overflowing else "",
+            "suits" if advice.low <= row.exponent <= advice.high else "",
+        )
+        for row in advice.rows[::every]
+    ]
+    table = tabulate(("scale", "flushed to zero", "", "overflow", ""), rows, left=("",))
+    return Section((table,), f"What each scale would do to the {dtype} gradients")
+
+
+def _layers(advice: ScaleAdvice, count: int) -> Section:
+    rows = [
+        (
+            escape_control(layer.layer or TOP),
+            format_number(layer.peak),
+            f"{layer.flushed:.2%}",
+            f"2^{layer.low} to 2^{layer.high}" if layer.low <= layer.high else "none",
+            escape_control(layer.high_at),
+        )
+        for layer in sorted(advice.layers, key=lambda layer: layer.high - layer.low)[:count]
+    ]
+    heads = ("layer", "largest", "flushed", "suits", "overflows first")
+    table = tabulate(heads, rows, left=("overflows first",))
+    return Section((table,), f"Layers with the least room, of {len(advice.layers)}")
+
+
+def step_section(steps: StepsReport, *, full: bool = False) -> Section:
+    """Render a table of all or the most telling steps, and sentences about them."""
+    visible = steps.steps if full else _most_telling(steps.steps)
+    rows = (
+        (
+            str(step.step),
+            _steps_accuracy(step),
+            "" if step.headroom_bits is None else f"{step.headroom_bits:.1f} bits",
+            escape_control(step.headroom_at),
+            _events(step),
+        )
+        for step in visible
+    )
+    heads = ("step", "accuracy", "headroom", "at", "")
+    table = tabulate(heads, rows, left=("at", ""))
+    more = "" if len(visible) == len(steps.steps) else f", {len(visible)} of {len(steps.steps)}; -v shows all"
+    sentences = (line(sentence) for sentence in step_sentences(steps))
+    return Section((table, *sentences), f"Steps{more}")
+
+
+def _most_telling(rows: Sequence[StepReport]) -> tuple[StepReport, ...]:
+    """Select the first, last and worst steps, the first one with each event, and some in between."""
+    events: tuple[Callable[[StepReport], bool], ...] = (
+        lambda step: step.broken,
+        lambda step: bool(step.flipped),
+        lambda step: step.poisoned,
+    )
+    indices = {round(index * (len(rows) - 1) / (_ROWS - 1)) for index in range(_ROWS)} if rows else set()
+    for happens in events:
+        indices |= {next((index for index, step in enumerate(rows) if happens(step)), 0)}
+    for figures in ([step.accuracy_db for step in rows], [step.headroom_bits for step in rows]):
+        measured = [(figure, index) for index, figure in enumerate(figures) if figure is not None]
+        indices |= {min(measured)[1]} if measured else set()
+    return tuple(step for index, step in enumerate(rows) if index in indices)
+
+
+def _steps_accuracy(step: StepReport) -> str:
+    if step.accuracy_db is not None:
+        return f"{step.accuracy_db:.0f} dB"
+    return "wrong" if step.output else "exact"
+
+
+def _events(step: StepReport) -> str:
+    events = []
+    if step.origins:
+        more = f" and {len(step.origins) - 1} more" if len(step.origins) > 1 else ""
+        events.append(f"{step.origins[0]}{more} out of range")
+    if step.broken_inputs:
+        events.append(f"next {', '.join(step.broken_inputs)} out of range")
+    if step.flipped:
+        events.append(f"another {', '.join(step.flipped)} in 16 bits")
+    if step.poisoned:
+        events.append("poisoned")
+    return escape_control("; ".join(events))
+
+
+def step_sentences(steps: StepsReport) -> Iterator[str]:
+    """Describe when values leave the range, what grows, and where the 16-bit run would choose differently."""
+    first, poisoned, flipped = steps.first_broken, steps.poisoned, steps.flipped
+    if steps.fed_back:
+        yield f"Fed back: {escape_control(steps.fed_back)}."
+    if first is not None:
+        what = (*first.origins, *(f"next_inputs: {name}" for name in first.broken_inputs))
+        more = f" and {len(what) - 1} more" if len(what) > 1 else ""
+        yield f"The first step out of range is {first.step}: {escape_control(what[0])}{more}."
+        if poisoned:
+            yield f"If nothing is repaired, it poisons {_steps(poisoned)}."
+        yield "After it, broken values are replaced by FP32's, within the range of the format."
+    for growth in steps.growth:
+        yield _growth(growth, len(steps.steps))
+    if flipped:
+        names = escape_control(", ".join(dict.fromkeys(n for step in steps.steps for n in step.flipped)))
+        choice = f"The 16-bit run would choose another {names} after {_steps(flipped)}"
+        yield f"{choice}; both runs go on with FP32's."
+    if steps.traces > _MAX_TRACES:
+        yield (
+            f"The model was traced {steps.traces} times, since the shapes or Python values of its inputs "
+            "change from step to step; tensors of a fixed size are faster."
+        )
+
+
+def _growth(growth: StepGrowth, count: int) -> str:
+    every = f"doubles every {format_number(growth.doubles_every)} steps"
+    name = escape_control(growth.name)
+    if growth.what == "error":
+        sentence = f"The error of {name} {every}"
+    else:
+        sentence = f"The largest value, at {name}, {every}"
+    if growth.reaches is None or growth.reaches <= count:
+        return f"{sentence}."
+    end = "lost its required accuracy" if growth.what == "error" else "left the range"
+    return f"{sentence}: at this rate it will have {end} at about step {growth.reaches}."
+
+
+def _steps(numbers: Sequence[int]) -> str:
+    """Format step numbers: ``step 12``, ``steps 3, 9 and 14``, ``steps 41 to 50``, or the first of many."""
+    if len(numbers) == 1:
+        return f"step {numbers[0]}"
+    if len(numbers) == numbers[-1] - numbers[0] + 1:
+        return f"steps {numbers[0]} to {numbers[-1]}"
+    listed = ", ".join(map(str, numbers[: _NUMBERS - 1]))
+    if len(numbers) >= _NUMBERS:
+        return f"{plural(len(numbers), 'step')} ({listed} ...)"
+    return f"steps {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def steps_svg(steps: StepsReport) -> str:
+    """Return static SVG charts of headroom and accuracy over the steps."""
+    headroom = [(step.step, step.headroom_bits) for step in steps.steps if step.headroom_bits is not None]
+    accuracy = [(step.step, step.accuracy_db) for step in steps.steps if step.accuracy_db is not None]
+    broken = {step.step for step in steps.steps if step.broken}
+    last = steps.steps[-1].step if steps.steps else 1
+    charts = ((headroom, "Headroom in bits", "--lower"), (accuracy, "Accuracy in dB", "--gradient"))
+    return "".join(
+        _panel(points, last, broken, label, color) for points, label, color in charts if len(points) > 1
+    )
+
+
+def _panel(points: Sequence[tuple[int, float]], last: int, broken: set[int], label: str, color: str) -> str:
+    values = [value for _, value in points]
+    low, high = min(0.0, *values), max(0.0, *values)
+    high = high if high > low else low + 1.0
+
+    def x(step: int) -> float:
+        return _LEFT + (_STEPS_WIDTH - _LEFT - 8) * (step - 1) / max(last - 1, 1)
+
+    def y(value: float) -> float:
+        return _TOP + (_STEPS_HEIGHT - 2 * _TOP) * (high - value) / (high - low)
+
+    path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+    marks = "".join(
+        f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.5" fill="var(--broken)">'
+        f"<title>step {step} leaves the range</title></circle>"
+        for step, value in points
+        if step in broken
+    )
+    ticks = (high, *((0.0,) if low < 0.0 < high and y(0.0) - y(high) > _LINE < y(low) - y(0.0) else ()), low)
+    texts = "".join(
+        f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.0f}</text>'
+        for value in ticks
+    )
+    caption = escape(f"{label} over {plural(last, 'step')}: from {values[0]:.1f} to {values[-1]:.1f}")
+    return (
+        f'<figure class="steps"><figcaption>{escape(label)}</figcaption>'
+        f'<svg role="img" aria-label="{caption}" viewBox="0 0 {_STEPS_WIDTH} {_STEPS_HEIGHT + 14}"'
+        f' width="100%">'
+        f'<line x1="{_LEFT}" x2="{_STEPS_WIDTH - 8}" y1="{y(0.0):.1f}" y2="{y(0.0):.1f}"'
+        f' stroke="var(--line)"/>'
+        f'{texts}<text x="{_LEFT}" y="{_STEPS_HEIGHT + 10}">1</text>'
+        f'<text x="{_STEPS_WIDTH - 8}" y="{_STEPS_HEIGHT + 10}" text-anchor="end">step {last}</text>'
+        f'<polyline points="{path}" fill="none" stroke="var({color})" stroke-width="2"/>{marks}'
+        "</svg></figure>"
+    )

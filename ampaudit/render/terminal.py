@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,10 +13,12 @@ from rich.text import Text
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.grid import UncutTable, hanging, labelled, open_table
-from ampaudit.render.plaintext import as_text
 from ampaudit.report.documents import Document
 
-__all__ = ["printable", "to_text"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["as_text", "printable", "to_text"]
 
 
 def printable(sections: Iterable[Section]) -> Group:
@@ -67,3 +71,18 @@ def _table(table: Table) -> RenderableType:
     for row in table.rows:
         grid.add_row(*(_text(cell, fold=table.fold) for cell in row))
     return grid
+
+
+def as_text(printed: Callable[[Console], None], width: int, *, terminal: bool = False) -> str:
+    """Return printed output as text without colors and trailing blanks.
+
+    Args:
+        printed: Function that prints to a console.
+        width: Width in characters at which lines wrap.
+        terminal: Whether tables must fit that width as well, instead of being as wide as their content.
+    """
+    from rich.console import Console
+
+    stream = io.StringIO()
+    printed(Console(file=stream, width=width, highlight=False, color_system=None, force_terminal=terminal))
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().split("\n")[:-1])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.blocks import Line, Section, line
-from ampaudit.render.sweep import sweep_words
+from ampaudit.render.scan_tables import sweep_words
 from ampaudit.report.finding import OTHER_FUNCTION, GapKind, Severity, counts_in_words, gaps_in_words
 from ampaudit.report.model import Report
 

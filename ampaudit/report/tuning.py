@@ -8,11 +8,36 @@ from typing import Literal
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.finding import Source
 from ampaudit.report.model import Environment, InputsInfo, ModelInfo, ToolInfo
-from ampaudit.report.noise import Noise
 
-__all__ = ["FrontierPoint", "KeptOp", "KeptWeight", "TriedSet", "TuningReport"]
+__all__ = ["FrontierPoint", "KeptOp", "KeptWeight", "Noise", "NoiseKind", "TriedSet", "TuningReport"]
 
+NoiseKind = Literal["op", "weight", "cast", "gradient", "jump"]
 Why = Literal["range", "accuracy", "decision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The error that one rounding adds to the outputs, or to the gradients of the parameters.
+
+    Attributes:
+        name: Id of a site, or name of a weight or an input.
+        kind: ``op``, ``weight``, ``cast`` for the casts of an op's inputs, ``gradient`` for the backward of
+            an op, or ``jump`` for values that rounding moves across an edge of the op's derivative.
+        db: Accuracy in dB if nothing else were rounded, in the batch and output with the largest error;
+            ``None`` if exact.
+        share: Share of the whole error there, from 0 to 1.
+        layer: Module path of the op.
+        op: Name of the ATen op.
+        source: Line of the model's code.
+    """
+
+    name: str
+    kind: NoiseKind
+    db: float | None
+    share: float
+    layer: str = ""
+    op: str = ""
+    source: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)

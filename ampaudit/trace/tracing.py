@@ -17,7 +17,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import Decision, Measurement, RuleSet, plain_fp32
 from ampaudit.policy.decide import PlanSite, plan_graph
-from ampaudit.trace.backward.graphs import separate_backwards
+from ampaudit.trace.backward.tracer import separate_backwards
 from ampaudit.trace.capture import Dimensions, TraceConfig, capture
 from ampaudit.trace.entry import layer_path, named_inputs, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors

@@ -28,7 +28,7 @@ from ampaudit.core.text import plural
 from ampaudit.report.training import Health, ParameterHealth, StepRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name, torch_dtype
-from ampaudit.training.agreement import own_part
+from ampaudit.training.prepare import own_part
 
 __all__ = ["LoopFormat", "OptimizerMonitor", "WrittenState"]
 

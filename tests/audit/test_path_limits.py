@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ampaudit
 from ampaudit.core.errors import AuditError, RunFailed, TraceFailed
-from ampaudit.run import executors
+from ampaudit.run import runner
 from ampaudit.trace.path import recorder
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -79,13 +79,13 @@ def test_proofs_say_that_they_are_about_this_path() -> None:
 
 def test_each_path_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
-    own = executors.trace
+    own = runner.trace
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         traced.append(own(*args, **kwargs))
         return traced[-1]
 
-    monkeypatch.setattr(executors, "trace", counted)
+    monkeypatch.setattr(runner, "trace", counted)
     batches = [X, X * 1.1, -X, X * 0.9, -X * 2]
     ways = {bool(Branch().inner(x).sum() > 0) for x in batches}
     report = ampaudit.scan(Branch(), batches=batches, policy="half")

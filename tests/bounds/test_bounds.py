@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampaudit.bounds import BoundTable, bound
-from ampaudit.bounds.domain import assumptions
+from ampaudit.bounds.analysis import assumptions
 from ampaudit.bounds.interval import from_tensor
 from ampaudit.bounds.transfers import DuplicateTransfer, transfer
 from ampaudit.core.assumptions import parse_assumption

@@ -22,10 +22,10 @@ from ampaudit.audit.metric import metric_of
 from ampaudit.ci.check import Limits, check_all
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.ci.judge import check_codes, judge, known_target, measured_in
+from ampaudit.core import __version__
 from ampaudit.core.errors import UsageError
 from ampaudit.core.session import Session, silent
 from ampaudit.core.text import parse_size
-from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.discovery import RuleSelection

@@ -19,7 +19,7 @@ from rich.console import Console
 import ampaudit.cli.progress as progress_module
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import _ASCII, _HANDLER, make_printable
-from ampaudit.render.plaintext import as_text
+from ampaudit.render.terminal import as_text
 from tests.support.paths import ROOT
 from tests.support.saved import PLACE
 

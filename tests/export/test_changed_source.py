@@ -14,8 +14,8 @@ from ampaudit import convert
 from ampaudit.core.errors import SourceError
 from ampaudit.export import convert as by_name
 from ampaudit.export import convert as whole
-from ampaudit.export import huggingface
 from ampaudit.export.config import ConvertConfig
+from ampaudit.export.convert import copy_companions
 from ampaudit.export.weight_files import WeightFiles, write_weights
 
 Write = Callable[[str], Path]
@@ -78,12 +78,12 @@ def test_a_link_that_leads_out_is_not_copied(tmp_path: Path) -> None:
     target.mkdir()
     (source / "readme.txt").write_text("hello")
     (source / "again.txt").symlink_to("readme.txt")
-    huggingface.copy_companions(source, target, tmp_path / "elsewhere")
+    copy_companions(source, target, tmp_path / "elsewhere")
     assert sorted(path.name for path in target.iterdir()) == ["again.txt", "readme.txt"]
     (source / "notes.txt").symlink_to(tmp_path / "secret")
     (tmp_path / "second").mkdir()
     with pytest.raises(SourceError, match=r"notes\.txt is a link to .*secret"):
-        huggingface.copy_companions(source, tmp_path / "second", tmp_path / "elsewhere")
+        copy_companions(source, tmp_path / "second", tmp_path / "elsewhere")
     assert "key" not in [path.read_text() for path in (tmp_path / "second").iterdir()]
 
 
@@ -95,6 +95,6 @@ def test_the_cache_of_hugging_face_consists_of_links(tmp_path: Path) -> None:
     (repository / "blobs" / "123").write_text("tokens")
     (source / "vocab.txt").symlink_to("../../blobs/123")
     (tmp_path / "out").mkdir()
-    huggingface.copy_companions(source, tmp_path / "out", tmp_path / "elsewhere")
+    copy_companions(source, tmp_path / "out", tmp_path / "elsewhere")
     assert (tmp_path / "out" / "vocab.txt").read_text() == "tokens"
     assert not (tmp_path / "out" / "vocab.txt").is_symlink()

@@ -11,9 +11,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ampaudit.core.errors import AuditError, InputError, RunFailed
 from ampaudit.core.sites import SiteId
-from ampaudit.parallel.board import Board
 from ampaudit.parallel.identity import Identity
-from ampaudit.parallel.ranks import RankShare
+from ampaudit.parallel.ranks import Board, RankShare
 from ampaudit.run.measure import Observation
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import Failure, PartRecords, join_parts

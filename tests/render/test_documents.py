@@ -20,7 +20,7 @@ from ampaudit.render.blocks import Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.json import json_schema
 from ampaudit.render.render import FORMAT_REGISTRY, as_file, for_terminal, formats_of
-from ampaudit.render.steps import step_section
+from ampaudit.render.scan_tables import step_section
 from ampaudit.render.view import View
 from ampaudit.report.documents import DOCUMENTS, parse_document
 from ampaudit.report.steps import StepReport, StepsReport

@@ -17,17 +17,15 @@ from ampaudit.core.errors import UsageError
 from ampaudit.render.blocks import Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.html.page import to_html
-from ampaudit.render.noise import format_accuracy, noise_section
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.terminal import printable
 from ampaudit.render.training_plot import plot_bench, plot_training
 from ampaudit.render.tuning_plot import frontier_figure, plot_tuning
-from ampaudit.render.tuning_tables import tuning_tables
+from ampaudit.render.tuning_tables import format_accuracy, noise_section, tuning_tables
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.documents import parse_document
-from ampaudit.report.noise import Noise
 from ampaudit.report.training import TrainingReport
-from ampaudit.report.tuning import TuningReport
+from ampaudit.report.tuning import Noise, TuningReport
 from tests.support.browser import Open
 from tests.support.saved import sample, saved_report, text_of
 from tests.support.tuned import SENSITIVITY, hostile, tuned, tuned_short
@@ -92,7 +90,7 @@ def test_stacked_layers_share_a_row_that_shows_the_worst_of_them() -> None:
 
 def tables(report: TuningReport) -> str:
     """The tables with stacked layers merged, as Markdown and pages have them."""
-    from ampaudit.render.plaintext import as_text
+    from ampaudit.render.terminal import as_text
 
     sections = printable(tuning_tables(report, full=False, grouped=True))
     return as_text(lambda console: console.print(sections), 200)
@@ -106,7 +104,7 @@ def test_a_terminal_shows_ten_lines_and_the_rest_on_demand() -> None:
 
 
 def lines_of(report: TuningReport, verbosity: int) -> Iterator[str]:
-    from ampaudit.render.plaintext import as_text
+    from ampaudit.render.terminal import as_text
 
     yield from as_text(lambda console: console.print(for_terminal(report, verbosity)), 200).splitlines()
 

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from ampaudit.cli.program import main
 from ampaudit.core.sites import SiteId
-from ampaudit.render.plaintext import as_text
 from ampaudit.render.render import as_file, for_terminal
+from ampaudit.render.terminal import as_text
 from ampaudit.report.documents import Document
 from tests.support.saved import NAMES, saved, saved_report
 

@@ -9,9 +9,9 @@ from torch import nn
 from ampaudit.core.formats import low_precision_format
 from ampaudit.policy.load import load_policy
 from ampaudit.run.config import RunConfig
-from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.record import RunRecord
+from ampaudit.run.runner import ExecutorCache
 from ampaudit.source.interface import Batch
 
 

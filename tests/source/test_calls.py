@@ -20,7 +20,7 @@ from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.render.render import as_file
 from ampaudit.report.finding import Severity
-from ampaudit.run import executors
+from ampaudit.run import runner
 from ampaudit.source import Batch
 from ampaudit.source.inputs import recorded_calls
 from ampaudit.source.user_code import module_from_file
@@ -76,13 +76,13 @@ def test_calls_of_one_shape_share_a_trace(
     calls: Path, model_file: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[Any] = []
-    original = executors.trace
+    original = runner.trace
 
     def counting(model: nn.Module, args: Any, *rest: Any, **options: Any) -> Any:
         traced.append(args[0].shape)
         return original(model, args, *rest, **options)
 
-    monkeypatch.setattr(executors, "trace", counting)
+    monkeypatch.setattr(runner, "trace", counting)
     ampaudit.scan(str(model_file(MODEL)), policy="half", source=SourceConfig(inputs=calls))
     assert sorted(traced) == [(1, 8), (2, 8)]
 

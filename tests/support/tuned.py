@@ -8,8 +8,7 @@ from ampaudit.core.sites import SourceLine
 from ampaudit.instruments.sensitivity import Sensitivity
 from ampaudit.report.finding import Source
 from ampaudit.report.model import GIVEN, Environment, ModelInfo, ToolInfo
-from ampaudit.report.noise import Noise
-from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, TriedSet, TuningReport
+from ampaudit.report.tuning import FrontierPoint, KeptOp, KeptWeight, Noise, TriedSet, TuningReport
 
 __all__ = ["NOISE", "SENSITIVITY", "hostile", "tuned", "tuned_short"]
 

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ampaudit.audit.checks.interface import finding_about
-from ampaudit.core.comments import comments_of
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import comments_of
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.report.finding import Finding, Source

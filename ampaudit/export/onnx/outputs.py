@@ -27,9 +27,9 @@ from ampaudit.policy.schema import AS_IS
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.run.config import RunConfig
 from ampaudit.run.device import pick_device
-from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.record import RunRecord
+from ampaudit.run.runner import ExecutorCache
 from ampaudit.source import Batch
 from ampaudit.source.onnx.files import read_onnx, torch_dtype_of
 from ampaudit.source.onnx.model import OnnxModel

@@ -24,7 +24,7 @@ from ampaudit.instruments.sensitivity.probe import (
     SensitivityPart,
     ValueKind,
 )
-from ampaudit.report.noise import Noise, NoiseKind
+from ampaudit.report.tuning import Noise, NoiseKind
 from ampaudit.run.audit import Audit
 from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.config import RunConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ampaudit.core import __version__
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, format_bytes, listed, model_file, plural, shell_quoted
-from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
 from ampaudit.render.findings import Alert, Suite, relative_path
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_section

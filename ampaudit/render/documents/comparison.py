@@ -9,8 +9,7 @@ from ampaudit.core.text import escape_control, format_bytes, listed, plural, sho
 from ampaudit.render.blocks import Line, Section, line, tabulate
 from ampaudit.render.documents.scan import ScanView, reports_page
 from ampaudit.render.findings import Suite
-from ampaudit.render.gradients import scales_that_suit
-from ampaudit.render.sweep import sweep_words
+from ampaudit.render.scan_tables import scales_that_suit, sweep_words
 from ampaudit.render.verdict import MARKS, VERDICT_STYLES
 from ampaudit.render.view import Row, Strip, View, ViewPage
 from ampaudit.report.finding import Severity, gaps_in_words

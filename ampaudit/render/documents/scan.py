@@ -9,17 +9,18 @@ from ampaudit.core.instruments import instruments
 from ampaudit.core.text import escape_control, format_number, short_op
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
 from ampaudit.render.findings import TOP, Suite, alert_of, combined_section, finding_sections, relative_path
-from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_tables import (
     against_sections,
     all_sites,
+    gradient_sections,
     level_sections,
     path_sections,
+    scales_that_suit,
+    step_section,
     summary_rows,
+    sweep_sections,
     weights_in_words,
 )
-from ampaudit.render.steps import step_section
-from ampaudit.render.sweep import sweep_sections
 from ampaudit.render.verdict import verdict_section, verdict_words
 from ampaudit.render.view import Cell, Row, Strip, View, ViewPage, strips_of
 from ampaudit.report.finding import Severity, gaps_in_words, threshold
@@ -182,8 +183,7 @@ class ScanView(View[Report]):
 
 def reports_page(reports: Sequence[Report]) -> ViewPage:
     """Return a page for one policy, or for several to choose from."""
-    from ampaudit.render.html.figures import figure_data
-    from ampaudit.render.html.views import page_values
+    from ampaudit.render.html.figures import figure_data, page_values
 
     data = [figure_data(report) for report in reports]
     scans = [ScanView(report) for report in reports]

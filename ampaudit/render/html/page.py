@@ -15,8 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
+from ampaudit.core import __version__
 from ampaudit.core.text import escape_control, format_number, format_power, format_scale
-from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Table
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import relative_path

@@ -27,10 +27,10 @@ from ampaudit.run.against.matching import (
 )
 from ampaudit.run.backends import Float32Backend
 from ampaudit.run.config import RunConfig
-from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.fp32_check import is_broken
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.record import RunRecord
+from ampaudit.run.runner import ExecutorCache
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Site

@@ -18,7 +18,7 @@ from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile, torch_dtype_of
 from ampaudit.source.onnx.names import NodeNames, layer_name, parameter_place, plain_domain
-from ampaudit.source.onnx.ops.table import function_for
+from ampaudit.source.onnx.ops import function_for
 from ampaudit.source.onnx.values import (
     FLOATS,
     MISFITS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ampaudit.source.onnx.ops.table import function_for_name
+from ampaudit.source.onnx.ops import function_for_name
 from tests.support.onnx_known_failures import KNOWN_FAILURES
 from tests.support.onnx_nodes import NodeTest, node_tests
 from tests.support.paths import ROOT
