@@ -85,24 +85,21 @@ _TAKES_AWAY = {
     "steps": Need.ONE_STEP,
     "sweep": Need.ONE_SIZE,
     "memory": Need.WHOLE_MODEL,
-    "contract": Need.OWN_ARITHMETIC,
     "against": Need.OWN_REFERENCE,
 }
-_TRIES_CHANGES = RUNS | {Need.FORWARD_ONLY, Need.ONE_SIZE, Need.OWN_REFERENCE}
 _NEEDS: Mapping[str, Collection[Need]] = {
     "static": {Need.LOW_PRECISION},
     "assume": {Need.ONE_STEP},
-    "prove": {Need.LOW_PRECISION, Need.ONE_STEP, Need.OWN_REFERENCE},
+    "prove": {Need.LOW_PRECISION, Need.ONE_STEP},
     "contract": {Need.LOW_PRECISION, Need.FORWARD_ONLY},
     "memory": {Need.RUN, Need.FORWARD_ONLY, Need.ONE_STEP},
     "sweep": RUNS,
     "backward": RUNS,
     "steps": RUNS | {Need.FORWARD_ONLY},
-    "advise": _TRIES_CHANGES,
-    "diff": _TRIES_CHANGES,
-    "stress": _TRIES_CHANGES | {Need.ONE_STEP},
-    "against": RUNS
-    | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.WHOLE_MODEL, Need.OWN_ARITHMETIC},
+    "advise": RUNS | {Need.FORWARD_ONLY},
+    "diff": RUNS | {Need.FORWARD_ONLY},
+    "stress": RUNS | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.OWN_REFERENCE},
+    "against": RUNS | {Need.FORWARD_ONLY, Need.ONE_STEP, Need.ONE_SIZE, Need.WHOLE_MODEL},
     **{instrument.name: instrument.needs for instrument in instruments()},
 }
 

@@ -32,7 +32,6 @@ class Need(Enum):
     ONE_STEP = "a single step"
     ONE_SIZE = "one size of the inputs"
     WHOLE_MODEL = "the whole model at once"
-    OWN_ARITHMETIC = "the arithmetic of the format"
     OWN_REFERENCE = "the model's own FP32 as its reference"
 
 
