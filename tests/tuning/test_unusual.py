@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.audit.inputs import within_drop
+from ampaudit.audit.metric import within_drop
 from ampaudit.core.errors import AuditError
 from ampaudit.report.tuning import TuningReport
 from ampaudit.tuning.search import Accuracy, Choice
