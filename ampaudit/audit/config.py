@@ -173,7 +173,7 @@ class PlanConfig(PolicyConfig):
             parse_size(self.memory)
 
 
-class ScanConfig(*(instrument.options for instrument in instruments()), PlanConfig):  # type: ignore[misc]
+class ScanConfig(*(instrument.options for instrument in reversed(instruments())), PlanConfig):  # type: ignore[misc]
     """Options of ``scan``, including those of the instruments."""
 
     policy: Annotated[Rules, Option("Policy name or rule file; separate several with commas.")] = "ampaudit"

@@ -32,7 +32,7 @@ class Recorder:
     def following(self, observer: Observer, program: Program) -> Observer:
         """Return the observer of the next run, which may wrap the usual one.
 
-        A batch that breaks is run twice, the second time with repairs.
+        A call that breaks is run twice, the second time with repairs.
         """
         del program
         return observer
@@ -40,14 +40,14 @@ class Recorder:
     def finish(
         self, executor: LockStep, outputs: list[Pair], unrepaired: list[Pair], number: int, title: str
     ) -> None:
-        """Evaluate a batch after its last run.
+        """Evaluate a call after its last run: a batch, or a step of one.
 
         Args:
             executor: Executor of the run.
             outputs: Outputs of the run that was followed last.
             unrepaired: Outputs of the run without repairs.
-            number: Number of the batch.
-            title: Name of the batch in messages.
+            number: Number of the call.
+            title: Name of the call in messages.
         """
 
     def skip(self, executor: LockStep) -> None:

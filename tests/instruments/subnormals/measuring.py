@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from ampaudit.instruments.subnormals import INSTRUMENT, Subnormals
+from torch.utils import _pytree as pytree
 
 from ampaudit.audit.instruments import Measuring
 from ampaudit.core.formats import NumberFormat
@@ -38,25 +39,28 @@ class _Count(WrappedObserver):
         self._tiny = tiny
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        if step.site is not None and step.dtypes[0] is torch.float16:
-            size = value.abs()
-            self.layers[step.site.layer] += int(((size > 0) & (size < self._tiny)).sum())
+        for result, dtype in zip(pytree.tree_leaves(value), step.dtypes, strict=False):
+            if step.site is not None and dtype is torch.float16:
+                size = result.abs()
+                self.layers[step.site.layer] += int(((size > 0) & (size < self._tiny)).sum())
         return super().observe(step, reference, value, call)
 
 
 class _Recorder(Recorder):
     def __init__(self, config: RunConfig) -> None:
         self._tiny = config.number_format.min_normal
-        self._count: _Count | None = None
+        self._count = _Count(Observer(), self._tiny)
+        self._layers: Counter[str] = Counter()
 
     def following(self, observer: Observer, program: Program) -> Observer:
         self._count = _Count(observer, self._tiny)
         return self._count
 
+    def finish(self, *_: Any) -> None:
+        self._layers += self._count.layers  # of the last run: with repairs, if there were any
+
     def take(self, record: RunRecord) -> None:
-        if self._count is not None:
-            record.parts[INSTRUMENT.name] = SubnormalsPart(+self._count.layers)
-        self._count = None
+        record.parts[INSTRUMENT.name], self._layers = SubnormalsPart(self._layers), Counter()
 
 
 class _Measuring(Measuring):
