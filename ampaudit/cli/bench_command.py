@@ -19,6 +19,7 @@ from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.render.render import keeping
 from ampaudit.report.bench import BenchReport
 
 __all__ = ["bench_command"]
@@ -59,8 +60,6 @@ def _measured(location: str, options: dict[str, Any]) -> BenchReport:
 
 
 def _deliver(report: BenchReport, options: dict[str, Any]) -> None:
-    from ampaudit.render.render import keeping
-
     deliver_document(report, options)
     if options["plot"] is not None:
         from ampaudit.render.training_plot import plot_bench

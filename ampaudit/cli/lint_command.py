@@ -24,6 +24,7 @@ from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control
 from ampaudit.linter.config import LintConfig, read_lint_config
+from ampaudit.render.render import keeping
 
 if TYPE_CHECKING:
     from ampaudit.linter.linting import LintedFile
@@ -60,7 +61,6 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     """
     from ampaudit.core.pyproject import find_config
     from ampaudit.linter.lint import lint_report
-    from ampaudit.render.render import keeping
 
     if options["fix"] and options["diff"]:
         raise click.UsageError("--fix and --diff cannot be combined")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.terminal import as_text, print_notes, show
-from ampaudit.render.render import chosen_format
+from ampaudit.render.render import as_file, check_format, chosen_format, for_terminal, keeping
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,8 +30,6 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
         document: Document of any kind.
         options: Options of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
     """
-    from ampaudit.render.render import as_file, check_format, for_terminal, keeping
-
     output: Path | None = options.get("output")
     verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
     form = chosen_format(options["form"], output)

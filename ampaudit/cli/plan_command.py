@@ -20,6 +20,7 @@ from ampaudit.cli.options import (
 from ampaudit.cli.output import deliver_document
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.render.render import keeping
 
 if TYPE_CHECKING:
     from ampaudit.report.plan import PlanReport
@@ -63,7 +64,6 @@ def _restricted(plan: PlanReport, glob: str) -> PlanReport:
     import difflib
 
     from ampaudit.core.text import escape_control
-    from ampaudit.render.render import keeping
 
     if report := plan.restricted(glob):
         return report

@@ -26,6 +26,7 @@ from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.render.render import keeping
 from ampaudit.report.finding import Severity
 
 if TYPE_CHECKING:
@@ -121,7 +122,6 @@ def _resumed(share: CommandShare | None, options: dict[str, Any]) -> CommandShar
 def _write_policy(report: Report, path: Path, *, force: bool) -> None:
     """Write the policy for all errors, or say why there is none."""
     from ampaudit.core.files import write_text
-    from ampaudit.render.render import keeping
 
     combined = report.combined
     if combined is None:

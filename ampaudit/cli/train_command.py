@@ -21,6 +21,7 @@ from ampaudit.cli.output import deliver_document
 from ampaudit.cli.terminal import print_notes
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.render.render import keeping
 from ampaudit.report.training import TrainingReport
 from ampaudit.training.config import TrainConfig
 
@@ -69,8 +70,6 @@ def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
 
 
 def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
-    from ampaudit.render.render import keeping
-
     deliver_document(report, options)
     if options["plot"] is not None:
         from ampaudit.render.training_plot import plot_training

@@ -24,6 +24,7 @@ from ampaudit.cli.terminal import print_notes
 from ampaudit.core.errors import UsageError
 from ampaudit.core.session import Session
 from ampaudit.core.source_config import SourceConfig
+from ampaudit.render.render import keeping
 from ampaudit.tuning.config import TuneConfig
 
 if TYPE_CHECKING:
@@ -85,7 +86,6 @@ def _tuned(location: str, options: dict[str, Any], share: RankShare | None) -> T
 def _write(report: TuningReport, options: dict[str, Any]) -> None:
     """Write the rule file and the picture; a policy that falls short is not written."""
     from ampaudit.core.files import write_text
-    from ampaudit.render.render import keeping
 
     path, plot = options["tuned_policy"], options["plot"]
     if path is not None and not report.reached:
