@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.cli.terminal import as_text, print_notes, show
+from ampaudit.cli.terminal import print_notes, show
 from ampaudit.render.render import as_file, check_format, chosen_format, for_terminal, keeping
+from ampaudit.render.terminal import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

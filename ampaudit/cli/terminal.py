@@ -13,12 +13,11 @@ import click
 
 from ampaudit.core.errors import OutputError
 from ampaudit.core.text import escape_control
-from ampaudit.render.terminal import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["as_text", "bound_size", "make_printable", "print_notes", "show"]
+__all__ = ["bound_size", "make_printable", "print_notes", "show"]
 
 _MIN_SIZE, _MAX_SIZE = 20, 1000  # columns
 _HANDLER = "ampaudit-ascii"
@@ -101,4 +100,6 @@ def show(printed: Callable[[Console], None], *, stderr: bool = False) -> None:
         printed(console)
         return
     stream = sys.stderr if stderr else sys.stdout
+    from ampaudit.render.terminal import as_text
+
     stream.write(as_text(printed, console.width))
