@@ -13,23 +13,23 @@ from ampaudit.run.audit import Audit
 from ampaudit.run.config import RunConfig
 from ampaudit.source import ModelSource
 
-__all__ = ["Measuring", "checks_of", "requested", "sections_of", "watched"]
+__all__ = ["Measuring", "checks_of", "requested", "sections_of", "with_recorders"]
 
 
 class Measuring(Protocol):
     """The measuring half of an instrument.
 
     Attributes:
-        part: Type of what a ``Recorder`` leaves in ``RunRecord.parts`` for each batch. It is sent between
-            processes as JSON, and ``joined`` with the part of later batches.
-        checks: Checks of what was measured.
+        part: Type of the part that a ``Recorder`` adds to ``RunRecord.parts`` for each batch. Parts are sent
+            between processes as JSON; their method ``joined`` adds the part of later batches.
+        checks: Checks of the measurements.
     """
 
     part: ClassVar[type]
     checks: ClassVar[Sequence[Check]] = ()
 
     def configured(self, plan: RunConfig, source: ModelSource, options: Any) -> RunConfig:
-        """Add a recorder to the configuration of a run; ``options`` have the instrument's fields."""
+        """Add a recorder to the configuration of a run; ``options`` has the fields of the instrument."""
 
     def section(self, audit: Audit, number_format: NumberFormat) -> Any:
         """Return the section of the report."""
@@ -40,8 +40,8 @@ def requested(config: ScanConfig) -> tuple[Instrument, ...]:
     return tuple(instrument for instrument in instruments() if getattr(config, instrument.name))
 
 
-def watched(plan: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
-    """Return the configuration of a run with the recorders of all requested instruments."""
+def with_recorders(plan: RunConfig, source: ModelSource, config: ScanConfig) -> RunConfig:
+    """Add the recorders of all requested instruments to the configuration of a run."""
     for instrument in requested(config):
         plan = measuring(instrument).configured(plan, source, config)
     return plan

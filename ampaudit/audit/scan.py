@@ -1,4 +1,4 @@
-"""``ampaudit scan``: finds the layers that break in 16 bits, on real input."""
+"""Finds the layers that break in 16 bits on real input, for ``ampaudit scan``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ampaudit.audit.checks.model_code import against_report
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, excluded_by, policies_of, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, SizedInputs, as_source, beside
-from ampaudit.audit.instruments import checks_of, requested, sections_of, watched
+from ampaudit.audit.instruments import checks_of, requested, sections_of, with_recorders
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit, stressed
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.sweep import first_sizes, swept
@@ -46,8 +46,9 @@ from ampaudit.trace.loss import WithLoss, item_apart
 
 __all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
 
-_OF_HOST = 0.5  # of the free memory; the rest is for other processes and for the run itself
-_OF_DEVICE = 0.8
+# shares of the free memory; the rest is for other processes and for the run itself
+_HOST_SHARE = 0.5
+_DEVICE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +103,22 @@ def scan(
     """Run a model in FP32 and in 16 bits side by side, and name what breaks.
 
     Args:
-        model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
-            location: a path, or ``package.module:factory``.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; for ``sweep``,
-            a function that makes one of a given size.
-        policy: name of a policy, path of a rule file, or a ``RuleSet``; a list compares several.
-        batches: several batches instead of one.
-        source: how to load a model from its location: weights, inputs, number of batches, ``trust`` ...
-        config: the options as one record.
-        session: what the call works with: functions that receive progress and outputs, a backend ...
-        **options: fields of ``ScanConfig``, which override those of ``config``.
+        model: Model in the mode to audit (``train()`` or ``eval()``), which is not changed; or its location:
+            a path, or ``package.module:factory``.
+        inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; for ``sweep``,
+            a function that makes a batch of a given size.
+        policy: Name of a policy, path of a rule file, or a ``RuleSet``; a list compares several.
+        batches: Several batches instead of one.
+        source: Options to load a model from its location: weights, inputs, number of batches, ``trust`` ...
+        config: Options as one record.
+        session: What the call works with: functions that receive progress and outputs, a backend ...
+        **options: Fields of ``ScanConfig``, which override those of ``config``.
 
     Returns:
-        The report: findings, sites, outputs, and a verdict; of several policies, a comparison of reports.
+        The report with findings, sites, outputs and a verdict; for several policies, a comparison of reports.
 
     Raises:
-        AuditError: see ``ampaudit.core.errors``.
+        AuditError: See ``ampaudit.core.errors``.
     """
     chosen = ScanConfig.given(config, options)
     chosen.check()
@@ -155,11 +156,11 @@ def scan_policies(
 ) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
 
-    def audited(at: ModelSource) -> list[Report]:
-        return [each.report for each in audit_policies(at, policies, config, session)]
+    def reports_on(sized: ModelSource) -> list[Report]:
+        return [each.report for each in audit_policies(sized, policies, config, session)]
 
     with using_twins(config.twins):
-        return swept(source, config, audited) if config.sweep else audited(source)
+        return swept(source, config, reports_on) if config.sweep else reports_on(source)
 
 
 @preserved()
@@ -175,9 +176,9 @@ def audit_policies(
     config = config.changed(prove=config.prove or bool(config.assume))
     config.check()
     source = with_plain_weights(source)
-    form, where = low_precision_format(config.dtype), pick_device(config.device, audits=True)
+    form, device = low_precision_format(config.dtype), pick_device(config.device, audits=True)
     ignored, instruments = tuple(map(option, config.ignore)), requested(config)
-    rule_sets = [rules_of(policy).for_environment(environment_of(where)) for policy in policies]
+    rule_sets = [rules_of(policy).for_environment(environment_of(device)) for policy in policies]
     author = load_policy("torch-cuda")
     subjects = [None if config.ranges else rules for rules in rule_sets]
     plans = [
@@ -185,7 +186,7 @@ def audit_policies(
             rules,
             author,
             form,
-            where,
+            device,
             config.seed,
             backend,
             keep_graphs=config.prove or config.stress > 0,
@@ -209,17 +210,17 @@ def audit_policies(
     if config.backward:
         source, plans = differentiated(source, plans, config)
     plans = by_segment(plans, source, config, share)
-    plans = [watched(plan, source, config) for plan in plans]
+    plans = [with_recorders(plan, source, config) for plan in plans]
     contract = parse_contract(config.contract)
     if contract.words and not (config.static or config.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]
         plans = [replace(plan, backend=ContractBackend(contract)) for plan in plans]
         both = run_audits(source.model, source.batches, [*plans, *usual], session.on_progress, share)
-        audits, before = both[: len(plans)], both[len(plans) :]
+        audits, usual_audits = both[: len(plans)], both[len(plans) :]
     elif config.static:
-        audits, before = [static_audit(source, plan) for plan in plans], []
+        audits, usual_audits = [static_audit(source, plan) for plan in plans], []
     else:
-        audits, before = run_audits(source.model, source.batches, plans, session.on_progress, share), []
+        audits, usual_audits = run_audits(source.model, source.batches, plans, session.on_progress, share), []
     results: list[Audited] = []
     for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
         proving = config.prove or config.static or config.stress > 0
@@ -231,14 +232,14 @@ def audit_policies(
         hiding = (*ignored, *comments_in(() if source.names_files else context.sites))
         findings = suppressed(findings, hiding)
         combined = None
-        tries = (config.advise or config.diff) and not config.ranges and not config.static
-        if tries:
+        advising = (config.advise or config.diff) and not config.ranges and not config.static
+        if advising:
             findings, combined = advised(findings, source, plan, context, config, hiding, session.on_progress)
         report = _report(audit, context, findings, (source, rules, config))
         sections = sections_of(instruments, audit, form)
-        report = replace(report, combined=combined, advised=tries, sections=sections)
-        if before:
-            usual_context = context_of(before[len(results)], form, config.changed(contract=""))
+        report = replace(report, combined=combined, advised=advising, sections=sections)
+        if usual_audits:
+            usual_context = context_of(usual_audits[len(results)], form, config.changed(contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))
         if config.stress > 0 and not config.static:
             report = replace(
@@ -304,14 +305,14 @@ def by_segment(
 def usual_memory(device: torch.device) -> int:
     """Return the default memory limit of a run in bytes: a share of the free memory."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _OF_DEVICE)
-    return int(psutil.virtual_memory().available * _OF_HOST)
+        return int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
+    return int(psutil.virtual_memory().available * _HOST_SHARE)
 
 
 def differentiated(
     source: ModelSource, plans: Sequence[RunConfig], settings: ScanConfig
 ) -> tuple[ModelSource, list[RunConfig]]:
-    """Return the source with its loss, and the configurations with a backward pass.
+    """Add the loss to the model, and a backward pass to the configurations of its runs.
 
     Raises:
         UsageError: An option supports the forward pass only.

@@ -24,7 +24,7 @@ _PACKAGE = "ampaudit.instruments"
 
 
 class Need(Enum):
-    """What an option needs of a run, as error messages say it."""
+    """What an option requires of a run, in the words of error messages."""
 
     LOW_PRECISION = "a 16-bit side"
     RUN = "a run"
@@ -47,17 +47,18 @@ def _no_cells(section: Any) -> Mapping[str, Mapping[str, Any]]:
 class Instrument:
     """One instrument: its options, and how its results are shown.
 
-    The module ``measuring`` of its package does the measuring, and is imported only when that is requested.
+    The module ``measuring`` of its package measures, and is imported only when the instrument is requested.
 
     Attributes:
         name: Name of the package, of the option that requests it, and of its section in a report.
         title: Label of its section on the HTML page.
-        options: Record of its options, which become options of ``scan``.
-        needs: What it needs of a run.
+        options: Type of its options, which become options of ``scan``.
+        needs: Requirements on a run.
         section: Type of its section in a report.
-        view: Function of a section and of ``full``, whether to show all rows. It returns ``render.blocks``.
+        view: Function that returns the ``render.blocks`` of a section, with all rows if its second argument
+            is true.
         columns: Names of the columns that it adds to tables of sites.
-        cells: Function of a section that returns the cells of these columns, by site and column.
+        cells: Function that returns the cells of these columns from a section, by site and column.
     """
 
     name: str
@@ -78,13 +79,13 @@ def instruments() -> tuple[Instrument, ...]:
 
 
 def measuring(instrument: Instrument) -> Any:
-    """Return the ``audit.instruments.Measuring`` of an instrument, which may import torch."""
+    """Return the ``audit.instruments.Measuring`` of an instrument; this may import torch."""
     return import_module(f"{_PACKAGE}.{instrument.name}.measuring").MEASURING
 
 
 @dataclass(frozen=True, slots=True)
 class ByInstrument:
-    """Validates a mapping from names of instruments to their sections in a report, or parts of a record."""
+    """Validates the sections of a report, or the parts of a record, by the names of their instruments."""
 
     of: Literal["section", "part"]
 

@@ -1,6 +1,6 @@
 """The catalogue of ops: what each ATen op does, for the checks, advice, bounds and runs that ask.
 
-Names have neither overload nor in-place mark, except where only the in-place op has the trait.
+Names leave out the overload, and the in-place suffix unless only the in-place op has the trait.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from functools import cache
 
 __all__ = ["having"]
 
-# one trait a paragraph: its name, a colon, and its ops; the comment says what is true of them
+# an entry is the name of a trait, a colon, and its ops; a comment says what the ops below it have in common
 _CATALOGUE = """
 # The result holds elements of the inputs, or zero: nothing overflows or is rounded.
 selects: relu relu_ relu6 max_pool1d max_pool2d max_pool3d max_pool2d_with_indices adaptive_max_pool1d
@@ -20,7 +20,7 @@ selects: relu relu_ relu6 max_pool1d max_pool2d max_pool3d max_pool2d_with_indic
 # The result equals the input.
 identity: alias clone contiguous detach lift_fresh
 
-# The identity outside of training.
+# The result equals the input, except in training.
 dropout: alpha_dropout dropout feature_dropout
 
 # Only the elements of the first argument that the result holds are read.
@@ -38,10 +38,10 @@ memory: as_strided_ copy_ empty empty_like empty_strided fill_ full full_like ma
 zeros: new_zeros zeros zeros_like
 constant: full full_like new_full scalar_tensor
 
-# One number is written over some elements.
+# Some elements are replaced by one number.
 fills: fill index_fill masked_fill where
 
-# f(c x) = c f(x) for a power of two c; other operands choose, or are not read.
+# f(c x) = c f(x) for every power of two c; other operands select elements, or do not affect the result.
 linear: neg relu leaky_relu abs sum mean cumsum roll flip repeat repeat_interleave tile index_select gather
     index amax amin dropout feature_dropout avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
@@ -49,7 +49,7 @@ linear: neg relu leaky_relu abs sum mean cumsum roll flip repeat repeat_interlea
     pixel_unshuffle masked_select take_along_dim tril triu clone contiguous to _to_copy type_as
     constant_pad_nd lift_fresh_copy channel_shuffle embedding scaled_dot_product_attention std
 
-# f(c x, c y) = c f(x, y).
+# f(c x, c y) = c f(x, y) for every power of two c.
 additive: add sub rsub cat concat stack hstack vstack maximum minimum where masked_fill index_put scatter copy
     slice_scatter select_scatter masked_scatter lerp
 
@@ -59,11 +59,11 @@ arithmetic: add addcdiv addcmul copy div index_add lerp mul pow scatter_add sub
 # The sum or difference of two values.
 sum_of_two: add rsub sub
 
-# Products of two values, summed; usually of two activations.
+# Products of two values, usually activations, are added up.
 product: bmm dot einsum matmul mm mv vdot
 added_product: addbmm baddbmm
 
-# Products with a weight.
+# Products of a value and a weight are added up.
 weighted: _convolution addmm addmv conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution linear
 
@@ -90,24 +90,24 @@ clamps: clamp clamp_max clamp_min clip hardtanh
 extremum_of_two: maximum minimum
 saturates: hardsigmoid hardswish nan_to_num relu6 sigmoid tanh
 
-# The result depends on the order of the elements alone, apart from which of them it holds.
+# The result follows from comparing elements: it is a truth value, a position, or some of the elements.
 compares: eq ge greater greater_equal gt le less less_equal lt ne not_equal
 index_of_extreme: argmax argmin argsort
 extreme: amax amin
 orders: cummax cummin kthvalue max median min mode sort topk
 
-# The result depends on sign or kind of each element alone.
+# The result depends only on the sign of each element, or on whether it is finite, infinite or NaN.
 kind_of_number: isfinite isinf isnan isneginf isposinf sign
 
 whole_number: ceil fix floor floor_divide heaviside round sign trunc
 
-# The derivative is not continuous: rounding a value across an edge replaces a whole gradient.
+# The derivative is not continuous: rounding a value across an edge changes its gradient entirely.
 piecewise: relu relu_ relu6 leaky_relu prelu rrelu threshold hardtanh hardswish hardsigmoid hardshrink
     softshrink clamp clamp_min clamp_max abs maximum minimum fmax fmin max min amax amin sort topk median
     max_pool1d max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices adaptive_max_pool1d
     adaptive_max_pool2d adaptive_max_pool3d l1_loss hinge_embedding_loss margin_ranking_loss
 
-# Composite, with one kernel at the end: its parts would show nothing more.
+# Composite ops that end in one kernel: auditing their parts would show nothing more.
 one_kernel: adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d avg_pool1d
     batch_norm chunk clip clip_ concat concatenate conv1d conv2d conv3d conv_transpose1d
     conv_transpose2d conv_transpose3d ctc_loss diag divide divide_ dropout dropout_ einsum embedding_bag
@@ -124,14 +124,14 @@ one_kernel: adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive
     argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix convolution
     _convolution
 
-# One kernel in name, but its parts round several times on every device.
+# Ops among those above whose parts nevertheless round several times on every device.
 rounds_inside: cdist einsum rnn_relu_cell rnn_tanh_cell
 
-# The kernel computes in the tensor's own type on every device, or looks at its bits or its limits.
+# The kernel computes in the tensor's own type on every device, or reads its bits or its limits.
 own_type: _index_put_impl_ addr addr_ cross floor_divide floor_divide_ index_put index_put_ linalg_cross
     nan_to_num nan_to_num_ nextafter nextafter_ put put_ segment_reduce
 
-# CPU and CUDA share a function that calls ops that round.
+# CPU and CUDA share a function that calls several ops, each of which rounds.
 shared_function: addbmm addbmm_ huber_loss linalg_matrix_exp mse_loss smooth_l1_loss
 
 # CUDA kernels read Python numbers in the tensor's own type (scalar_t, not opmath_t).

@@ -29,7 +29,7 @@ class Session:
         keep_outputs: Function that receives the number of each batch and its outputs in FP32 and in 16 bits.
 
     Raises:
-        UsageError: What should be a function is not callable.
+        UsageError: ``on_progress`` or ``keep_outputs`` is not callable.
     """
 
     on_progress: Progress = silent

@@ -1,4 +1,4 @@
-"""The configuration of a run: a policy, a format, a device."""
+"""Defines the configuration of a run: a policy, a format, a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recorder:
     """Watches the runs of every batch; the base class records nothing."""
 
     def following(self, observer: Observer, program: Program) -> Observer:
-        """Return the observer of the next run, which may wrap the usual one.
+        """Return the observer of the next run: the usual one, or one that wraps it.
 
         A call that breaks is run twice, the second time with repairs.
         """
@@ -44,14 +44,14 @@ class Recorder:
 
         Args:
             executor: Executor of the run.
-            outputs: Outputs of the run that was followed last.
+            outputs: Outputs of the last run.
             unrepaired: Outputs of the run without repairs.
             number: Number of the call.
             title: Name of the call in messages.
         """
 
     def skip(self, executor: LockStep) -> None:
-        """Note a batch that another process runs; here it is only traced."""
+        """Note a batch that is only traced here, since another process runs it."""
 
     def take(self, record: RunRecord) -> None:
         """Move what was recorded since the last call into the record of a batch."""
@@ -66,7 +66,7 @@ class Against(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The number of steps of each batch, the function that makes the next inputs, and what that is."""
+    """The number of steps of each batch, the function that makes the next inputs, and its description."""
 
     count: int
     next_inputs: NextInputs
@@ -86,19 +86,19 @@ class RunConfig:
         backend: Backend of the 16-bit run; ``None`` for the usual one of the device.
         measured: Measurements of a first pass, for the policy's measured rules.
         reference_only: Whether only FP32 runs, on the graph with the policy's casts.
-        edits: Rewrites of ops by site, to try changes of the model's code.
-        keep_graphs: Whether to keep the graph of every batch, rather than of those with new sites.
+        edits: Rewrites of ops by site, to try changes to the model's code.
+        keep_graphs: Whether to keep the graph of every batch, rather than only those that add sites.
         keep_outputs: Function that receives the outputs of each batch, in both passes.
         release: Function that frees the memory of a weight until its next use.
-        recorders: Functions that return what watches the run, besides its meters.
+        recorders: Functions that make the recorders of the run.
         functional: Whether writes in place are replaced, so that each value has one gradient.
         loss_scale: Scale of the loss, which is the last output; ``None`` without a backward pass.
-        min_sqnr: Accuracy in dB below which the op is searched where an output's error enters; ``None`` not
-            to search.
+        min_sqnr: Accuracy of an output in dB below which to search for the op at which its error enters;
+            ``None`` to skip the search.
         steps: Steps of each batch; calls are numbered through all steps of all batches.
-        against: Reference model, if it is another one.
-        memory: Limit in bytes on weights and values, to run all batches through one segment of the program
-            after the other; ``None`` to run whole batches.
+        against: Reference model, if it is not the audited one in FP32.
+        memory: Limit on weights and values in bytes, which cuts the program into segments that all batches
+            pass one after the other; ``None`` to run whole batches.
     """
 
     rules: RuleSet | None
@@ -127,7 +127,7 @@ class RunConfig:
         return self.loss_scale is not None
 
     def call_name(self, number: int) -> str:
-        """Name a call: its batch, or its step and, after the first batch, both."""
+        """Return the name of a call, such as ``batch 3``, ``step 2`` or ``step 2 of batch 1``."""
         if self.steps is None:
             return f"batch {number}"
         batch, step = divmod(number, self.steps.count)
