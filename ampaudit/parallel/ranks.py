@@ -36,11 +36,11 @@ from ampaudit.parallel.parts import (
 )
 from ampaudit.run.record import RunRecord
 from ampaudit.run.share import (
-    Again,
     BatchNumbers,
     Failure,
     PartDone,
     PartRecords,
+    RepairMasks,
     Route,
     Share,
     joined_in_order,
@@ -536,11 +536,11 @@ class _Stage(Route):
         else:
             self._share.moved()
 
-    def agreed(self, phase: str, again: Again | None) -> Again:
+    def agreed(self, phase: str, again: RepairMasks | None) -> RepairMasks:
         """Return the batches that have to run again, as decided by the last rank."""
         key, table = f"again/{phase}", TypeAdapter(dict[int, dict[int, frozenset[str]]])
         if self.ends:
-            batches: Again = again or {}
+            batches: RepairMasks = again or {}
             self._share.send(key, table.dump_json({n: dict(masks) for n, masks in batches.items()}))
             return batches
         return table.validate_json(self._share.receive(key, self._share.count - 1, keep=True))

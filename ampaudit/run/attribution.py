@@ -1,8 +1,9 @@
-"""Finds where the error of an output enters, by running parts of the model in 16 bits and the rest in FP32.
+"""Finds the ops at which errors of outputs enter, and the inputs that make the value at a site large.
 
-A site's local error says little about an output: every op of a healthy model rounds. What matters is how much
-of the output's error remains when only that op rounds. Errors of independent ops add up as squares, so a
-best-first search over halves of the graph finds the largest contribution in about 2 log2(n) runs.
+An ``Attribution`` runs parts of the model in 16 bits and the rest in FP32. A site's local error says little
+about an output: every op of a healthy model rounds. What matters is how much of the output's error remains
+when only that op rounds. Errors of independent ops add up as squares, so a best-first search over halves of
+the graph finds the largest contribution in about 2 log2(n) runs.
 
 An op whose error only matters together with that of others does not stand out alone. Then the search looks
 for the part whose removal reduces the error most.
@@ -11,9 +12,9 @@ Where a decision differs between the runs (``decisions``), it is pinned to FP32'
 output, the culprit is the op that flips the decision; where several ops would flip it, the first of them,
 since later ones round the same values again.
 
-Runs gradient ascent, by signs, on the largest magnitude from several starts, and then tries the corner of the
-domain that the gradient points at. Token ids are selected by the gradient of their embedding: for each
-position, the row of the table that increases the value most, to first order.
+A ``Search`` runs gradient ascent, by signs, on the largest magnitude from several starts, and then tries the
+corner of the domain that the gradient points at. Token ids are selected by the gradient of their embedding:
+for each position, the row of the table that increases the value most, to first order.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES
 __all__ = ["Attribution", "Culprit", "Search", "find_culprits"]
 
 STARTS = 3
-KEEP = -1  # marks ids that the value does not depend on
+KEEP = -1  # in place of ids on which the value does not depend
 FIRST_STEP = 0.25  # as a share of the domain's width; halved after each step
 _SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
 MAX_OUTPUTS = 3  # outputs of a batch whose errors are traced back; most share one culprit
 MAX_RUNS = 96
-STANDS_OUT = 0.25  # share of an output's error from which an op counts as its culprit
+STANDS_OUT = 0.25  # least share of an output's error that makes an op its culprit
 COMPARABLE = 0.5  # contributions of at least this share of the largest are candidates as well
 MAX_DECISIONS = 8
-MENDED = 0.25  # share of the error that may remain once its cause is removed
+REMAINING_SHARE = 0.25  # share of the error that may remain once its cause is removed
 
 Items = Sequence[frozenset[int]]
 Energy = Callable[[frozenset[int]], float]
@@ -71,9 +72,9 @@ class Culprit:
         sites: One op, or all ops of one line that cause the error together; empty if it is spread out.
         given: Name of the weight or input whose rounding causes the error, if it is not the op's result.
         alone_db: Accuracy of the worst output with only these sites in 16 bits; ``None`` if exact.
-        without_db: Its accuracy with all but these sites in 16 bits; ``None`` if exact.
+        without_db: Accuracy of that output with all other sites in 16 bits; ``None`` if exact.
         decision: The op that chooses differently because of the error.
-        detail: The margins of those choices.
+        detail: The margins of these choices.
         stalled: Share of the additions at these sites that have no effect in 16 bits only.
     """
 
@@ -137,7 +138,7 @@ class Attribution:
         if (
             accuracy is None
             or accuracy >= least
-            or self._run(frozenset()).outputs[name].energy > MENDED * total
+            or self._run(frozenset()).outputs[name].energy > REMAINING_SHARE * total
         ):
             return Culprit((name,))
         decision = self._decision(name, total, whole)
@@ -175,19 +176,19 @@ class Attribution:
         )
 
     def _search(self, energy: Energy, everything: frozenset[int], *, first: bool) -> frozenset[int]:
-        """Return one unit, or all units of one line; empty if none stands out.
+        """Return one unit, or all units of one line; an empty set if none stands out.
 
-        Among comparable candidates, that is the largest, or with ``first`` the first in the graph.
+        Among comparable candidates, return the largest, or with ``first`` the first in the graph.
         """
         singles = [frozenset((index,)) for index in sorted(everything)]
         total = energy(everything)
 
-        def mended(units: frozenset[int]) -> float:
+        def removed_energy(units: frozenset[int]) -> float:
             return max(total - energy(everything - units), 0.0)
 
         for items, size, share in (
             (singles, energy, STANDS_OUT),
-            (singles, mended, 1 - MENDED),
+            (singles, removed_energy, 1 - REMAINING_SHARE),
             (self._lines(), energy, STANDS_OUT),
         ):
             candidates = self._strongest(items, size, share * total)
@@ -196,7 +197,7 @@ class Attribution:
         return frozenset()
 
     def _strongest(self, items: Items, size: Energy, least: float) -> list[frozenset[int]]:
-        """Return the items with the largest contributions of comparable size."""
+        """Return the items whose contributions are comparable with the largest, that one first."""
         counter = itertools.count()
         heap = [(-math.inf, next(counter), items)]
         strongest: list[tuple[float, frozenset[int]]] = []
@@ -241,12 +242,12 @@ class Attribution:
             probe = Probe(pins=frozenset(node.name for node in pins))
             return self._execute(everything, probe).outputs[name].energy
 
-        if not flipped or pinned_energy(*flipped) > MENDED * total:
+        if not flipped or pinned_energy(*flipped) > REMAINING_SHARE * total:
             return None
         trials: list[tuple[float, str]] = []
         for node in flipped[:MAX_DECISIONS]:  # the first that repairs it: it may cause later ones to flip
             trials.append((pinned_energy(node), node.name))
-            if trials[-1][0] <= MENDED * total:
+            if trials[-1][0] <= REMAINING_SHARE * total:
                 break
         return min(trials)[1]
 
@@ -365,7 +366,7 @@ class Probe(Observer):
 
     @property
     def stalled(self) -> float:
-        """Return the share of additions that change the sum in FP32 but not in 16 bits."""
+        """The share of additions that change the sum in FP32 but not in 16 bits."""
         return self._stalled / self._changing if self._changing else 0.0
 
     def flips(self) -> dict[str, int]:
@@ -422,7 +423,7 @@ class RoundingUnit:
     """Nodes that a rule would keep in float32 together.
 
     Attributes:
-        site: The op as which the unit is reported.
+        site: The op that reports name for the unit.
         nodes: Nodes whose values are rounded.
         sources: Inputs and weights among them, with their names.
     """
@@ -436,7 +437,7 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
     """Return the rounding units of a program in graph order.
 
     A weight belongs to the first op that reads it, and an inserted cast to its only reader. Inputs, and casts
-    that several ops read, are units of their own, reported as their first reader.
+    that several ops read, are units of their own; reports name their first reader.
     """
     program = executor.program
     steps = {step.node: step for step in program.steps}
@@ -457,7 +458,7 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
     order = {node: index for index, node in enumerate(program.traced.graph.nodes)}
     units = []
     for owner, members in nodes.items():
-        site = _site(owner, steps)
+        site = _reported_site(owner, steps)
         if site is not None:
             sources = tuple((n, weights[n.name]) for n in members if n.name in weights)
             units.append((order[owner], RoundingUnit(site, frozenset(members), sources)))
@@ -486,7 +487,7 @@ def _readers(node: fx.Node, steps: dict[fx.Node, Step]) -> Iterator[Step]:
             yield from _readers(user, steps)
 
 
-def _site(node: fx.Node, steps: dict[fx.Node, Step]) -> Site | None:
+def _reported_site(node: fx.Node, steps: dict[fx.Node, Step]) -> Site | None:
     step = steps.get(node)
     if step is not None and step.site is not None and step.site.role is not Role.INSERTED_CAST:
         return step.site
@@ -505,7 +506,7 @@ class SearchResult:
 class Search:
     """Runs the FP32 reference of a converted model with gradients of its inputs.
 
-    ``domain`` holds the low and high end of each input, by placeholder.
+    ``domain`` holds the lower and upper end of each input, by placeholder.
     """
 
     def __init__(
@@ -574,7 +575,7 @@ class Search:
     def _evaluate(
         self, site: SiteId, tensors: Sequence[torch.Tensor]
     ) -> tuple[float, list[torch.Tensor | None]]:
-        """Return the site's peak and, per input, its gradient or the best ids."""
+        """Return the peak at a site and, for each input, the gradient or the best ids."""
         values: dict[fx.Node, Any] = {}
         leaves: dict[str, torch.Tensor] = {}
         for node in self._program.inputs:

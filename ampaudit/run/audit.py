@@ -48,8 +48,8 @@ _FIXED = ("author", TWIN)  # decisions that no policy makes
 class Audit:
     """The record of a run and its sites in graph order.
 
-    ``promoted`` are the sites that the policy's measured rules promoted after a first pass; ``others`` are
-    the graphs of later batches that add sites, or all graphs; ``recorders`` are what watched the last pass.
+    ``promoted`` holds the sites that the policy's measured rules promoted after a first pass, ``others`` the
+    graphs of later batches that add sites, or of all later batches, and ``recorders`` those of the last pass.
     """
 
     record: RunRecord
@@ -62,7 +62,7 @@ class Audit:
 
     @property
     def every(self) -> tuple[ConvertedModel, ...]:
-        """All graphs, starting with the first batch's."""
+        """All graphs, starting with that of the first batch."""
         return (self.converted, *self.others)
 
 
@@ -79,16 +79,16 @@ def run_audits(
     again, together, with the promoted ops. Several machines may share the batches.
 
     Raises:
-        PartDone: another machine continues with this one's records.
-        TraceFailed: the model cannot be exported.
-        RunFailed: the model cannot be run, for lack of memory or of a kernel.
-        ReferenceBroken: FP32 is not finite either.
-        InputError: an input holds NaN or infinity, or there is no batch.
+        PartDone: Another machine continues with the records of this one.
+        TraceFailed: The model cannot be exported.
+        RunFailed: The model cannot be run, for lack of memory or of a kernel.
+        ReferenceBroken: FP32 gives NaN or infinity as well.
+        InputError: An input holds NaN or infinity, or there is no batch.
     """
     if not batches:
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
     runners = _run_all(model, batches, configs, progress, "auditing", share)
-    again: dict[int, tuple[RunConfig, tuple[SiteId, ...]]] = {}
+    again: dict[int, tuple[RunConfig, tuple[SiteId, ...]]] = {}  # with the promoted sites
     for index, (config, runner) in enumerate(zip(configs, runners, strict=True)):
         if config.rules is not None and config.rules.measured:
             measurements = runner.measurements()
@@ -127,7 +127,7 @@ def _run_all(
 ) -> list[Runner]:
     eager = EagerModel(configs[0].device, configs[0].seed, configs[0].release)
     runners = [Runner(model, config, eager) for config in configs]
-    totals = [runner.end_batch() for runner in runners]  # without any batch
+    totals = [runner.end_batch() for runner in runners]  # empty records
     if configs[0].memory is None:
         totals = _run_in_order(model, batches, runners, totals, progress, phase, share)
     else:
@@ -164,7 +164,7 @@ def _run_in_order(
             failure = Failure.of(number, error)
             break
         ended = [runner.end_batch() for runner in runners]
-        if share.alone:  # as in ``join_parts``, without keeping them all
+        if share.alone:  # join as in ``join_parts``, but without keeping the records
             for total, record in zip(totals, ended, strict=True):
                 total.join(record)
         elif mine:
@@ -206,7 +206,7 @@ def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, nu
         starts = [item.executor.start(item.tensors) for item in ready]
         runs = [i.executor.proceed(state, i.meter, shared) for i, state in zip(ready, starts, strict=True)]
         outputs = Interleaved(runs, shared).advance()
-    assert outputs is not None, "nothing stops them"
+    assert outputs is not None, "no run stops early"
     share = (time.perf_counter() - started) / len(runners)
     for runner, item, pairs in zip(runners, ready, outputs, strict=True):
         runner.record.add_seconds("run", share)
@@ -219,7 +219,7 @@ def measure(
     """Measure the batches for the policy's measured rules; return the measurements and their sites.
 
     Raises:
-        AuditError: the same as ``run_audits``.
+        AuditError: See ``run_audits``.
     """
     runner = _run_all(model, batches, [config], progress, "measuring")[0]
     return runner.measurements(), tuple(runner.executors.sites.values())
@@ -252,9 +252,9 @@ def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress:
     to determine which later steps it poisons.
 
     Raises:
-        InputError: the function does not return valid next inputs.
-        SourceError: the function fails.
-        ReferenceBroken: the function returns NaN or infinity in FP32.
+        InputError: The function does not return valid next inputs.
+        SourceError: The function fails.
+        ReferenceBroken: The function returns NaN or infinity in FP32.
     """
     loop, runner.record.fed_back = _Loop(runner, steps, batch), steps.fed_back
     for step in range(1, steps.count + 1):
@@ -264,7 +264,7 @@ def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int, progress:
 
 @dataclass(slots=True)
 class _Side:
-    """One of the runs: its inputs, buffers, and copy of the function that computes the next inputs."""
+    """One of the runs, with its inputs, buffers, and copy of the function that computes the next inputs."""
 
     inputs: Batch
     function: NextInputs
@@ -279,7 +279,7 @@ class _Side:
 
 
 class _Loop:
-    """The state of the FP32 run and of the 16-bit runs with and, once they differ, without repairs."""
+    """The FP32 run, the 16-bit run with repairs and, once it differs, the one without, step by step."""
 
     def __init__(self, runner: Runner, steps: Steps, batch: Batch) -> None:
         self._runner = runner
@@ -290,7 +290,7 @@ class _Loop:
         self._fp32 = _Side(inputs, private_copy(steps.next_inputs))
         self._low = _Side(inputs, private_copy(steps.next_inputs))
         self._unrepaired: _Side | None = None
-        self._lost = False  # the unrepaired run cannot go on: its values are too broken
+        self._lost = False  # whether the unrepaired run cannot continue, since its values are too broken
 
     def advance(self, record: StepObservation) -> StepObservation:
         """Run one step and, unless it is the last, compute the inputs of the next."""
@@ -307,7 +307,7 @@ class _Loop:
         unrepaired: list[Pair] | None = None
         if self._unrepaired is not None:
             unrepaired = self._run_unrepaired(ready, self._unrepaired)
-            record.poisoned = self._lost or _broken(unrepaired)
+            record.poisoned = self._lost or _breaks_in_16_bits(unrepaired)
         elif result.origins and not self._lost:
             unrepaired = outputs
         record.poisoned |= self._lost
@@ -338,7 +338,7 @@ class _Loop:
         record.headroom_bits = form.headroom_bits(peak) if peak > 0.0 else None
 
     def _run_unrepaired(self, ready: PreparedBatch, side: _Side) -> list[Pair]:
-        """Return the outputs of the unrepaired run; none if it cannot continue."""
+        """Return the outputs of the unrepaired run; an empty list if it cannot continue."""
         carried = CarriedState(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers)
         ready = replace(ready, carried=carried)
         try:
@@ -357,7 +357,7 @@ class _Loop:
         unrepaired: list[Pair] | None,
         side: _Side,
     ) -> None:
-        """Compute the inputs of the next step in each run; ``side`` is the unrepaired run."""
+        """Compute the inputs of the next step in each run; ``side`` is that without repairs."""
         again = _Side(self._fp32.inputs, private_copy(self._fp32.function))
         fp32, watch = self._call(self._fp32, ready, outputs, 0)
         low, low_watch = self._call(self._low, ready, outputs, 1)
@@ -417,8 +417,8 @@ def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:
     )
 
 
-def _broken(outputs: list[Pair]) -> bool:
-    """Return whether an output is not finite in 16 bits only."""
+def _breaks_in_16_bits(outputs: list[Pair]) -> bool:
+    """Return whether an output is finite in FP32, but not in 16 bits."""
     return any(
         value.is_floating_point() and bool((~value.isfinite() & reference.isfinite()).any())
         for reference, value in outputs
@@ -426,7 +426,7 @@ def _broken(outputs: list[Pair]) -> bool:
 
 
 def private_copy(function: NextInputs) -> NextInputs:
-    """Copy a function with its state, but not the models that it holds."""
+    """Copy a function with its state, except for the models that it holds."""
     holder = getattr(function, "__self__", function)
     modules = (value for value in getattr(holder, "__dict__", {}).values() if isinstance(value, nn.Module))
     try:
@@ -460,13 +460,13 @@ class Loans:
 
 
 def carried_inputs(fp32: Batch, low: Batch, call: str, record: StepObservation | None) -> Batch:
-    """Return the 16-bit run's next inputs: its own floats, and FP32's integers and other values.
+    """Return the next inputs of the 16-bit run: its own floats, and FP32's integers and other values.
 
     With a record, broken elements are recorded and replaced by FP32's, clamped to the format.
 
     Raises:
-        InputError: the inputs differ in structure or shape.
-        ReferenceBroken: FP32's inputs contain NaN or infinity.
+        InputError: The inputs differ in structure or shape.
+        ReferenceBroken: The inputs in FP32 contain NaN or infinity.
     """
     wide_leaves, low_leaves = (named_inputs(side.args, side.kwargs) for side in (fp32, low))
     if [name for name, _ in wide_leaves] != [name for name, _ in low_leaves]:
@@ -544,7 +544,7 @@ class OpWatch(TorchDispatchMode):
 
 
 def first_fault(reference: Sequence[OpOutcome], low: Sequence[OpOutcome]) -> tuple[str, SourceLine | None]:
-    """Return name and line of the first op that is finite in FP32 only; no name if the ops differ earlier."""
+    """Return name and line of the first op that is finite in FP32 only; empty if the ops differ earlier."""
     for (name, finite, _), (low_name, low_finite, line) in zip(reference, low, strict=False):
         if name != low_name:
             break

@@ -45,7 +45,7 @@ __all__ = [
 
 Pair = tuple[Any, Any]
 MISSING = object()
-Upcoming = Generator[tuple[Step, ...], None, list[Any]]
+SteppedRun = Generator[tuple[Step, ...], None, list[Any]]  # yields each group of steps before it runs
 
 
 class Observer:
@@ -71,11 +71,11 @@ class WrappedObserver(Observer):
         self._observer = observer
 
     def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Return what the other observer measures with."""
+        """Return the measure of the other observer."""
         return self._observer.block_measure(step, reference)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Return what the other observer returns."""
+        """Return the value that the other observer returns."""
         return self._observer.observe(step, reference, value, call)
 
 
@@ -165,7 +165,7 @@ class LockStep:
         self.program = program
         self.buffers: dict[fx.Node, Pair] = {}  # those that the last run wrote
         self._reference_only = reference_only
-        # along a path, FP32's choices are needed
+        # the graph of a path needs FP32's choices
         self._converted_only = converted_only and program.traced.path is None and not program.written
         self.backend = backend
         self.device = device
@@ -196,7 +196,7 @@ class LockStep:
 
     @torch.no_grad()
     def run_pairs(self, pairs: list[Pair], observer: Observer) -> list[Pair]:
-        """Like ``run``, for inputs that already differ between the runs."""
+        """Run one batch whose inputs already differ between the runs."""
         values = dict(zip(self.program.inputs, pairs, strict=True))
         for node in values.keys() & self.program.written:
             values[node] = (values[node][0].clone(), values[node][1].clone())
@@ -369,7 +369,7 @@ class LockStep:
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Return a weight: masters are used directly, 16-bit copies are made for each use."""
         master = self.weights[node.name]
-        # a weight that the model itself keeps in 16 bits is one for the backend as well
+        # the backend also represents weights that the model itself keeps in 16 bits
         if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
             stored = self._reference_weight(node)
             return stored, stored
@@ -397,7 +397,7 @@ class MasterWeights:
         masters: The model's own tensors.
         device: Device of the run.
         release: Function that frees the memory of a weight until its next use.
-        on_demand: Whether weights are moved to the device for each use, or while they are held.
+        on_demand: Whether weights are moved to the device only for each use, or while they are held.
     """
 
     def __init__(
@@ -563,7 +563,7 @@ class SharedReference:
 class Interleaved:
     """Runs that proceed side by side, group by group, the first one ahead."""
 
-    def __init__(self, runs: Sequence[Upcoming], shared: SharedReference | None) -> None:
+    def __init__(self, runs: Sequence[SteppedRun], shared: SharedReference | None) -> None:
         self._runs, self._shared = runs, shared
         self._results: list[list[Any]] = [[] for _ in runs]
         self._waiting: dict[int, tuple[Step, ...]] = {}

@@ -53,8 +53,8 @@ __all__ = [
 ]
 
 
-# longer groups keep more of the reference alive and gain little
-GROUP = 8
+# larger groups keep more values of the reference alive and gain little
+GROUP_SIZE = 8
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,15 +88,15 @@ class Step:
         kwargs: The same for keyword arguments.
         wide_args: ``args`` with every 16-bit dtype constant replaced by float32.
         wide_kwargs: The same for keyword arguments.
-        low_args: ``wide_args`` with numbers as a kernel for 16-bit tensors reads them.
+        low_args: ``wide_args`` with the numbers that a kernel for 16-bit tensors reads.
         low_kwargs: The same for keyword arguments.
         computing: The 16-bit dtype to which operands are converted, if any.
-        gives_way: Positions and names of the 0-dimensional tensors that are converted to it.
+        gives_way: Positions and names of the 0-dimensional tensors that are converted to ``computing``.
         dtypes: Dtypes of its outputs in the converted model; ``None`` for outputs that are not tensors.
         mutates: Positions of the arguments that it writes to.
         updates: Positions and dtypes of written arguments other than its result (running statistics).
         random: Whether it draws random numbers.
-        rounds_inside: Whether it rounds more than once in 16 bits, unlike one rounded float32 call.
+        rounds_inside: Whether its 16-bit kernel differs from a float32 call that is rounded once.
         frees: Nodes whose values are not needed after this step.
         decides: Whether it turns floats into integers, booleans or whole numbers.
         choice: The stack of matrices that it indexes by a tensor, if any.
@@ -278,7 +278,7 @@ def _grouped(steps: tuple[Step, ...], written_nodes: frozenset[fx.Node]) -> tupl
     open_group = False
     for step in steps:
         alone = bool(step.mutates) or step.random or step.node in written_nodes
-        if alone or not open_group or len(groups[-1]) == GROUP:
+        if alone or not open_group or len(groups[-1]) == GROUP_SIZE:
             groups.append([])
         groups[-1].append(step)
         open_group = not alone
@@ -374,7 +374,7 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
 def _low_operands(
     node: fx.Node, op: OpOverload | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.dtype | None, frozenset[int | str], tuple[Any, ...], dict[str, Any]]:
-    """Return the 16-bit dtype to which an op converts operands, which these are, and its arguments."""
+    """Return the 16-bit dtype to which an op converts operands, their positions, and its arguments."""
     fake = fake_arguments(node)
     computing = computing_dtype(op, *fake) if op is not None else None
     if op is None or computing is None:

@@ -1,4 +1,4 @@
-"""Records a run: one observation per site, the origins, and the sites that each would have poisoned."""
+"""Records a run: one observation per site, the origins, and the sites that each origin poisons."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ __all__ = [
 ]
 
 
-# FP32's own noise in deep models is 100 dB and better, a 16-bit rounding 70 dB
+# in deep models, FP32 itself is accurate to 100 dB or more, and one rounding to 16 bits to 70 dB
 AGREEMENT_DB = 80.0
-RIGHT_DB = 20.0  # a value that was inf on its way and comes out this accurate was not harmed
+RIGHT_DB = 20.0  # accuracy from which a value counts as right although one that it depends on was inf
 Fate = Literal["reaches the output", "recovered"]
-# the same file each time
+# sorted, so that equal records are written as equal files
 _Sites = Annotated[set[SiteId], PlainSerializer(sorted, return_type=list[SiteId])]
 _Numbers = Annotated[set[int], PlainSerializer(sorted, return_type=list[int])]
 
@@ -69,11 +69,11 @@ class ReadStats:
         layer: Path of the module whose forward reads them.
         source: The innermost line of the model's code.
         caller: The user's own line, if it is another one.
-        sizes: Whether an op's sizes depend on values, rather than Python code.
+        sizes: Whether the values decide the sizes of an op, rather than what Python code does.
         producer: The op that computed the values.
         reads: Number of reads.
         differing: Number of reads after which Python code takes another path in 16 bits.
-        faults: Number of these that are only due to an earlier overflow.
+        faults: Number of differing reads that are only due to an earlier overflow.
         batch: Number of the first batch with a differing read.
         fp32: Text of FP32's value at the first differing read, or else at the first read.
         low: Text of the 16-bit run's value at the same read.
@@ -340,11 +340,11 @@ class OutputDifference:
 
     Attributes:
         name: Name of the output.
-        problem: Why it cannot be compared, if it cannot.
+        problem: Reason why it cannot be compared, if so.
         integers: Whether it holds integers; sums of squares are then counts of (differing) elements.
         ref_sq: Sum of squares of the FP32 model's output.
         err_sq: Sum of squares of the 16-bit run's error.
-        code_err_sq: Sum of squares of the error of the same code in FP32, the effect of the code alone.
+        code_err_sq: Sum of squares of the error of the same code in FP32, which is due to the code alone.
     """
 
     name: str
@@ -384,11 +384,11 @@ class CodeRecord:
 
     Attributes:
         batches: Number of batches run and compared.
-        failure: Why a batch could not be run.
+        failure: Reason why a batch could not be run, if so.
         untraced: Whether the FP32 model could not be traced, so that the traces could not be compared.
-        reads: Lines that read a precision in the trace that differs.
+        reads: Lines of the model's code that read a dtype in the differing trace.
         place: The first difference between the traces.
-        outputs: Differences of the outputs by name; empty where 16 bits run the code of FP32.
+        outputs: Differences of the outputs by name; empty if 16 bits run the same code as FP32.
     """
 
     batches: int = 0
@@ -459,7 +459,7 @@ class StateFault:
     """A fault of the function that computes a step's inputs from the outputs of the previous step.
 
     Attributes:
-        name: The input that is not finite in 16 bits only.
+        name: Name of the input, which is finite in FP32 and not in 16 bits.
         op: The first op that breaks; empty if unknown.
         line: Its line in the function's code.
         peak: Largest FP32 magnitude among the broken elements.

@@ -47,16 +47,16 @@ class Runner:
     Attributes:
         executors: Executors of the model's graphs, with their sites.
         record: Record of the current batch; at the end, of all batches.
-        recorders: What watches the runs besides the meters.
+        recorders: Recorders that watch the runs besides the meters.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, eager: EagerModel | None = None) -> None:
         self.config = config
         self.record = record = RunRecord(device=config.device.type, backend="")
         self.executors = ExecutorCache(model, config, record)
-        self._outputs: dict[str, OutputComparison] = {}  # the worst so far
-        self._worst: dict[str, Attribution] = {}  # by output, of that batch
-        self._elsewhere: dict[int, tuple[LockStep, Batch]] = {}
+        self._outputs: dict[str, OutputComparison] = {}  # of each output in its worst batch so far
+        self._worst: dict[str, Attribution] = {}  # the same
+        self._elsewhere: dict[int, tuple[LockStep, Batch]] = {}  # batches that other machines run
         record.backend = self.executors.backend.name
         self.recorders = tuple(make(config) for make in config.recorders)
         self._eager = eager or EagerModel(config.device, config.seed, config.release)
@@ -83,7 +83,7 @@ class Runner:
         """Run a prepared batch, and again with repairs if something broke.
 
         Returns:
-            The outputs of the first run, the buffers that it wrote, and the results of the last.
+            The outputs of the first run, the buffers that it wrote, and the results of the last run.
         """
         started = time.perf_counter()
         outputs = self.outputs(ready, ready.meter)
@@ -102,7 +102,7 @@ class Runner:
         Args:
             batch: Inputs of the FP32 run.
             number: Number of the call.
-            low_batch: Inputs of the 16-bit run in a later step, in its own dtypes.
+            low_batch: Inputs of the 16-bit run in its own dtypes, in later steps.
             buffers: Values that earlier steps left in the buffers of both runs, by name.
         """
         model = self.executors.model
@@ -123,7 +123,7 @@ class Runner:
             self.record.twins |= {op: self.record.twins.get(op) or why for op, why in reasons.items()}
 
     def _exceed_format(self, tensors: list[torch.Tensor], carried: CarriedState) -> bool:
-        """Return whether FP32's inputs overflow the format, so that local errors would be meaningless."""
+        """Return whether inputs in FP32 overflow the format, so that local errors would be meaningless."""
         pairs = zip(tensors, carried.inputs, strict=True)
         floats = (first for first, second in pairs if first is not second and first.numel())
         return any(float(tensor.abs().amax()) > self.config.number_format.max for tensor in floats)
@@ -193,7 +193,7 @@ class Runner:
     def _compare(
         self, ready: PreparedBatch, pairs: dict[str, Pair], fp32: dict[str, torch.Tensor] | None
     ) -> None:
-        """Compare the outputs with the FP32 model's, and keep the worst batch of each.
+        """Compare the outputs with those of the FP32 model, and keep the worst batch of each.
 
         Edited code, in 16 bits and in FP32, is compared with the user's unedited model.
         """
@@ -220,7 +220,7 @@ class Runner:
         started = time.perf_counter()
         worst = dict(self._worst)
         for name, output in self.record.outputs.items():
-            if output.batch in self._elsewhere:  # another machine has run it
+            if output.batch in self._elsewhere:
                 executor, batch = self._elsewhere[output.batch]
                 tensors = tensor_leaves(batch.args, batch.kwargs)
                 seed = self.config.seed + output.batch
@@ -230,16 +230,16 @@ class Runner:
             self._add_seconds("attribution", started)
 
     def fp32_outputs(self, ready: PreparedBatch, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
-        """Return the FP32 model's outputs by name; ``None`` if the lock-step reference is that model.
+        """Return the outputs of the FP32 model by name; ``None`` if the lock-step reference is that model.
 
-        Outputs without a counterpart in FP32 are left out. ``--against`` uses the reference model's.
+        Outputs without a counterpart in FP32 are left out. With ``--against``, return the outputs of that
+        model.
         """
         if self.config.against is not None:
             return self._reference_outputs(self.config.against, ready)
         reads, edited = ready.executor.program.traced.reads, bool(self.config.edits)
-        stateful = ready.carried is not None and bool(
-            ready.carried.buffers
-        )  # which a copy of the model has not
+        # the eager model does not have the buffers of earlier steps
+        stateful = ready.carried is not None and bool(ready.carried.buffers)
         if ready.executor.program.traced.path is not None and not (reads or edited or stateful):
             self._fp32.refuse_other_path(
                 ready.model, ready.executor.program, ready.batch, ready.number, outputs
@@ -248,18 +248,15 @@ class Runner:
             return None
         started = time.perf_counter()
         model, program, call = ready.model, ready.executor.program, (ready.batch, ready.number)
-        # the reference has the edits in it, and the user's model has not
-        check = self._fp32
+        check = self._fp32  # the reference contains the edits, unlike the user's model
         fp32 = check.unedited(model, *call) if edited else check.outputs(model, program, *call, outputs)
         self._add_seconds("fp32", started)
         return fp32
 
     def _reference_outputs(self, against: Against, ready: PreparedBatch) -> dict[str, torch.Tensor]:
         started = time.perf_counter()
-        comparison, worst = (
-            against.compare(ready.executor, ready.tensors, ready.number),
-            self.record.comparison,
-        )
+        comparison = against.compare(ready.executor, ready.tensors, ready.number)
+        worst = self.record.comparison
         if worst is None or (comparison.wrong and not worst.wrong):
             self.record.comparison = comparison
         self._add_seconds("comparison", started)
@@ -317,7 +314,7 @@ def measurements(
 ) -> dict[SiteId, Measurement]:
     """Return the FP32 peaks at every op that a rule decided about.
 
-    ``input_peaks`` are by placeholder, the peaks of ``weights`` by name.
+    ``input_peaks`` holds peaks by placeholder, ``weights`` by name.
     """
     peaks = dict.fromkeys(program.inputs, None) | {
         n: input_peaks[n.name] for n in program.inputs if n.name in input_peaks
@@ -364,7 +361,7 @@ def weight_peaks(program: Program, release: Release | None = None) -> dict[str, 
 
 
 def _output_peak(step: Step, record: RunRecord, peaks: Mapping[fx.Node, float | None]) -> float | None:
-    """Return the measured peak, for views that of their source."""
+    """Return the measured peak of a step; for a view, that of its source."""
     observation = record.observations.get(step.site.id) if step.site else None
     if observation is not None:
         return observation.ref_peak
@@ -446,7 +443,7 @@ def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredV
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch that is ready to run, with the model's state and what the 16-bit run carries over."""
+    """A batch that is ready to run, with the model and the state that earlier steps left."""
 
     executor: LockStep
     tensors: list[torch.Tensor]
@@ -468,7 +465,7 @@ class UnrepairedRun:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The results of one call, after repairs; ``origins`` are the sites that broke by their own fault."""
+    """The results of one call after repairs; ``origins`` holds the sites that broke by their own fault."""
 
     outputs: list[Pair]
     measured: list[MeasuredValue]
@@ -517,7 +514,7 @@ class ExecutorCache:
         if low_batch is not None:
             rules, batch = _for_carried_inputs(rules, low_batch)
         key = (rules is usual, *call_key(batch.args, batch.kwargs))
-        executor = self._executors.find(key, lambda known: self._suits(known, carried, number))
+        executor = self._executors.find(key, lambda known: self._may_reuse(known, carried, number))
         if executor is None:
             state = PythonState(self.model)
             executor = self._traced(batch, number, rules, carried)
@@ -531,7 +528,7 @@ class ExecutorCache:
         """Return the index of a program in ``programs``."""
         return next(number for number, other in enumerate(self.programs) if other is program)
 
-    def _suits(self, executor: LockStep, carried: CarriedState, number: int) -> bool:
+    def _may_reuse(self, executor: LockStep, carried: CarriedState, number: int) -> bool:
         """Return whether a batch may reuse the trace of an earlier one."""
         on_path = executor.program.traced.path is not None
         return not on_path or takes_path(executor, list(carried.inputs), carried, self._config.seed + number)
@@ -587,7 +584,7 @@ class ExecutorCache:
         """Apply the effects of a call on Python state to a copy of the user's model."""
         if not any(change.plain for change in traced.changes):
             return
-        if not self._is_copy or traced.reads:  # with reads, the model in its earlier state is run as well
+        if not self._is_copy or traced.reads:  # with reads, the model also runs in its earlier state
             tensors = named_tensors(self.model).values()
             self.model = structural_copy(self.model, {id(t): t for t in tensors})
             self._executors, self._is_copy = TraceCache(), True
@@ -597,9 +594,9 @@ class ExecutorCache:
 def _for_carried_inputs(rules: RuleSet, batch: Batch) -> tuple[RuleSet, Batch]:
     """Return the rules and inputs of a call whose inputs come from an earlier call.
 
-    CarriedState inputs keep their dtype where only the user's own cast makes inputs 16 bits, as under
-    ``model.half()``; a policy that casts outputs as well casts inputs at each call. Policies that act on the
-    FP32 graph trace the model with FP32 inputs.
+    Such inputs keep their dtype where the user casts the inputs once, as for ``model.half()``. A policy that
+    also casts outputs casts the inputs of each call. A policy that acts on the FP32 graph traces the model
+    with FP32 inputs.
     """
     weights = rules.file.weights
     if rules.file.level == "graph":

@@ -32,7 +32,7 @@ from ampaudit.run.propagation import RepairingMeter
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import PreparedBatch, Runner, UnrepairedRun
 from ampaudit.run.segments import Segment, aligned_ends, cut_evenly, cut_program
-from ampaudit.run.share import Again, Failure, PartRecords, Route, Share
+from ampaudit.run.share import Failure, PartRecords, RepairMasks, Route, Share
 from ampaudit.source.interface import Batch
 
 __all__ = ["moved_to", "pack_state", "run_segmented", "unpack_state"]
@@ -218,7 +218,7 @@ class _Segmented:
             self.done[number] = [_joined(self._records.pop(key)) for key in keys]
             self.share.record(self.phase, number, self.done[number])
 
-    def _broken(self) -> Again:
+    def _broken(self) -> RepairMasks:
         broken: dict[int, dict[int, frozenset[str]]] = {}
         for (number, policy), judged in self._judged.items():
             if judged.faults.need_repair:

@@ -11,11 +11,11 @@ from ampaudit.run.record import RunRecord
 
 __all__ = [
     "ALONE",
-    "Again",
     "BatchNumbers",
     "Failure",
     "PartDone",
     "PartRecords",
+    "RepairMasks",
     "Route",
     "Share",
     "join_parts",
@@ -23,7 +23,7 @@ __all__ = [
     "raise_first",
 ]
 
-Again = Mapping[int, Mapping[int, frozenset[str]]]
+RepairMasks = Mapping[int, Mapping[int, frozenset[str]]]  # sites of masks by batch and policy
 
 
 class Route:
@@ -41,7 +41,7 @@ class Route:
         return True
 
     def local_segments(self, count: int) -> range:
-        """Return which of ``count`` segments run in this process."""
+        """Return the segments, out of ``count``, that run in this process."""
         return range(count)
 
     def limit(self, memory: int) -> int:
@@ -53,7 +53,7 @@ class Route:
         return 1
 
     def passed(self, call: str) -> int:
-        """Return the number of segments that a call has passed elsewhere, or earlier."""
+        """Return the number of segments that a call has already passed, here or elsewhere."""
         del call
         return 0
 
@@ -62,12 +62,12 @@ class Route:
         raise KeyError(call)
 
     def save(self, call: str, passed: int, count: int, pack: Callable[[], bytes]) -> None:
-        """Save, or pass on, the state of a call that has passed some of all segments."""
+        """Save or send the state of a call that has passed ``passed`` of ``count`` segments."""
 
-    def agreed(self, phase: str, again: Again | None) -> Again:
+    def agreed(self, phase: str, again: RepairMasks | None) -> RepairMasks:
         """Return the masks of all runs that need repairs, by batch and policy.
 
-        ``again`` holds those of the runs that ended in this process; ``None`` if none did.
+        ``again`` holds the masks of the runs that ended in this process; ``None`` if none ended here.
         """
         del phase
         return again or {}
@@ -83,8 +83,8 @@ class Failure:
     Attributes:
         batch: Number of the batch that could not be audited.
         kind: Name of the error's class.
-        message: The error message.
-        hint: What to do next.
+        message: Its message.
+        hint: Its hint.
     """
 
     batch: int
@@ -157,8 +157,8 @@ class Share:
         """Return the record under each policy over all batches, on every machine.
 
         Raises:
-            AuditError: the first batch, by number, that could not be audited; or a machine is lost.
-            PartDone: another machine continues.
+            AuditError: A batch could not be audited (the first one is reported), or a machine is lost.
+            PartDone: Another machine continues.
         """
         del phase, progress
         return join_parts([part])
@@ -167,8 +167,8 @@ class Share:
         """Return the numbers of all batches, in order.
 
         Raises:
-            AuditError: a machine is lost.
-            PartDone: another machine continues.
+            AuditError: A machine is lost.
+            PartDone: Another machine continues.
         """
         return numbers
 
@@ -179,7 +179,7 @@ class Share:
         """Yield the tasks that this machine is told to run, if it follows another one.
 
         Raises:
-            PartDone: there are no more tasks.
+            PartDone: There are no more tasks.
         """
         yield from ()
 
@@ -187,7 +187,7 @@ class Share:
         """End the work of machines that do not write a report.
 
         Raises:
-            PartDone: this is one of them.
+            PartDone: This machine is one of them.
         """
 
 
@@ -202,7 +202,7 @@ def join_parts(parts: Sequence[PartRecords]) -> list[RunRecord]:
     """Join the records of all parts in the order of their batches.
 
     Raises:
-        AuditError: the first batch, by number, that could not be audited.
+        AuditError: A batch could not be audited; the first one is reported.
     """
     raise_first(part.failure for part in parts)
     batches = {number: records for part in parts for number, records in part.records.items()}
@@ -210,7 +210,7 @@ def join_parts(parts: Sequence[PartRecords]) -> list[RunRecord]:
 
 
 def raise_first(failures: Iterable[Failure | None]) -> None:
-    """Raise the error of the first batch, by number, that could not be audited, if there is one."""
+    """Raise the error of the first batch that could not be audited, if any."""
     actual = [failure for failure in failures if failure is not None]
     if actual:
         raise min(actual, key=lambda failure: failure.batch).as_error()

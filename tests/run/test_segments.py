@@ -153,7 +153,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(found := cut_evenly(program, 4)))
         return found
 
-    monkeypatch.setattr(program_module, "GROUP", 2)
+    monkeypatch.setattr(program_module, "GROUP_SIZE", 2)
     monkeypatch.setattr(segmented, "cut_program", cut)
     return seen
 
