@@ -1,4 +1,4 @@
-"""Builds a report from sites, record and findings."""
+"""Builds the report of an audit from its sites, record and findings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ampaudit.trace.values import dtype_name
 
 __all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
 
-_ANSWERS = 2  # values of one line
+_MOST_ANSWERS = 2  # distinct values that are listed for one line
 THIS_TOOL = ToolInfo("ampaudit", __version__)
 
 CONTRACT = (
@@ -53,15 +53,15 @@ CONTRACT = (
     "mean that it subtracts; overflow gives infinity; subnormals are kept"
 )
 _ON_PATH = "the code decides as on these inputs, and reads the same numbers"
-_TAILS = 5
+_MOST_TAILS = 5  # sites whose tail risk is estimated
 _HANDS_ON = (Role.VIEW, Role.SELECT)
-_NO_OPS = (
+_COVERED = (
     GapKind.NOT_RUN,
     GapKind.OPAQUE,
     GapKind.UNCHECKED_TWIN,
     GapKind.OUTSIDE,
     GapKind.OTHER_CODE,
-)  # gaps that belong to no op, and gaps of ops with measured results
+)  # gaps that belong to no op, or to an op whose results are measured
 
 
 def build_report(
@@ -73,7 +73,7 @@ def build_report(
     fail_on: FailOnGaps,
     promoted: tuple[SiteId, ...] = (),
 ) -> Report:
-    """Return the report of one audit; ``promoted`` are the sites decided by measured rules."""
+    """Return the report of one audit; ``promoted`` holds the sites that measured rules promoted."""
     hidden = {(f.code, f.site) for f in findings if f.suppressed is not None}
     all_gaps = gaps_of(context)
     gaps = tuple(gap for gap in all_gaps if (gap.kind.code, gap.site) not in hidden)
@@ -110,7 +110,7 @@ def this_environment() -> Environment:
 
 
 def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:
-    """Return the sites whose gravest finding differs from that under the usual contract, in graph order."""
+    """Return the sites whose gravest finding is another one under the usual contract, in graph order."""
     before = _gravest(run_checks(usual, ALL_CHECKS))
     after = _gravest(report.findings)
     sites = [s.id for s in here.sites if s.id in before or s.id in after]
@@ -121,7 +121,7 @@ def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) ->
 
 def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
     gravest: dict[SiteId, str] = {}
-    for finding in findings:  # the gravest come first
+    for finding in findings:  # they are sorted by severity, the gravest first
         if finding.severity is not Severity.NOTE:
             gravest.setdefault(finding.site, f"{finding.severity} {finding.code}")
     return gravest
@@ -141,7 +141,7 @@ def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
         author_sites=sum(s.decision.reason == "author" for s in floats),
         casts=sum(s.role.inserted for s in floats),
         author_casts=sum(s.role is Role.CAST for s in floats),
-        uncovered_ops=tuple(sorted({gap.op for gap in gaps if gap.kind not in _NO_OPS})),
+        uncovered_ops=tuple(sorted({gap.op for gap in gaps if gap.kind not in _COVERED})),
     )
 
 
@@ -188,7 +188,7 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     limit = context.number_format.overflow_at
     risks = (
         (s.id, tail_risk(list(context.observed(s.id).batch_peaks.values()), limit, samples))
-        for s in sites[:_TAILS]
+        for s in sites[:_MOST_TAILS]
     )
     return tuple(
         Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in risks if r is not None
@@ -292,7 +292,7 @@ def backward_report(context: CheckContext) -> BackwardReport | None:
     if record is None:
         return None
     advice = context.scale_advice
-    # the range of bfloat16 is that of float32: where the gradients fit as they are, no scale is needed
+    # bfloat16 has the range of float32: where the gradients fit as they are, no scale is needed
     unscaled = context.number_format is BFLOAT16 and advice is not None and advice.low <= 0 <= advice.high
     return BackwardReport(
         loss_scale=record.scale,
@@ -358,8 +358,8 @@ def path_report(context: CheckContext) -> InputPath | None:
 
 
 def _answers(stats: ReadStats) -> str:
-    """Return what was read in FP32: the read that differs, or each value with its count."""
+    """Return the FP32 value of the read that differs, or the most common values with their counts."""
     if stats.differing or len(stats.answers) == 1 or stats.kind is not ReadKind.CHOICE:
         return stats.fp32
-    listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_ANSWERS))
-    return f"{listed}, ..." if len(stats.answers) > _ANSWERS else listed
+    listed = ", ".join(f"{value} {count}x" for value, count in stats.answers.most_common(_MOST_ANSWERS))
+    return f"{listed}, ..." if len(stats.answers) > _MOST_ANSWERS else listed

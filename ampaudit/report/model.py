@@ -1,4 +1,4 @@
-"""The document of ``scan``, schema 1, as plain frozen values.
+"""Defines the document of ``scan``, schema 1, as plain frozen values.
 
 Other tools parse it, so fields are only ever added. Numbers that do not exist are null, never NaN.
 """
@@ -60,7 +60,7 @@ __all__ = [
     "of_made_up",
 ]
 
-LOST_DB = 10.0  # below it, the error is a third or more of an output's variation
+LOST_DB = 10.0  # below this accuracy, the error is a third or more of an output's variation
 SCHEMA: Literal[1] = 1
 
 
@@ -69,9 +69,9 @@ class WhatIf:
     """A site's FP32 values compared with one number format.
 
     Attributes:
-        headroom_bits: log2(format's max / peak), ``None`` where all values are zero.
-        overflows: whether the peak rounds to infinity (or NaN) in that format.
-        vanish: share of the sampled non-zero values that round to zero.
+        headroom_bits: log2(format's max / peak); ``None`` if all values are zero.
+        overflows: Whether the peak rounds to infinity (or NaN) in that format.
+        vanish: Share of the sampled non-zero values that round to zero.
     """
 
     headroom_bits: float | None
@@ -84,23 +84,24 @@ class Forward:
     """Measurements of a site.
 
     Attributes:
-        peak: largest magnitude: FP32's, or the 16-bit run's where that was measured and is larger.
-        headroom_bits: log2(max of the run's format / peak).
-        inf: elements infinite in 16 bits only.
-        nan: elements NaN in 16 bits only.
-        elements: elements looked at for peak, inf and nan: all of them.
-        sqnr_db: accumulated signal to quantization-noise ratio against FP32; null for a weight that fits.
-            On a CPU, over every eighth block of 262,144 elements of what is larger than that.
-        local_sqnr_db: the same for this op alone on exact inputs, over local_elements of its output.
-        local_elements: see local_sqnr_db.
-        sampled: elements looked at for the fields that follow.
-        min_nonzero: smallest non-zero magnitude.
-        flushed: share that is zero in 16 bits and not in FP32.
-        subnormal: share that is subnormal in the run's format.
-        max_error: largest absolute error.
-        max_relative_error: largest relative error.
-        exponents: count of FP32 values per floor(log2|x|).
-        batch: name of the batch with the largest magnitude in FP32; null if it has none.
+        peak: Largest magnitude in FP32, or in the 16-bit run if that was measured and is larger.
+        headroom_bits: log2(max of the run's format / peak); null if all values are zero.
+        inf: Number of elements that are infinite in 16 bits only.
+        nan: Number of elements that are NaN in 16 bits only.
+        elements: Number of elements measured for peak, inf and nan, which are all elements.
+        sqnr_db: Signal to quantization-noise ratio against FP32 in dB, with the errors of all earlier ops;
+            null if exact, or for a weight that fits. On a CPU, tensors of more than 262,144 elements are
+            measured in every eighth block of that size.
+        local_sqnr_db: The same ratio for this op alone on exact inputs, over local_elements of its output.
+        local_elements: Number of elements measured for local_sqnr_db.
+        sampled: Number of elements sampled for the fields that follow.
+        min_nonzero: Smallest non-zero magnitude.
+        flushed: Share that is zero in 16 bits and not in FP32.
+        subnormal: Share that is subnormal in the run's format.
+        max_error: Largest absolute error.
+        max_relative_error: Largest relative error.
+        exponents: Number of FP32 values by floor(log2|x|).
+        batch: Name of the batch with the largest magnitude in FP32; null if it has none.
     """
 
     peak: float
@@ -125,11 +126,11 @@ class Forward:
 class SiteReport:
     """The results of one site.
 
-    ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
-    it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
-    no input of the proof's domain makes a larger magnitude here; null without a proof, or if unbounded.
-    ``gradient`` is that of its output (``--backward``). ``inside`` is the largest square seen inside a norm
-    that is given 16 bits, ``bound_inside`` a bound on it.
+    ``forward`` is null if the site passes on values of its input (role view or select). ``by_design`` is true
+    if it is near the limit because it reads a mask, or if it does not depend on a parameter. ``bound`` is a
+    magnitude that no input of the proof's domain exceeds; null without a proof, or if unbounded. ``gradient``
+    is that of its output (``--backward``). ``inside`` is the largest square computed inside a norm of 16-bit
+    values, and ``bound_inside`` a bound on it.
     """
 
     site: SiteId
@@ -159,7 +160,7 @@ class SiteReport:
 
     @property
     def headroom_bits(self) -> float | None:
-        """Headroom of its values; ``None`` if not measured, or all values are zero."""
+        """Headroom of its values in bits; ``None`` if it was not measured, or all values are zero."""
         return self.forward.headroom_bits if self.forward is not None else None
 
     @property
@@ -173,19 +174,20 @@ class OutputAccuracy:
     """The accuracy of one output tensor, in its worst batch.
 
     Attributes:
-        name: where it was found.
-        site: the site that makes it.
-        sqnr_db: signal-to-noise ratio against FP32; of integers, 20 log10(1 / share that differs). Null
-            where both agree exactly, or where ``problem`` says why there is no number.
+        name: Path in the model's output.
+        site: Site that computes it.
+        sqnr_db: Signal-to-noise ratio against FP32 in dB; for integers, 20 log10(1 / share that differs).
+            Null if both agree exactly, or if ``problem`` says why there is no number.
         kind: ``float``, ``complex`` (two floats per element) or ``integer`` (including booleans).
-        differing: integers that differ.
-        problem: why no accuracy can be given although the output is wrong; empty otherwise.
-        variation_db: signal-to-noise ratio of what varies in it or in its rows, the mean taken out, whichever
-            is lowest; null for integers, for fewer than 16 elements, and where nothing varies or both agree.
-        constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
-        empty: whether it has no elements.
-        repaired: whether it is inf or NaN in 16 bits, and the accuracy is that with the faults repaired.
-        batch: name of its worst batch, such as ``call 14`` of a recording; null if that has none.
+        differing: Number of integers that differ.
+        problem: Reason why a wrong output has no accuracy; empty for other outputs.
+        variation_db: Signal-to-noise ratio in dB without the mean, of the output or of its rows, whichever is
+            lowest; null for integers, for fewer than 16 elements, and if nothing varies or both agree.
+        constant: The value of all floats in FP32, if they are equal; the accuracy then says nothing about
+            other inputs.
+        empty: Whether it has no elements.
+        repaired: Whether it is inf or NaN in 16 bits, so that its accuracy is that of the repaired run.
+        batch: Name of its worst batch, such as ``call 14`` of a recording; null if it has none.
     """
 
     name: str
@@ -207,7 +209,7 @@ class OutputAccuracy:
 
     @property
     def where(self) -> str:
-        """The batch in which it is worst; empty if that has no name, or the output is exact."""
+        """The batch in which it is worst; empty if the batch has no name, or the output is exact."""
         return f" in {self.batch}" if self.batch and (self.problem or self.sqnr_db is not None) else ""
 
     @property
@@ -293,7 +295,7 @@ class InputsInfo:
     Attributes:
         origin: ``given`` as tensors by the user, ``stored`` in the program, made by the model's processor of
             the user's ``file`` or of a built-in ``sample``, or ``random``.
-        detail: in words, where there is more to say.
+        detail: Details in words; empty if there are none.
     """
 
     origin: Literal["given", "stored", "file", "sample", "random"]
@@ -318,15 +320,15 @@ class ReadLine:
     """A line of the model's code that reads values of tensors.
 
     Attributes:
-        name: Method that reads them (``bool``, ``item``, ``tolist``, ``numpy``), or the op whose output size
+        name: Method that reads them (``bool``, ``item``, ``tolist``, ``numpy``), or op whose output size
             depends on values.
-        kind: Use in Python: a ``choice`` (boolean or integer), a ``number`` or an ``array``.
+        kind: Use in Python: as a ``choice`` (boolean or integer), a ``number`` or an ``array``.
         layer: Path of the module whose forward reads them.
         source: Source line.
         reads: Number of reads over all batches.
         differing: Number of reads that decide differently on the values of the 16-bit run.
         batch: Number of the first batch with such a read.
-        fp32: Value in FP32 of the first differing read, else of the first read.
+        fp32: Value in FP32 of the first differing read, or else of the first read.
         low: The same value in 16 bits.
     """
 
@@ -422,19 +424,19 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Counts of sites: ``sites`` compute or pass on floats; the rest are integers and shapes.
+    """The numbers of sites that an audit covers.
 
     Attributes:
-        sites: sites with a floating-point output.
-        audited: those that were measured, or hand on measured values.
-        measured: those that make new values.
-        proved: those that are proved not to overflow by their own fault (``--prove``, ``--static``).
-        integer_sites: ops without a floating-point output.
-        no_rule: sites that no rule of the policy mentions; they follow type promotion.
-        author_sites: sites inside autocast(enabled=False) regions of the model's code.
-        casts: casts that the policy inserted.
-        author_casts: conversions in the model's code.
-        uncovered_ops: ops that could not be observed.
+        sites: Number of sites with a floating-point output.
+        audited: Number of these that were measured, or pass on measured values.
+        measured: Number of these that were measured, since they compute new values.
+        proved: Number of these that provably do not overflow by their own fault (``--prove``, ``--static``).
+        integer_sites: Number of ops without a floating-point output.
+        no_rule: Number of sites that no rule of the policy mentions; they follow type promotion.
+        author_sites: Number of sites inside autocast(enabled=False) regions of the model's code.
+        casts: Number of casts that the policy inserted.
+        author_casts: Number of conversions in the model's code.
+        uncovered_ops: Ops that could not be observed.
     """
 
     sites: int
@@ -469,12 +471,13 @@ class Environment:
 class Report(Shown):
     """The report of an audit.
 
-    ``verdict`` is what was found: ``fail`` if there is an error, ``warn`` if ranges would overflow. ``gate``
-    is what ``fail_on`` makes of it, and the exit code.
+    ``verdict`` follows from the findings: ``fail`` if there is an error, ``warn`` if ranges would overflow.
+    ``gate`` says whether findings and gaps pass ``fail_on``, and decides the exit code.
 
-    ``promoted`` are sites in float32 because of measurements; ``against`` compares with a reference model;
-    ``path`` is given where its code depends on values; ``gaps`` leaves out those whose finding is suppressed;
-    ``advised`` says that changes were tried (``--advise``); ``sections`` are those of instruments, by name.
+    ``promoted`` holds the sites that measurements keep in float32; ``against`` compares with a reference
+    model; ``path`` is present if the model's code depends on values; ``gaps`` leaves out gaps whose finding
+    is suppressed; ``advised`` is true if changes were tried (``--advise``); ``sections`` holds the results of
+    instruments by name.
     """
 
     schema: Literal[1]
@@ -530,7 +533,7 @@ class Report(Shown):
 
     @property
     def codes_by_site(self) -> Mapping[str, list[str]]:
-        """Return the codes of active findings by site; an empty list if there are none."""
+        """The codes of active findings by site; an empty list if there are none."""
         codes: defaultdict[str, list[str]] = defaultdict(list)
         for finding in self.active:
             codes[finding.site].append(finding.code)
@@ -543,17 +546,17 @@ class Report(Shown):
 
     @property
     def stored_in_16_bits(self) -> bool:
-        """Whether the model came with 16-bit weights, which FP32 then computes with as well."""
+        """Whether the model came with 16-bit weights, so that FP32 computes with them as well."""
         return self.run.policy == AS_IS and self.weights.working_bytes > 0
 
     @property
     def low_precision_sites(self) -> tuple[SiteReport, ...]:
-        """Sites in the run's 16-bit format."""
+        """Sites whose values are in the 16-bit format of the run."""
         return tuple(site for site in self.sites if site.precision == self.run.dtype)
 
     @property
     def by_headroom(self) -> tuple[SiteReport, ...]:
-        """Measured sites in any precision, largest values first; without masks and constants."""
+        """Measured sites in any precision without masks and constants, largest values first."""
         measured = (s for s in self.sites if s.headroom_bits is not None and not s.by_design)
         return tuple(sorted(measured, key=lambda site: site.headroom_bits or 0.0))
 
@@ -564,7 +567,7 @@ class Report(Shown):
 
     @property
     def nearest_sites(self) -> tuple[SiteReport, ...]:
-        """Healthy 16-bit sites, least headroom first; without sites that mask earlier faults."""
+        """Healthy 16-bit sites without those that hide earlier faults, least headroom first."""
         graver = [f for f in self.findings if f.severity is not Severity.NOTE]
         bad = {site for f in graver for site in (f.site, *f.hidden_at)}
         low = (site for site in self.by_headroom if self._is_low(site))
@@ -575,7 +578,7 @@ class Report(Shown):
 
     @property
     def broken_outputs(self) -> tuple[OutputAccuracy, ...]:
-        """Outputs that contain inf or NaN, or are wrong without a number (``problem``).
+        """Outputs that contain inf or NaN, or have no accuracy for another reason (``problem``).
 
         The accuracy of outputs with inf or NaN is that of the repaired run.
         """
@@ -584,7 +587,7 @@ class Report(Shown):
 
     @property
     def worst_outputs_first(self) -> tuple[OutputAccuracy, ...]:
-        """Outputs by accuracy: broken ones first, exact, empty and constant ones last."""
+        """Outputs by accuracy, broken ones first; exact, empty and constant ones come last."""
         broken = self.broken_outputs
 
         def rank(output: OutputAccuracy) -> tuple[bool, bool, float]:
@@ -609,7 +612,7 @@ class Report(Shown):
 
     @property
     def headline(self) -> str:
-        """The verdict, and what it is about."""
+        """The verdict with the model, the run, and the number of findings."""
         errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
         hidden = len(self.findings) - len(self.active)
         counts = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
@@ -640,7 +643,7 @@ class Comparison(Shown):
 
     @property
     def headline(self) -> str:
-        """The verdict, and what it is about."""
+        """The number of policies, and their names."""
         return f"{len(self.reports)} policies: {', '.join(report.run.policy for report in self.reports)}"
 
     def card_rows(self) -> CardRows:

@@ -168,7 +168,7 @@ def _in_order(subject: AdviceContext, sites: Set[SiteId]) -> tuple[SiteId, ...]:
 
 def _users(subject: AdviceContext, weight: str) -> list[Site]:
     context = subject.context
-    return [s for s in context.graph_sites if weight in context.users.get(s.id, ())]
+    return [s for s in context.graph_sites if weight in context.weights_read.get(s.id, ())]
 
 
 def exempt_sites(subject: AdviceContext, members: Sequence[Exemption]) -> tuple[SiteId, ...]:

@@ -57,7 +57,7 @@ class CheckContext:
         number_format: The 16-bit format of the run.
         parameter_free: Sites that do not depend on a parameter (masks, positions, constants).
         weights: Ranges of the weights that are stored in 16 bits.
-        users: Names of the weights that each site uses directly.
+        weights_read: Names of the weights that each site reads directly.
         min_headroom: Headroom in bits below which a site is reported.
         min_sqnr: Accuracy in dB below which a result is inaccurate.
         ranges_only: Whether only FP32 ran (``--ranges``).
@@ -73,7 +73,7 @@ class CheckContext:
     number_format: NumberFormat
     parameter_free: frozenset[str]
     weights: tuple[WeightRange, ...]
-    users: dict[SiteId, tuple[str, ...]]
+    weights_read: dict[SiteId, tuple[str, ...]]
     min_headroom: float = 1.0
     min_sqnr: float = 20.0
     ranges_only: bool = False
@@ -141,10 +141,10 @@ class CheckContext:
 
     @cached_property
     def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
-        """Per output of the model: its name, the site that produced it, and its accuracy in dB.
+        """The outputs of the model: their names, the sites that produce them, and their accuracies in dB.
 
-        The accuracy is ``None`` if exact, and -inf if the shapes differ or FP32 is 0 everywhere. An output
-        that is not finite in 16 bits has its accuracy with the faults repaired.
+        The accuracy is ``None`` if exact, and -inf if the shapes differ or FP32 is 0 everywhere. For an
+        output that is not finite in 16 bits, it is that of the repaired run.
         """
         accuracies: dict[tuple[str, SiteId | None], float | None] = {}
         for traced in self.flow.every:
@@ -216,10 +216,12 @@ class CheckContext:
         """Return the weight whose overflow explains an origin at this site."""
         if site.role is Role.WEIGHT_CAST and site.weight in self.broken_weights:
             return site.weight
-        return next((name for name in self.users.get(site.id, ()) if name in self.broken_weights), None)
+        return next(
+            (name for name in self.weights_read.get(site.id, ()) if name in self.broken_weights), None
+        )
 
     def is_overflow(self, origin: Origin) -> bool:
-        """Return whether the broken elements exceed the format in FP32; if not, it is a domain error."""
+        """Return whether the broken elements exceed the format in FP32; otherwise, it is a domain error."""
         observation = self.observed(origin.site)
         infinite = observation.pos_inf + observation.neg_inf > 0
         return infinite and observation.bad_ref_peak >= self.number_format.max / 2
@@ -239,8 +241,9 @@ class Cause:
 
     Attributes:
         code: Code of its page.
-        applies: Returns why this is the cause, as a clause before "in FP32 ..."; ``None`` if it is not.
-        advice: What to write instead.
+        applies: Function that returns why this is the cause, as a clause before "in FP32 ..."; ``None`` if
+            it is not.
+        advice: The code to write instead.
     """
 
     code: str
@@ -300,7 +303,7 @@ def evidence_of(stats: Observation, form: NumberFormat) -> Evidence:
     """Return the measurements of a site as evidence."""
     peak = stats.finite_peak if stats.elements else None
     samples = stats.samples
-    share = max(samples.sampled, 1)
+    sampled = max(samples.sampled, 1)
     return Evidence(
         peak=peak,
         limit=form.max,
@@ -311,8 +314,8 @@ def evidence_of(stats: Observation, form: NumberFormat) -> Evidence:
         sqnr_db=stats.sqnr_db,
         local_sqnr_db=stats.local_sqnr_db,
         max_error=samples.max_error if samples.sampled else None,
-        flushed=samples.flushed / share,
-        subnormal=samples.subnormal / share,
+        flushed=samples.flushed / sampled,
+        subnormal=samples.subnormal / sampled,
     )
 
 
@@ -327,7 +330,7 @@ def source_of(line: SourceLine | None, caller: SourceLine | None = None) -> Sour
 
 
 def some_sites(sites: Sequence[Site | SiteId | str], limit: int = 3) -> str:
-    """List the first few ids and count the rest."""
+    """Return the first few ids as a list in words, with a count of the rest."""
     return listed([site.id if isinstance(site, Site) else str(site) for site in sites], limit)
 
 
@@ -366,10 +369,10 @@ def _one_per_line(findings: Iterable[Finding]) -> Iterator[Finding]:
     for group in groups.values():
         worst = max(group, key=lambda finding: finding.evidence.peak or 0.0)
         sites = dict.fromkeys(site for finding in group for site in finding.poisons)
-        more = f"; the same at {plural(len(group) - 1, 'more op')} of this line" if len(group) > 1 else ""
+        also = f"; the same at {plural(len(group) - 1, 'more op')} of this line" if len(group) > 1 else ""
         group_sites = {finding.site for finding in group}
         poisons = tuple(site for site in sites if site not in group_sites)
-        yield replace(worst, cause=f"{worst.cause}{more}", poisons=poisons) if more else worst
+        yield replace(worst, cause=f"{worst.cause}{also}", poisons=poisons) if also else worst
 
 
 def _run(check: Check, context: CheckContext) -> list[Finding]:
@@ -397,7 +400,7 @@ def context_of(
         number_format=form,
         parameter_free=audit.parameter_free,
         weights=() if settings.ranges else _weights(audit),
-        users=_weight_users(audit),
+        weights_read=_weights_read(audit),
         min_headroom=settings.min_headroom,
         min_sqnr=settings.min_sqnr,
         ranges_only=settings.ranges,
@@ -416,22 +419,22 @@ def _weights(audit: Audit) -> tuple[WeightRange, ...]:
     return tuple({each.name: each for each in ranges}.values())
 
 
-def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
-    """Map each site to the 16-bit weights that it uses directly."""
-    users: dict[SiteId, tuple[str, ...]] = {}
+def _weights_read(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
+    """Map each site to the 16-bit weights that it reads directly."""
+    weights: dict[SiteId, tuple[str, ...]] = {}
     for converted in audit.every:
         copies = {copy.node: copy.name for copy in converted.copies.values()}
         nodes = {node.name: node for node in converted.traced.graph.nodes}
         for site in converted.traced.sites:
             sources = nodes[site.node].all_input_nodes
-            users.setdefault(site.id, tuple(copies[n.name] for n in sources if n.name in copies))
-    return users
+            weights.setdefault(site.id, tuple(copies[n.name] for n in sources if n.name in copies))
+    return weights
 
 
 def steps_report(
     record: RunRecord, min_sqnr: float, limit: float, low_precision: Collection[SiteId]
 ) -> StepsReport | None:
-    """Return the report; ``None`` for an audit without ``--steps``.
+    """Return the report on steps; ``None`` for an audit without ``--steps``.
 
     Args:
         record: Record of the run.
@@ -445,11 +448,11 @@ def steps_report(
     for row in record.steps:
         by_step[row.step].append(row)
     growth = (*_error_growth(by_step, min_sqnr), *_value_growth(record, len(by_step), limit, low_precision))
-    rows = tuple(_step(step, observations) for step, observations in by_step.items())
+    rows = tuple(_step_report(step, observations) for step, observations in by_step.items())
     return StepsReport(record.traces, rows, growth, record.fed_back)
 
 
-def _step(step: int, rows: Sequence[StepObservation]) -> StepReport:
+def _step_report(step: int, rows: Sequence[StepObservation]) -> StepReport:
     accuracies = [
         (decibels, name)
         for row in rows
@@ -473,7 +476,7 @@ def _step(step: int, rows: Sequence[StepObservation]) -> StepReport:
 
 
 def _error_growth(by_step: dict[int, list[StepObservation]], min_sqnr: float) -> Iterator[StepGrowth]:
-    """Yield the growth of the output with the largest error at the last step that is fitted."""
+    """Yield the growth of the error of one output: the one whose error is largest at its last fitted step."""
     candidates: list[tuple[float, StepGrowth]] = []
     for name in dict.fromkeys(name for rows in by_step.values() for row in rows for name in row.errors):
         points: list[tuple[int, float]] = []

@@ -214,7 +214,7 @@ def find_weights(context: CheckContext) -> Iterator[Finding]:
 
 def _users_are_accurate(context: CheckContext, name: str) -> bool:
     """Return whether every op that uses a weight is accurate nevertheless."""
-    users = [site for site, names in context.users.items() if name in names]
+    users = [site for site, names in context.weights_read.items() if name in names]
     accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
     return min(accuracies, default=math.inf) >= context.min_sqnr
 

@@ -1,4 +1,4 @@
-"""What 16 bits do not speed up: sizes, casts, and islands of float32."""
+"""Finds what keeps 16 bits from speeding a model up: sizes, casts, and float32 beside 16 bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["CHECKS"]
 _COSTLY = having("product", "added_product", "weighted") | {"scaled_dot_product_attention"}
 MIN_SITES = 4
 MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, NVIDIA's "Matrix Multiplication Background" guide
-SMALL = 16  # of smaller products, padding is no news
+SMALL = 16  # sizes up to this one are not worth padding
 _ALIGNED = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
 
 
