@@ -43,8 +43,9 @@ _REGISTERED = (elementwise, products, reductions, shapes)
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
     """Bound every site of a graph.
 
-    After a site that is not proved, its value is assumed to lie within the format, since an overflow there is
-    the fault of that site alone. So a proof says that a site does not overflow unless an earlier one does.
+    The value of a site that is not proved is assumed to lie within the format for later sites, since an
+    overflow there is the fault of that site alone. So a proof says that a site does not overflow unless an
+    earlier one does.
 
     Args:
         traced: The graph with its weights.
@@ -75,7 +76,7 @@ class _BoundPass:
         self._bounds: dict[SiteId, Bound] = {}
         self._uncovered: dict[str, None] = {}
         self._failed: dict[str, None] = {}
-        # values of these memories change between calls, or behind the graph's back
+        # memory whose values change between calls, or by writes that the graph does not show
         in_place, self._hidden = written_memory(traced.graph, self._memory)
         self._written = in_place | self._hidden
 
@@ -141,7 +142,7 @@ class _BoundPass:
         input_sizes = {size for source in node.all_input_nodes for size in self._sizes(source)}
         varies = UNKNOWN_SIZE in input_sizes or any(UNKNOWN_SIZE in shape for shape in shapes)
         if op is None or entry is None or not shapes or varies:
-            return self._cover(str(op or node.target), value)
+            return self._uncovered_op(str(op or node.target), value)
         if all(0 in shape for shape in shapes):
             zeros = [symmetric(shape, 0.0) for shape in shapes]
             return zeros if isinstance(value, list | tuple) else zeros[0]
@@ -156,12 +157,12 @@ class _BoundPass:
             result = entry.function(call)
         except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             self._failed[f"{op}: {error}"] = None
-            return self._cover(str(op), value)
+            return self._uncovered_op(str(op), value)
         if call.unread:
-            return self._cover(f"{op} with {', '.join(call.unread)}", value)
+            return self._uncovered_op(f"{op} with {', '.join(call.unread)}", value)
         if not _fits(result, shapes, several=isinstance(value, list | tuple)):
             self._failed[f"{op}: an interval does not fit the value"] = None
-            return self._cover(str(op), value)
+            return self._uncovered_op(str(op), value)
         return result
 
     def _sizes(self, node: fx.Node) -> Iterable[int]:
@@ -170,17 +171,17 @@ class _BoundPass:
             return [size for interval in bounds for size in interval.shape]
         return self._weights[node].tensor.shape if bounds is None else bounds.shape
 
-    def _cover(self, name: str, value: Any) -> Interval | list[Interval]:
-        """Count an uncovered op, if it computes numbers that could overflow."""
+    def _uncovered_op(self, name: str, value: Any) -> Interval | list[Interval]:
+        """Return unknown intervals, and note the op if it computes numbers that could overflow."""
         if any(item.is_floating_point() or item.is_complex() for item in _items(value)):
             self._uncovered[name] = None
         return _unknown(value)
 
     def _union(self, node: fx.Node) -> Interval:
-        """Bound a partly written value by the ends of both."""
+        """Bound a partly overwritten value by the ends of the old and the written one."""
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
-            return any_value(sizes_of(value), value.dtype)  # bytes of numbers
+            return any_value(sizes_of(value), value.dtype)  # their bytes are read as another dtype
         both = [self._intervals[source] for source in node.all_input_nodes]
         filled = [interval for interval in both if isinstance(interval, Interval) and 0 not in interval.shape]
         low = min((float(interval.low.amin()) for interval in filled), default=0.0)
@@ -213,7 +214,7 @@ class _BoundPass:
 
 
 class _Intervals(dict[fx.Node, Any]):
-    """Intervals by node; those of weights are computed when they are needed."""
+    """Intervals by node; those of weights are computed on first use."""
 
     def __init__(self, weights: KnownWeights) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class _Intervals(dict[fx.Node, Any]):
 
 
 def _as_stored(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Interval:
-    """Return the result as stored; one that only rearranges its inputs is not rounded again."""
+    """Return the interval of a stored result, which is not rounded again if its op is exact."""
     form = format_of(dtype)
     if not exact or form is None:
         return stored(interval, dtype)
@@ -269,7 +270,7 @@ class Bound:
     """The bound that is proved for one site.
 
     Attributes:
-        peak: Bound on the magnitude of the values for finite inputs, before rounding; infinity if unknown.
+        peak: Bound on the magnitude of the values before rounding, for finite inputs; infinity if unknown.
         proved: Whether the peak is within the format of the site.
         inside: Bound on the largest square that a norm or variance computes; ``None`` for other ops.
     """
@@ -279,7 +280,7 @@ class Bound:
     inside: float | None = None
 
     def joined(self, other: Bound) -> Bound:
-        """Return the bound that holds in two graphs that have the site."""
+        """Return a bound that holds for the site in both graphs."""
         insides = [each.inside for each in (self, other) if each.inside is not None]
         both = self.proved and other.proved
         return Bound(max(self.peak, other.peak), both, max(insides, default=None))
@@ -305,7 +306,7 @@ class BoundTable:
     failed: tuple[str, ...] = ()
 
     def joined(self, other: BoundTable) -> BoundTable:
-        """Return bounds that hold for this graph and another one of the model; intervals are this one's."""
+        """Return bounds that hold for two graphs of one model, with the intervals of this one."""
         bounds = dict(self.bounds)
         for site, site_bound in other.bounds.items():
             bounds[site] = bounds[site].joined(site_bound) if site in bounds else site_bound
@@ -319,7 +320,7 @@ class BoundTable:
 
 
 class KnownWeights(dict[fx.Node, KnownTensor]):
-    """Known values by node, followed through copies, views and casts; constants through every exact op."""
+    """Known weights by node, also behind copies, views and casts, and constants behind every exact op."""
 
     def __init__(self) -> None:
         super().__init__()

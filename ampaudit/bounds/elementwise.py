@@ -1,8 +1,8 @@
 """Transfer functions of elementwise arithmetic: sums, products, powers, limits, choices.
 
-A pattern matches only if the graph says so: the same value (behind casts that lose nothing), the same axes,
-kept as axes of size 1 so that broadcasting brings each row its own statistic, a factor of one, and eps
-where it belongs. Everything else does not match.
+Two patterns have sharper bounds than their ops (``is_shifted_by_maximum``, ``is_normalized``). They match
+only if the graph proves it: the same value (behind lossless casts), the same axes, kept with size 1 so that
+broadcasting aligns each row with its own statistic, a factor of one, and eps inside the root.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ampaudit.trace.values import sizes_of
 
 Ends = Callable[[torch.Tensor], torch.Tensor]
 SLACK = 2.0**-6
-# what a float16 value is rounded by, 2^-25, times 1/sqrt(eps) must stay below the slack
+# the absolute rounding error of float16, 2^-25, times 1/sqrt(eps) must stay below the slack
 MIN_STABLE_EPS = 1e-10
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def _norm_of(call: OpCall, interval: Interval, axis: int) -> torch.Tensor:
 
 
 def _sum(call: OpCall, a: Interval, b: Interval, factor: float) -> Interval:
-    """``a + factor * b``: ends add up; so do norms, by the triangle inequality."""
+    """Bound ``a + factor * b``: ends add up; so do norms, by the triangle inequality."""
     scaled = sorted_ends(b.low * factor, b.high * factor) if factor else (b.low * 0, b.low * 0)
     axes = set(_aligned(call, a)) | set(_aligned(call, b))
     size = abs(factor)
@@ -95,13 +95,13 @@ def sorted_ends(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor
 
 @transfer("add.Tensor", "add.Scalar", integers=True)
 def add(call: OpCall) -> Interval:
-    """``self + alpha * other``."""
+    """Bound ``self + alpha * other``."""
     return _weighted_sum(call, "self", "other", 1)
 
 
 @transfer("sub.Tensor", "sub.Scalar", "subtract.Tensor", integers=True)
 def subtract(call: OpCall) -> Interval:
-    """``self - alpha * other``, which is at most 0 if other is self's maximum."""
+    """Bound ``self - alpha * other``, which is at most 0 if other is self's maximum."""
     result = _weighted_sum(call, "self", "other", -1)
     if call.number("alpha") == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
         result = replace(result, high=result.high.clamp(max=0.0))
@@ -110,12 +110,12 @@ def subtract(call: OpCall) -> Interval:
 
 @transfer("rsub.Tensor", "rsub.Scalar", integers=True)
 def reversed_subtract(call: OpCall) -> Interval:
-    """``other - alpha * self``."""
+    """Bound ``other - alpha * self``."""
     return _weighted_sum(call, "other", "self", -1)
 
 
 def _weighted_sum(call: OpCall, first: str, second: str, sign: int) -> Interval:
-    """``first + sign * alpha * second``."""
+    """Bound ``first + sign * alpha * second``."""
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
@@ -124,7 +124,7 @@ def _weighted_sum(call: OpCall, first: str, second: str, sign: int) -> Interval:
 
 
 def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float) -> Interval:
-    """Widen for ``alpha * x`` rounded separately, to float32 or 16 bits, before it is added."""
+    """Widen for the rounding of ``alpha * x``, to float32 or 16 bits, before it is added."""
     if alpha in (1, -1, 0):
         return result
     scaled = abs(alpha) * call.interval(operand).peak
@@ -135,7 +135,7 @@ def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float)
 
 @transfer("mul.Tensor", "mul.Scalar", "multiply.Tensor", integers=True)
 def multiply(call: OpCall) -> Interval:
-    """Take the extremes of the four products of ends; a norm grows by the other factor's peak."""
+    """Bound a product by the four products of ends; a norm grows by the peak of the other factor."""
     first, second = call.arg("self"), call.arg("other")
     for value, factor in ((first, second), (second, first)):
         if (row := is_normalized(call.node, value, factor)) is not None:
@@ -159,7 +159,7 @@ def extremes(a: Interval, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Multiply ends; zero times an infinite end is zero, as the end stands for large finite numbers."""
+    """Multiply ends; zero times an infinite end is zero, since the end stands for large finite numbers."""
     return torch.where((x == 0) | (y == 0), torch.zeros((), dtype=torch.float64), x * y)
 
 
@@ -168,7 +168,7 @@ _DIVISIONS = "div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode divide.Tenso
 
 @transfer(*_DIVISIONS.split(), "floor_divide", "floor_divide.Scalar", integers=True)
 def divide(call: OpCall) -> Interval:
-    """Multiply by the reciprocal if the denominator stays away from zero; rounding to integers adds one."""
+    """Bound a product with the reciprocal of a denominator without zero; rounding to integers adds one."""
     mode = call.arg("rounding_mode") if "rounding_mode" in call.arguments else None
     whole = mode is not None or call.name == "floor_divide"
     if not whole and (row := is_normalized(call.node, call.arg("self"), call.arg("other"), divided=True)):
@@ -186,7 +186,7 @@ def divide(call: OpCall) -> Interval:
 
 @transfer("pow.Tensor_Scalar")
 def power(call: OpCall) -> Interval:
-    """Raise any base to an integer exponent, or a positive base to any exponent."""
+    """Bound a power: of any base for an integer exponent, of a positive base for any exponent."""
     return _either_power(call, "exponent", call.interval("self"), _power)
 
 
@@ -199,16 +199,16 @@ def _power(call: OpCall, exponent: float, x: Interval) -> Interval:
         low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, low)
     if exponent < 0:  # 1 / (x * x) in 16 bits: the square may overflow, and the result be 0
         low = low.clamp(max=0.0)
-    # an error of log(x) counts as often as the exponent is large; some kernels round x * x and continue
+    # the exponent multiplies an error of log(x); some kernels round x * x before they continue
     slack = ELEMENTARY * max(abs(exponent), 1.0) + 4 * rounding(call.dtype)[0]
-    if not exponent.is_integer():  # its own rounding counts as often as log(x), at most 104 in float32
+    if not exponent.is_integer():  # log(x), at most 104 in float32, multiplies its rounding error
         slack += 2 * 104 * UNIT_ROUNDOFF * abs(exponent)
     return _widened_by(output_interval(call, low, high), slack)
 
 
 @transfer("pow.Scalar")
 def power_of_number(call: OpCall) -> Interval:
-    """Raise a positive number to x, which is monotone in x."""
+    """Bound a power of a positive number, which is monotone in the exponent."""
     return _either_power(call, "self", call.interval("exponent"), _power_of_number)
 
 
@@ -217,7 +217,7 @@ def _power_of_number(call: OpCall, base: float, x: Interval) -> Interval:
         return unbounded(call.shape)
     wide = torch.tensor(base, dtype=torch.float64)
     low, high = sorted_ends(wide.pow(x.low), wide.pow(x.high))
-    # the base is rounded to float32 at worst, which x powers make x times as much
+    # the base is rounded to float32 at worst, and x multiplies that error
     slack = ELEMENTARY * max(x.peak, 1.0) if x.bounded else 0.0
     return _widened_by(output_interval(call, low, high), slack)
 
@@ -241,7 +241,7 @@ def _widened_by(result: Interval, slack: float) -> Interval:
 
 @transfer("square")
 def square(call: OpCall) -> Interval:
-    """x^2: from 0, if x may be 0, to the larger square of its ends."""
+    """Bound x^2 by the squares of its ends, from 0 if x may be 0."""
     x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.square(), x.high.square()))
     return output_interval(call, low, x.magnitude.square())
@@ -249,14 +249,14 @@ def square(call: OpCall) -> Interval:
 
 @transfer("neg", "negative", exact=True)
 def negate(call: OpCall) -> Interval:
-    """Swap the ends."""
+    """Negate and swap the ends."""
     x = call.interval("self")
     return output_interval(call, -x.high, -x.low, x.norms)
 
 
 @transfer("abs", "absolute", exact=True)
 def absolute(call: OpCall) -> Interval:
-    """From the end nearer to zero, or from zero, to the farther one."""
+    """Bound |x| by the magnitudes of its ends, from 0 if x may be 0."""
     x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.abs(), x.high.abs()))
     return output_interval(call, low, x.magnitude, x.norms)
@@ -281,7 +281,7 @@ def clamp(call: OpCall) -> Interval:
 
 @transfer("hardtanh")
 def hard_tanh(call: OpCall) -> Interval:
-    """Clamp to -1 and 1 or the given limits."""
+    """Clamp both ends to the limits, by default -1 and 1."""
     x, least, most = call.interval("self"), call.number("min_val"), call.number("max_val")
     if least is None or most is None or least > most:
         return unbounded(call.shape)
@@ -292,28 +292,28 @@ def hard_tanh(call: OpCall) -> Interval:
 
 @transfer("maximum", "max.other", exact=True)
 def maximum(call: OpCall) -> Interval:
-    """The larger of both ends."""
+    """Return the larger of both lower ends, and of both upper ends."""
     a, b = call.interval("self"), call.interval("other")
     return output_interval(call, torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
 @transfer("minimum", "min.other", exact=True)
 def minimum(call: OpCall) -> Interval:
-    """The smaller of both ends."""
+    """Return the smaller of both lower ends, and of both upper ends."""
     a, b = call.interval("self"), call.interval("other")
     return output_interval(call, torch.minimum(a.low, b.low), torch.minimum(a.high, b.high))
 
 
 @transfer("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar", exact=True)
 def where(call: OpCall) -> Interval:
-    """The union of both branches."""
+    """Return the union of both branches."""
     call.ignore("condition")
     return _either(call, "self", "other")
 
 
 @transfer("masked_fill.Scalar", "masked_fill.Tensor", exact=True)
 def masked_fill(call: OpCall) -> Interval:
-    """The union of the input and the fill value."""
+    """Return the union of the input and the fill value."""
     call.ignore("mask")
     return _either(call, "self", "value")
 
@@ -329,7 +329,7 @@ _COMPARISONS = [f"{op}.{kind}" for op in "eq ne lt le gt ge".split() for kind in
 @transfer(*_COMPARISONS, "logical_and", "logical_or", "logical_xor", "logical_not", exact=True)
 @transfer("isinf", "isnan", "isfinite", exact=True)
 def truth(call: OpCall) -> Interval:
-    """0 or 1."""
+    """Bound a truth value by 0 and 1."""
     call.ignore("self", "other")
     return between(call.shape, 0.0, 1.0)
 
@@ -340,15 +340,15 @@ def is_shifted_by_maximum(node: fx.Node, value: Any, shift: Any) -> bool:
         return False
     dtypes = {_dtype(each) for each in (node, value)}
     source = _reduced(_exact(shift), (aten.amax.default, aten.max.dim, aten.max.default))
-    # the difference of two numbers, rounded, is not positive if the exact one is not
+    # rounding does not make a difference positive
     return source is not None and len(dtypes) == 1 and _exact(source) is _exact(value)
 
 
 def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = False) -> Interval | None:
-    """``x * rsqrt(mean(x^2) + eps)``, or ``x / sqrt(mean(x^2) + eps)``: |y_i| <= |y| <= sqrt(n).
+    """Bound ``x * rsqrt(mean(x^2) + eps)`` and ``x / sqrt(mean(x^2) + eps)``: |y_i| <= |y| <= sqrt(n).
 
     With m the mean as computed in float32, y_i^2 <= x_i^2 / m and m >= (1 - error) sum(x^2) / n. The factor,
-    and x beside it, may be rounded to 16 bits, each by at most 2^-8; eps bounds what vanishing squares do.
+    and x beside it, may be rounded to 16 bits, each by at most 2^-8; eps covers squares that vanish.
     """
     if not isinstance(value, fx.Node) or not isinstance(factor, fx.Node):
         return None
@@ -382,7 +382,7 @@ def _dtype(node: fx.Node | None) -> torch.dtype | None:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    """Return whether the value is float32: in 16 bits a square may vanish, and the bound with it."""
+    """Return whether a value is float32; in 16 bits a square may vanish, and the bound does not hold."""
     return _dtype(node) is torch.float32
 
 
@@ -407,8 +407,8 @@ def _keeps_all(source: torch.dtype | None, target: torch.dtype | None) -> bool:
 def _rounded(node: fx.Node, beside: fx.Node | None = None) -> fx.Node:
     """Return the value behind copies and casts, including those to 16 bits (error up to 2^-8).
 
-    A factor may only be rounded to float16 beside a value in float16, which keeps the factor above float16's
-    smallest normal number.
+    A factor may be rounded to float16 only beside a value in float16, which keeps the factor above the
+    smallest normal number of float16.
     """
     while True:
         node = _exact(node)
@@ -459,7 +459,7 @@ def _reduced(node: fx.Node, ops: tuple[OpOverload, ...]) -> fx.Node | None:
 def _keeps_rows(
     node: fx.Node, statistic: fx.Node, shape: tuple[int, ...], axes: set[int], expected: tuple[int, ...]
 ) -> bool:
-    """Return whether each row finds its own statistic when it broadcasts."""
+    """Return whether broadcasting aligns each row with its own statistic."""
     if sizes_of(statistic.meta["val"]) != expected:
         return False
     if statistic.target is aten.unsqueeze.default and statistic is not node:
@@ -516,7 +516,7 @@ def _monotone(
 
 
 def _above(limit: float) -> float:
-    """Return the limit with a margin, since a library's tanh may exceed it by one float32."""
+    """Return the limit with a margin, since a library's tanh may exceed it by one unit of float32."""
     return limit * (1 + ELEMENTARY) if limit > 0 else limit
 
 
@@ -544,7 +544,7 @@ _monotone("relu6", F.relu6, 0.0, 6.0, shrinks=True, exact=True)
 
 @transfer("softplus")
 def softplus(call: OpCall) -> Interval:
-    """Bound the default slope and threshold: at least 0, at most log 2 above max(x, 0)."""
+    """Bound softplus with default slope and threshold: at least 0, at most log 2 above max(x, 0)."""
     if call.number("beta") != 1 or call.number("threshold") != 20:
         return unbounded(call.shape)
     x = call.interval("self")
@@ -556,7 +556,7 @@ def softplus(call: OpCall) -> Interval:
 
 @transfer("rsqrt")
 def reciprocal_root(call: OpCall) -> Interval:
-    """1/sqrt(x) for positive x."""
+    """Bound 1/sqrt(x) for positive x."""
     x = call.interval("self")
     if bool((x.low <= 0).any()):
         return unbounded(call.shape)
@@ -567,20 +567,20 @@ def reciprocal_root(call: OpCall) -> Interval:
 
 @transfer("reciprocal")
 def reciprocal(call: OpCall) -> Interval:
-    """1/x for x away from zero."""
+    """Bound 1/x for x away from zero."""
     x = call.interval("self")
     if bool(((x.low <= 0) & (x.high >= 0)).any()):
         return unbounded(call.shape)
     return output_interval(call, 1 / x.high, 1 / x.low).widened(ELEMENTARY)
 
 
-# activations x * s(x) with 0 <= s <= 1: no larger than x, and with a least value of their own
+# least values of activations x * s(x) with 0 <= s <= 1, which are no larger than x
 _MINIMA = {"gelu": -0.1701, "silu": -0.2785, "mish": -0.3089, "hardswish": -0.3751}
 
 
 @transfer(*_MINIMA)
 def gated(call: OpCall) -> Interval:
-    """GELU (either form), SiLU, Mish, hard swish: |f(x)| <= |x|, f(x) <= max(x, 0), f >= its minimum."""
+    """Bound GELU, SiLU, Mish and hard swish: |f(x)| <= |x|, f(x) <= max(x, 0), f >= its minimum."""
     call.ignore("approximate")
     x = call.interval("self")
     if x.peak > FLOAT32.max / 8:  # hardswish multiplies by 6 first
@@ -591,14 +591,14 @@ def gated(call: OpCall) -> Interval:
 
 @transfer("leaky_relu")
 def leaky_relu(call: OpCall) -> Interval:
-    """``x`` above 0, and ``slope * x`` below."""
+    """Bound ``x`` above 0, and ``slope * x`` below."""
     slope, x = call.number("negative_slope"), call.interval("self")
     return unbounded(call.shape) if slope is None else _bent(call, x, slope, slope)
 
 
 @transfer("prelu")
 def prelu(call: OpCall) -> Interval:
-    """A leaky ReLU with a known slope per channel."""
+    """Bound a leaky ReLU with a known slope per channel."""
     slope, x = call.weight("weight"), call.interval("self")
     if slope is None:
         return unbounded(call.shape)
@@ -608,7 +608,7 @@ def prelu(call: OpCall) -> Interval:
 
 
 def _bent(call: OpCall, x: Interval, least: float, most: float) -> Interval:
-    """max(x, 0) plus min(x, 0) times a slope between ``least`` and ``most``."""
+    """Bound max(x, 0) plus min(x, 0) times a slope between ``least`` and ``most``."""
     below, above = x.low.clamp(max=0.0), x.high.clamp(max=0.0)
     products = [end * slope for end in (below, above) for slope in (least, most)]
     low, high = products[0], products[0]
@@ -622,7 +622,7 @@ def _bent(call: OpCall, x: Interval, least: float, most: float) -> Interval:
 
 @transfer("elu")
 def elu(call: OpCall) -> Interval:
-    """``scale * x`` above 0, and ``scale * alpha * expm1(input_scale * x)`` below."""
+    """Bound ``scale * x`` above 0, and ``scale * alpha * expm1(input_scale * x)`` below."""
     alpha, scale, inner = (call.number(name) for name in ("alpha", "scale", "input_scale"))
     if alpha is None or scale is None or inner is None or inner < 0:
         return unbounded(call.shape)
@@ -631,7 +631,7 @@ def elu(call: OpCall) -> Interval:
 
 @transfer("celu")
 def celu(call: OpCall) -> Interval:
-    """max(x, 0) + alpha * (exp(min(x, 0) / alpha) - 1), whatever the sign of alpha."""
+    """Bound max(x, 0) + alpha * (exp(min(x, 0) / alpha) - 1), for either sign of alpha."""
     alpha = call.number("alpha")
     if not alpha:
         return unbounded(call.shape)
@@ -640,12 +640,12 @@ def celu(call: OpCall) -> Interval:
 
 @transfer("selu")
 def selu(call: OpCall) -> Interval:
-    """An ELU with fixed constants (Klambauer et al., 2017)."""
+    """Bound an ELU with fixed constants (Klambauer et al., 2017)."""
     return _exponential(call, 1.7580993408473768, 1.0, 1.0507009873554805)
 
 
 def _exponential(call: OpCall, alpha: float, inner: float, scale: float) -> Interval:
-    """``scale * x`` above 0, ``alpha * expm1(inner * x)`` below, which is monotone in x."""
+    """Bound ``scale * x`` above 0 and ``alpha * expm1(inner * x)`` below, each of which is monotone in x."""
     x = call.interval("self")
     if not x.bounded:
         return unbounded(call.shape)
@@ -663,6 +663,6 @@ def _exponential(call: OpCall, alpha: float, inner: float, scale: float) -> Inte
 
 @transfer("sin", "cos")
 def sin_cos(call: OpCall) -> Interval:
-    """At most 1; NaN of an infinite argument."""
+    """Bound a sine or cosine by 1; it is NaN for an infinite argument."""
     x = call.interval("self")
     return symmetric(call.shape, 1.0 + ELEMENTARY) if x.bounded else unbounded(call.shape)

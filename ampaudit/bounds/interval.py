@@ -1,4 +1,4 @@
-"""An abstract value: elementwise lower and upper ends, and bounds on norms along an axis.
+"""Defines intervals: elementwise lower and upper ends of a value, and bounds on norms along an axis.
 
 Ends are float64 tensors that broadcast to the value: a dimension has size 1 where all its elements share
 one bound. So a hidden state of shape (batch, tokens, 768) may have ends of shape (1, 1, 768), and splitting
@@ -32,8 +32,7 @@ class Interval:
         high: Upper ends, broadcastable to the shape.
         norms: Bounds on the L2 norm along an axis, by axis (from 0); of size 1 along that axis.
         sums: Bounds on the sum of magnitudes along an axis, by axis.
-        mean: Bound on the magnitude of the mean along the last axis; ``None`` if the other bounds are as
-            sharp.
+        mean: Bound on the magnitude of the mean along the last axis; ``None`` if it follows from the others.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +70,7 @@ class Interval:
         return axis % len(self.shape) if self.shape else 0
 
     def norm(self, axis: int) -> torch.Tensor:
-        """Bound the L2 norm along an axis: by the known norm, or the root of the summed squares."""
+        """Bound the L2 norm along an axis by the known norm, or by the root of the summed squares."""
         place = self.axis(axis)
         length = self._along(self.magnitude.square(), place).sqrt()
         known = self.norms.get(place)
@@ -107,13 +106,13 @@ class Interval:
         low, high = self.low.amin(place, keepdim=True), self.high.amax(place, keepdim=True)
         return Interval(self.shape, low, high)
 
-    def only(self) -> Interval:
+    def without_norms(self) -> Interval:
         """Return the ends without norms."""
         return Interval(self.shape, self.low, self.high)
 
     def widened(self, relative: float, absolute: float = 0.0) -> Interval:
         """Return the interval for values with an error of up to ``relative * |x| + absolute``."""
-        # v - |v| * relative falls and rises with v, so that each end is off by its own size
+        # v - |v| * relative is monotone in v, so that the error of an end depends on that end alone
         sizes = (self.low.abs(), self.high.abs()) if relative < 1 else (self.magnitude, self.magnitude)
         grown = 1.0 + relative + OUTWARD
 

@@ -24,16 +24,16 @@ from ampaudit.core.formats import FLOAT32
 
 CENTRED = ("layer_norm", "group_norm", "var", "std", "var_mean", "std_mean")
 PLAIN = ("rms_norm", "linalg_vector_norm", "norm", "cosine_similarity")
-LOOSE = 2.0**-7  # of a float32 variance, where its row is not all but constant
+LOOSE = 2.0**-7  # relative error of a float32 variance, unless its row is almost constant
 INNER = 1 + 2.0**-8 + ELEMENTARY  # a normalized value may be rounded to 16 bits before it is scaled
 
 
 @transfer("linear")
 def linear(call: OpCall) -> Interval:
-    """|w.x + b| <= |w| |x| + |b| by Cauchy and Schwarz; or, end by end, W c +- |W| r.
+    """Bound by |w.x + b| <= |w| |x| + |b| (Cauchy and Schwarz), or end by end by W c +- |W| r.
 
-    The row's norm is at most |W|_F |x| + |b|. Of the two bounds the second is sought where the first is not
-    known from a norm, or does not suffice.
+    The norm of a row is at most |W|_F |x| + |b|. The second bound is computed only if no norm of x is known,
+    or if the first does not suffice.
     """
     x, weight, bias = call.interval("input"), call.weight("weight"), _bias(call, "bias")
     if weight is None or bias is None or weight.tensor.ndim != 2 or not x.shape:
@@ -43,7 +43,7 @@ def linear(call: OpCall) -> Interval:
 
 @transfer("addmm")
 def addmm(call: OpCall) -> Interval:
-    """Like linear, with the weight transposed."""
+    """Bound like ``linear``, with the weight transposed."""
     x, weight, bias = call.interval("mat1"), call.weight("mat2"), call.weight("self")
     plain = call.number("beta") == 1 and call.number("alpha") == 1
     if weight is None or bias is None or bias.tensor.ndim != 1 or not plain:
@@ -69,9 +69,11 @@ def _affine_rows(call: OpCall, x: Interval, weight: KnownTensor, bias: KnownTens
     norm = x.norm(-1)
     reach = times(rows, norm)
     result = Interval(call.shape, *_around(shift, reach * (1 + summation_error(size + 1)) + edge))
-    # end by end is sharper where nothing is known of norms but what the ends say themselves
+    # the bound by ends is sharper if norms are only known from the ends
     known_norm = x.norms.get(len(x.shape) - 1)
-    if known_norm is None or (result.peak > call.limit and bool((x.only().norm(-1) <= known_norm).all())):
+    if known_norm is None or (
+        result.peak > call.limit and bool((x.without_norms().norm(-1) <= known_norm).all())
+    ):
         result = result.within(_by_ends(call, x, weight, shift, edge))
     repeated = 1.0 if bias is _NO_BIAS or bias.tensor.numel() == len(rows) else math.sqrt(len(rows))
     length = times(rows.square().sum().sqrt(), norm) + (shift.abs() + edge).square().sum().sqrt() * repeated
@@ -117,10 +119,10 @@ def _by_ends(
 
 @transfer("matmul", "bmm", "mm")
 def product(call: OpCall) -> Interval:
-    """Rows times columns: norms multiply; or the sum of magnitudes of a row times the peak of a column.
+    """Bound rows times columns by their norms, or by a row's sum of magnitudes times a column's peak.
 
-    The second makes attention provable: probabilities add up to 1, so the result is no larger than V, and a
-    row's norm no larger than the largest of V's rows.
+    The second bound makes attention provable: probabilities add up to 1, so the result is no larger than V,
+    and the norm of a row no larger than that of V's longest row.
     """
     a, b = call.interval("self"), call.interval("mat2" if "mat2" in call.arguments else "other")
     if len(a.shape) < 2 or len(b.shape) < 2:
@@ -146,7 +148,7 @@ def _product_of(shape: tuple[int, ...], a: Interval, b: Interval) -> Interval:
 
 @transfer("scaled_dot_product_attention")
 def attention(call: OpCall) -> Interval:
-    """A weighted mean of the rows of V: within V's ends, and no longer than its longest row."""
+    """Bound a weighted mean of V's rows: within V's ends, and no longer than its longest row."""
     call.ignore("is_causal", "enable_gqa")
     value = call.interval("value")
     rank = len(call.shape)
@@ -164,12 +166,12 @@ def attention(call: OpCall) -> Interval:
     rounded = 2 * rounding(call.dtype)[0]  # of probabilities, which some kernels hold in 16 bits
     off = torch.maximum(low.abs(), high.abs()) * (slack - 1 + rounded)
     longest = longest * (1 + rounded)
-    # a row that is masked completely may come out as zeros
+    # a completely masked row may give zeros
     return Interval(call.shape, (low - off).clamp(max=0.0), (high + off).clamp(min=0.0), {rank - 1: longest})
 
 
 def _has_finite_scores(call: OpCall) -> bool:
-    """Return whether the scaled, masked scores stay finite in float32; -inf is only a mask."""
+    """Return whether the scaled and masked scores stay finite in float32; -inf of a mask does not count."""
     query, key = call.interval("query"), call.interval("key")
     scale = call.number("scale") if call.has("scale") else None
     largest = float(query.norm(-1).amax()) * float(key.norm(-1).amax()) * max(scale or 1.0, 1.0)
@@ -180,7 +182,7 @@ def _has_finite_scores(call: OpCall) -> bool:
 
 @transfer("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding")
 def convolution(call: OpCall) -> Interval:
-    """Per output channel: the sum over input channels of W+ high + W- low, where padding adds zeros."""
+    """Bound each output channel by the sum over input channels of W+ high + W- low; padding adds zeros."""
     call.ignore("stride", "padding", "dilation")
     x, weight, bias = call.interval("input"), call.weight("weight"), _bias(call, "bias")
     groups = call.arg("groups")
@@ -215,7 +217,7 @@ def _channels(x: Interval) -> tuple[torch.Tensor, torch.Tensor]:
 
 @transfer("embedding")
 def embedding(call: OpCall) -> Interval:
-    """A row of the table: within the ends of each column, and no longer than the longest row."""
+    """Bound a row of the table: within the ends of each column, and no longer than the longest row."""
     call.ignore("indices", "padding_idx", "scale_grad_by_freq", "sparse")
     table = call.weight("weight")
     if table is None or table.tensor.ndim != 2 or not table.tensor.numel():
@@ -233,11 +235,11 @@ def embedding(call: OpCall) -> Interval:
 
 @transfer("layer_norm")
 def layer_norm(call: OpCall) -> Interval:
-    """|y_i| <= |y| <= sqrt(n) before the affine part.
+    """Bound by |y_i| <= |y| <= sqrt(n) before the affine part.
 
-    Samuelson (1968) gives sqrt(n - 1) around the exact mean. A mean off by d adds d^2 to the variance, and
-    so, by Cauchy and Schwarz, no more than the one that is missing. Besides, ``x * scale - mean * scale`` is
-    off by two roundings of the mean, which matters where a row is all but constant and eps is 1e-12.
+    Samuelson (1968) gives sqrt(n - 1) around the exact mean. An error d of the mean adds d^2 to the variance,
+    so that by Cauchy and Schwarz the bound grows to sqrt(n) at most. ``x * scale - mean * scale`` has
+    the error of two roundings of the mean, too, which matters if a row is almost constant and eps is 1e-12.
     """
     call.ignore("cudnn_enable")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
@@ -256,7 +258,7 @@ def layer_norm(call: OpCall) -> Interval:
 
 @transfer("rms_norm")
 def rms_norm(call: OpCall) -> Interval:
-    """|y_i| <= |y| <= sqrt(n) before the scale."""
+    """Bound by |y_i| <= |y| <= sqrt(n) before the scale."""
     call.ignore("input")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
@@ -268,7 +270,7 @@ def rms_norm(call: OpCall) -> Interval:
 
 @transfer("group_norm")
 def group_norm(call: OpCall) -> Interval:
-    """Like a layer norm over the elements of a group, with an affine part per channel."""
+    """Bound like a layer norm over the elements of a group, with an affine part per channel."""
     call.ignore("cudnn_enabled")
     groups, x = call.number("num_groups"), call.interval("input")
     eps = min(call.numbers("eps"), default=0.0)
@@ -280,7 +282,7 @@ def group_norm(call: OpCall) -> Interval:
     # computed as x * scale + (bias - mean * scale): each term, and each factor, is rounded by itself
     core = math.sqrt(size) * (1 + LOOSE) + _cancellation_error(x.peak, eps, 5)
     if not call.arg("input").meta["val"].is_contiguous():
-        # a kernel for channels last takes the mean of squares less the square of the mean, which cancel
+        # a kernel for channels last subtracts the square of the mean from the mean of squares, which cancel
         core *= math.sqrt(1 + 2 * summation_error(size + 4) * x.peak * x.peak / eps)
     return _per_channel(call, core)
 
@@ -298,7 +300,7 @@ class _Row:
 
 
 def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
-    """Bound ``core * weight + bias`` over the last axes, both known."""
+    """Bound ``core * weight + bias`` over the last axes, if both are known."""
     weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
     if weight is None or bias is None:
         return unbounded(call.shape)
@@ -339,7 +341,7 @@ def _mean(widest: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, row: _
 
 
 def _known(call: OpCall, name: str, default: float) -> KnownTensor | None:
-    """Return a weight's value; 1 or 0 if there is none."""
+    """Return a weight's value, or ``default`` if the op has no such weight."""
     if not call.has(name):
         return KnownTensor(torch.tensor(default))
     return call.weight(name)
@@ -357,7 +359,7 @@ def _per_channel(call: OpCall, core: float) -> Interval:
 
 @transfer("batch_norm")
 def batch_norm(call: OpCall) -> Interval:
-    """Scale and shift per channel with stored statistics; in training, a norm over the batch."""
+    """Bound a scale and shift per channel by stored statistics; in training, a norm over the batch."""
     call.ignore("cudnn_enabled", "momentum")
     shape, eps, training = call.shape, call.number("eps"), call.arg("training")
     if eps is None or eps < FLOAT32.min_normal or len(shape) < 2:
@@ -365,7 +367,7 @@ def batch_norm(call: OpCall) -> Interval:
     x = call.interval("input")
     if not training:
         return _stored_statistics(call, x, eps)
-    call.ignore("running_mean", "running_var")  # written, and not read
+    call.ignore("running_mean", "running_var")  # training writes them without reading them
     size = math.prod(shape) // max(shape[1], 1)
     # some kernels keep 1/sqrt(variance + eps) in the dtype of the input
     if x.peak * math.sqrt(size) >= MAX_ROOT or 1 / math.sqrt(eps) >= call.limit:
@@ -383,7 +385,7 @@ def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
     weight, bias, mean, variance = (k.tensor.double().reshape(ends) for k in statistics)
     if bool((variance < 0).any()):
         return unbounded(shape)
-    # stored in 16 bits, a variance may be off by half an ulp, or flushed to zero
+    # a variance stored in 16 bits may be wrong by half an ulp, or flushed to zero
     least = (variance * (1 - statistics[3].relative) - statistics[3].absolute).clamp(min=0.0) + eps
     # computed as x * scale + (bias - mean * scale): each term is rounded by itself
     rounded = (x.magnitude + mean.abs()) * 4 * UNIT_ROUNDOFF
@@ -399,9 +401,9 @@ def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
 
 @transfer("softmax.int", "_softmax")
 def softmax(call: OpCall) -> Interval:
-    """Between 0 and 1, with a sum of 1 along its axis up to n roundings."""
+    """Bound a softmax by 0 and 1, and its sum along the axis by 1, up to n roundings."""
     dim, x = call.number("dim"), call.interval("self" if "self" in call.arguments else "input")
-    if dim is None or not x.bounded:  # of an infinite row it is NaN
+    if dim is None or not x.bounded:  # an infinite row gives NaN
         return unbounded(call.shape)
     shape = call.shape
     axis = int(dim) % max(len(shape), 1)
@@ -412,7 +414,7 @@ def softmax(call: OpCall) -> Interval:
 
 @transfer("log_softmax.int")
 def log_softmax(call: OpCall) -> Interval:
-    """At most 0; at least minus the spread of the input minus log n."""
+    """Bound a log softmax by 0, and by minus the spread of the input minus log n."""
     dim, x = call.number("dim"), call.interval("self")
     if dim is None or not x.bounded:
         return unbounded(call.shape)

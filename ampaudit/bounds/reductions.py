@@ -43,7 +43,7 @@ class _Rows:
 
 def _rows(call: OpCall, shape: tuple[int, ...] | None = None) -> _Rows:
     x, shape = call.interval("self"), call.shape if shape is None else shape
-    call.ignore("keepdim")  # the output's shape shows it
+    call.ignore("keepdim")  # follows from the shape of the output
     if not x.shape:
         x = Interval((1,), x.low.reshape(1), x.high.reshape(1))
     dims = call.arg("dim") if "dim" in call.arguments else None
@@ -81,7 +81,7 @@ def _signed(x: Interval, result: Interval) -> Interval:
 
 @transfer("mean", "mean.dim")
 def mean(call: OpCall) -> Interval:
-    """Between the ends."""
+    """Bound a mean by the means of the ends."""
     rows = _rows(call)
     x, low, high = rows.x, rows.x.low, rows.x.high
     for axis in rows.axes:
@@ -94,13 +94,13 @@ def mean(call: OpCall) -> Interval:
 
 @transfer("amax", "max", exact=True)
 def largest(call: OpCall) -> Interval:
-    """The largest of each end."""
+    """Return the largest of the lower ends, and of the upper ends."""
     return _extremes(call, call.shape, torch.amax)
 
 
 @transfer("amin", "min", exact=True)
 def smallest(call: OpCall) -> Interval:
-    """The smallest of each end."""
+    """Return the smallest of the lower ends, and of the upper ends."""
     return _extremes(call, call.shape, torch.amin)
 
 
@@ -112,13 +112,13 @@ def _extremes(call: OpCall, shape: tuple[int, ...], pick: Callable[..., torch.Te
 
 @transfer("max.dim")
 def largest_and_index(call: OpCall) -> list[Interval]:
-    """The largest along an axis, and its position."""
+    """Bound the largest element along an axis, and its position."""
     return [_extremes(call, call.shapes[0], torch.amax), _index(call)]
 
 
 @transfer("min.dim")
 def smallest_and_index(call: OpCall) -> list[Interval]:
-    """The smallest along an axis, and its position."""
+    """Bound the smallest element along an axis, and its position."""
     return [_extremes(call, call.shapes[0], torch.amin), _index(call)]
 
 
@@ -129,7 +129,7 @@ def _index(call: OpCall) -> Interval:
 
 @transfer("argmax", "argmin", integers=True)
 def index_of_extreme(call: OpCall) -> Interval:
-    """A position along an axis, or in the whole."""
+    """Bound a position along an axis, or in the whole value."""
     call.ignore("self", "dim", "keepdim")
     size = math.prod(sizes_of(call.arg("self").meta["val"]))
     return between(call.shape, 0.0, float(max(size - 1, 0)))
@@ -137,7 +137,7 @@ def index_of_extreme(call: OpCall) -> Interval:
 
 @transfer("sort", "sort.stable", "topk")
 def ordered(call: OpCall) -> list[Interval]:
-    """Elements of the input, and positions along an axis."""
+    """Bound elements of the input, and their positions along an axis."""
     call.ignore("descending", "stable", "k", "largest", "sorted")
     x = call.interval("self")
     axis = int(call.arg("dim"))
@@ -149,7 +149,7 @@ def ordered(call: OpCall) -> list[Interval]:
 
 @transfer("cumsum", integers=True)
 def running_sum(call: OpCall) -> Interval:
-    """At most the whole sum; a GPU accumulates it in the output's dtype."""
+    """Bound by the sum of all magnitudes; a GPU accumulates in the dtype of the output."""
     x, dim = call.interval("self"), call.number("dim")
     if dim is None:
         return unbounded(call.shape)
@@ -168,7 +168,7 @@ def running_sum(call: OpCall) -> Interval:
 
 @transfer("linalg_vector_norm")
 def vector_norm(call: OpCall) -> Interval:
-    """The L2 norm of one axis, from 0 to the root of the summed squares."""
+    """Bound the L2 norm along an axis by 0 and the root of the summed squares."""
     if call.number("ord") != 2:
         return unbounded(call.shape)
     return _length(call)
@@ -176,7 +176,7 @@ def vector_norm(call: OpCall) -> Interval:
 
 @transfer("norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
 def norm(call: OpCall) -> Interval:
-    """The same under its older name."""
+    """Bound the same norm under its older name."""
     if call.arg("p") not in (2, 2.0, None):
         return unbounded(call.shape)
     return _length(call)
@@ -196,13 +196,13 @@ def _length(call: OpCall) -> Interval:
 
 @transfer("var.correction", "std.correction", "var.dim", "std.dim", "var", "std")
 def variance(call: OpCall) -> Interval:
-    """At most the squared half spread times n/(n - correction) (Popoviciu, 1935)."""
+    """Bound by the squared half spread times n/(n - correction) (Popoviciu, 1935)."""
     return _variance(call, call.shape, root=call.name == "std")
 
 
 @transfer("var_mean.correction", "std_mean.correction", "var_mean.dim", "std_mean.dim")
 def variance_and_mean(call: OpCall) -> list[Interval]:
-    """A variance, and a mean between the ends."""
+    """Bound a variance, and a mean by the ends."""
     first, rows = _variance(call, call.shapes[0], root=call.name == "std_mean"), _rows(call, call.shapes[1])
     if not first.bounded:
         return [first, unbounded(rows.shape)]
@@ -220,7 +220,7 @@ def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Interval:
     freedom = rows.terms - (1.0 if correction is None else correction)
     if freedom <= 0 or rows.x.peak * math.sqrt(rows.terms) >= MAX_ROOT:
         return unbounded(shape)
-    # the mean is off by a few roundings, which is all that a constant row has
+    # the error of the mean is a few roundings, and in a constant row the whole spread
     spread = float(rows.x.high.amax() - rows.x.low.amin()) / 2 + rows.x.peak * summation_error(rows.terms + 4)
     reach = spread * math.sqrt(rows.terms / freedom) * (1 + summation_error(rows.terms + 4) + ELEMENTARY)
     return between(shape, 0.0, reach if root else reach * reach)
@@ -241,8 +241,8 @@ def _dimensions(call: OpCall) -> int:
     return int(call.name.partition("pool")[2][0])
 
 
-def _may_miss(call: OpCall) -> bool:
-    """Return whether a window may lie entirely in the padding, where its maximum is -inf."""
+def _may_miss_input(call: OpCall) -> bool:
+    """Return whether a window may lie entirely in the padding, so that its maximum is -inf."""
     call.ignore("kernel_size", "stride", "ceil_mode")
     gaps, padding = call.arg("dilation") or 1, call.arg("padding") or 0
     return not (_all_are(1, gaps) or _all_are(0, padding))
@@ -254,17 +254,17 @@ def _all_are(number: int, value: Any) -> bool:
 
 @transfer("max_pool1d", "max_pool2d", "max_pool3d", exact=True)
 def max_pool(call: OpCall) -> Interval:
-    """Elements of the input, which padding never replaces."""
-    if _may_miss(call):
+    """Bound elements of the input; none is replaced by padding."""
+    if _may_miss_input(call):
         return unbounded(call.shape)
     return Interval(call.shape, *_per_channel(call, _dimensions(call)))
 
 
 @transfer("max_pool1d_with_indices", *_WITH_INDICES, *(n for n in _MAX_POOLS if n.startswith("adaptive")))
 def max_pool_with_indices(call: OpCall) -> list[Interval]:
-    """Elements of the input, and their positions within a channel."""
+    """Bound elements of the input, and their positions within a channel."""
     call.ignore("output_size")
-    if _may_miss(call):
+    if _may_miss_input(call):
         return [unbounded(shape) for shape in call.shapes]
     dimensions = _dimensions(call)
     values, indices = call.shapes
@@ -280,7 +280,7 @@ _MEAN_POOLS = [f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 
 
 @transfer(*_MEAN_POOLS)
 def mean_pool(call: OpCall) -> Interval:
-    """Means of elements, and of the zeros of padding if they count."""
+    """Bound means of elements, and of the zeros of padding where they count."""
     call.ignore("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "output_size")
     low, high = _per_channel(call, _dimensions(call))
     x = call.interval("self")

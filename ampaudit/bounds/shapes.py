@@ -1,4 +1,4 @@
-"""Transfer functions of ops that move elements, whose ends move in the same way."""
+"""Transfer functions of ops that move elements, which move the ends of intervals in the same way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ampaudit.trace.values import SharedMemory
 __all__ = ["without_visible_writes", "written_memory"]
 
 
-_RESIZING = ("resize_", "resize_as_", "set_")  # what a view of such memory shows afterwards is not known
+_RESIZING = ("resize_", "resize_as_", "set_")  # after these, the values of views of the memory are unknown
 
 
 def _permuted(x: Interval, order: Sequence[int]) -> Interval:
@@ -84,7 +84,7 @@ reshape_as ravel atleast_1d atleast_2d atleast_3d
 @transfer(*_RESHAPES.split(), moves=True)
 def reshape(call: OpCall) -> Interval:
     """Split or merge axes, in the order of the elements."""
-    # the output's shape shows what they say
+    # they follow from the shape of the output
     call.ignore("size", "shape", "sizes", "start_dim", "end_dim", "dim", "other")
     return _reshaped(call.interval("self"), call.shape)
 
@@ -92,15 +92,15 @@ def reshape(call: OpCall) -> Interval:
 def _reshaped(x: Interval, shape: tuple[int, ...]) -> Interval:
     """Return the interval of a value whose axes are split and merged, group by group.
 
-    Ends that are shared along a whole group of axes stay shared; others are written out over that group. The
-    norm along the last axis stays a bound where that axis is split, and where it stays as it is.
+    Ends that are shared along a whole group of axes stay shared; others are expanded over the group. The norm
+    along the last axis stays a bound if that axis is split or unchanged.
     """
     if x.shape == shape:
         return x
     low, high = _regrouped(x.low, x.shape, shape), _regrouped(x.high, x.shape, shape)
     norms: Axes = {}
     if x.shape and shape and (len(x.shape) - 1) in x.norms and x.shape[-1] % max(shape[-1], 1) == 0:
-        # only where the old last axis ends where the new one ends, and is a multiple of it
+        # the old and the new last axis must end together, and the old one be a multiple of the new one
         norm = x.norms[len(x.shape) - 1]
         if norm.numel() == 1 or x.shape[-1] == shape[-1]:
             norm_shape = (*shape[:-1], 1)
@@ -167,7 +167,7 @@ def identity(call: OpCall) -> Interval:
 
 @transfer("slice.Tensor", "narrow", moves=True)
 def slice_along(call: OpCall) -> Interval:
-    """Take a part of an axis: bounded by the ends over that axis; a norm along it stays a bound."""
+    """Bound a part of an axis by the ends over that axis; a norm along it stays a bound."""
     call.ignore("start", "end", "step", "length")
     x, axis = call.interval("self"), int(call.arg("dim"))
     shape = call.shape
@@ -180,7 +180,7 @@ def slice_along(call: OpCall) -> Interval:
 
 @transfer("select.int", moves=True)
 def select(call: OpCall) -> Interval:
-    """Take one position of an axis: bounded by the ends over that axis."""
+    """Bound one position of an axis by the ends over that axis."""
     call.ignore("index")
     return _without_axis(call.interval("self"), int(call.arg("dim")), call.shape)
 
@@ -193,7 +193,7 @@ def _without_axis(x: Interval, dim: int, shape: tuple[int, ...]) -> Interval:
 
 @transfer("unbind.int", moves=True)
 def unbind(call: OpCall) -> list[Interval]:
-    """Take the positions of an axis one by one."""
+    """Bound each position of an axis by the ends over that axis."""
     x = call.interval("self")
     return [_without_axis(x, int(call.arg("dim")), shape) for shape in call.shapes]
 
@@ -206,7 +206,7 @@ tensor_split.sections
 
 @transfer(*_SPLITS.split(), moves=True)
 def split(call: OpCall) -> list[Interval]:
-    """Split an axis into consecutive parts, each within the ends; a part is no longer than its row."""
+    """Bound consecutive parts of an axis by their ends; a part is no longer than its row."""
     call.ignore("chunks", "split_size", "split_sizes", "sections")
     x, axis = call.interval("self"), int(call.arg("dim"))
     axis %= max(len(x.shape), 1)
@@ -226,7 +226,7 @@ def _part(ends: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
 
 @transfer("tensor_split.indices", moves=True)
 def split_at(call: OpCall) -> list[Interval]:
-    """Split an axis into parts that may overlap, each within the ends over that axis."""
+    """Bound parts of an axis that may overlap by the ends over that axis."""
     call.ignore("indices")
     x, axis = call.interval("self"), int(call.arg("dim"))
     low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)
@@ -234,7 +234,7 @@ def split_at(call: OpCall) -> list[Interval]:
 
 
 def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the memory that some op of a graph writes to.
+    """Return the memory that ops of a graph write to.
 
     Args:
         graph: A graph with in-place ops, or with copies in their place.
@@ -258,15 +258,15 @@ def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int
 
 
 def without_visible_writes(traced: TracedModel, memory: SharedMemory) -> TracedModel:
-    """Replace the model's in-place ops, unless that makes no visible difference.
+    """Replace the in-place ops of a model, if an overwritten value is read later.
 
-    ``relu_(x)`` on an x without other readers is as good as ``relu(x)``, and needs no copy of the graph.
+    ``relu_(x)`` on an x without other readers is equivalent to ``relu(x)``, and needs no copy of the graph.
     """
     return functionalized(traced) if any(_overwritten_reads(traced.graph, memory)) else traced
 
 
 def _overwritten_reads(graph: fx.Graph, memory: SharedMemory) -> Iterator[bool]:
-    """For each in-place op, return whether an earlier value is read after it."""
+    """Yield for each in-place op whether an earlier value of the same memory is read after it."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     writes = [node for node in graph.nodes if writes_in_place(node)]
     if not writes:
@@ -283,7 +283,7 @@ def _overwritten_reads(graph: fx.Graph, memory: SharedMemory) -> Iterator[bool]:
 
 @transfer("to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy", "type_as", exact=True)
 def cast(call: OpCall) -> Interval:
-    """Keep the values in another dtype; a cast to integers truncates."""
+    """Keep the ends in another dtype; a cast to integers truncates them."""
     call.ignore("dtype", "other")
     source = call.arg("self")
     x: Interval = call.intervals[source]
@@ -292,7 +292,7 @@ def cast(call: OpCall) -> Interval:
         return x
     if dtype is torch.bool:
         return between(call.shape, 0.0, 1.0)
-    # what infinity and numbers beyond the integers become is not defined: any of them
+    # casts of infinity and of numbers beyond the integers are undefined and may give any integer
     return (
         Interval(call.shape, x.low.trunc(), x.high.trunc()) if x.peak < call.limit else unbounded(call.shape)
     )
@@ -300,7 +300,7 @@ def cast(call: OpCall) -> Interval:
 
 @transfer("dropout", "feature_dropout", "alpha_dropout")
 def dropout(call: OpCall) -> Interval:
-    """Keep the values; in training, zero some and scale up the others."""
+    """Keep the ends; in training, some values become zero and others are scaled up."""
     rate, training = call.number("p"), call.arg("train")
     x = call.interval("input")
     if not training:
@@ -311,28 +311,28 @@ def dropout(call: OpCall) -> Interval:
     return Interval(call.shape, x.low.clamp(max=0.0) * scale, x.high.clamp(min=0.0) * scale)
 
 
-_PICKS = """
+_SELECTIONS = """
 index_select gather index.Tensor roll flip repeat tile take_along_dim diagonal unfold pixel_shuffle
 pixel_unshuffle repeat_interleave.self_int repeat_interleave.self_Tensor rot90 channel_shuffle movedim.int
 movedim.intlist moveaxis.int moveaxis.intlist upsample_nearest1d upsample_nearest2d upsample_nearest3d
 upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec
 """
-_HOWEVER = """
+_SELECTING_ARGUMENTS = """
 dim index indices shifts dims repeats offset dim1 dim2 dimension size step upscale_factor downscale_factor k
 scale_factors scales scales_h scales_w scales_d output_size sparse_grad source destination groups
 """
 
 
-@transfer(*_PICKS.split(), exact=True)
+@transfer(*_SELECTIONS.split(), exact=True)
 def gather(call: OpCall) -> Interval:
-    """Bound any selection of elements by the ends of all."""
-    call.ignore(*_HOWEVER.split())
+    """Bound any selection of elements by the ends of all elements."""
+    call.ignore(*_SELECTING_ARGUMENTS.split())
     return _everywhere(call, call.interval("input" if "input" in call.arguments else "self"))
 
 
 @transfer("tril", "triu", exact=True)
 def triangle(call: OpCall) -> Interval:
-    """Elements of the input, or zero."""
+    """Return the union of the input's elements and zero."""
     call.ignore("diagonal")
     x = call.interval("self")
     return Interval(call.shape, x.low.clamp(max=0.0), x.high.clamp(min=0.0))
@@ -340,14 +340,14 @@ def triangle(call: OpCall) -> Interval:
 
 @transfer("constant_pad_nd", exact=True)
 def constant_pad(call: OpCall) -> Interval:
-    """The union of the input's elements and the fill value."""
+    """Return the union of the input's elements and the fill value."""
     call.ignore("pad")
     return _padded(call, call.interval("value"))
 
 
 @transfer("pad", exact=True)
 def pad(call: OpCall) -> Interval:
-    """The input's elements, and in constant mode the fill value."""
+    """Return the union of the input's elements and, in constant mode, the fill value."""
     call.ignore("pad")
     fill = None
     if call.arg("mode") == "constant":
@@ -367,7 +367,7 @@ def _padded(call: OpCall, fill: Interval | None) -> Interval:
 
 @transfer("cat", "concat", "concatenate", "stack", "hstack", "vstack", exact=True, empty=True)
 def concat(call: OpCall) -> Interval:
-    """The union of all inputs."""
+    """Return the union of all inputs."""
     call.ignore("dim")
     intervals = [interval for interval in call.items("tensors") if math.prod(interval.shape)]
     low = min((float(s.low.amin()) for s in intervals), default=0.0)
@@ -377,28 +377,28 @@ def concat(call: OpCall) -> Interval:
 
 @transfer("zeros", "zeros_like", "new_zeros", "zero", exact=True)
 def zeros(call: OpCall) -> Interval:
-    """0 everywhere."""
+    """Bound a tensor of zeros."""
     call.ignore("size", "dtype", "self")
     return between(call.shape, 0.0, 0.0)
 
 
 @transfer("ones", "ones_like", "new_ones", exact=True)
 def ones(call: OpCall) -> Interval:
-    """1 everywhere."""
+    """Bound a tensor of ones."""
     call.ignore("size", "dtype", "self")
     return between(call.shape, 1.0, 1.0)
 
 
 @transfer("full", "full_like", "new_full", "fill.Scalar", "fill.Tensor", exact=True)
 def full(call: OpCall) -> Interval:
-    """One value everywhere."""
+    """Bound a tensor of one number."""
     call.ignore("size", "dtype", "self")
     return _everywhere(call, call.interval("value" if "value" in call.arguments else "fill_value"))
 
 
 @transfer("scalar_tensor", exact=True)
 def scalar_tensor(call: OpCall) -> Interval:
-    """A number."""
+    """Bound a tensor that holds a Python number."""
     call.ignore("dtype")
     return _everywhere(call, call.interval("s"))
 
@@ -409,7 +409,7 @@ def _everywhere(call: OpCall, x: Interval) -> Interval:
 
 @transfer("arange", "arange.start", "arange.start_step", integers=True)
 def arange(call: OpCall) -> Interval:
-    """From the start to the end."""
+    """Bound a range by its start and end."""
     call.ignore("dtype", "step")
     start = call.number("start") if "start" in call.arguments else 0.0
     end = call.number("end")
@@ -421,6 +421,6 @@ def arange(call: OpCall) -> Interval:
 
 @transfer("copy")
 def copy(call: OpCall) -> Interval:
-    """The source's values, broadcast."""
+    """Bound by the source's values, which are broadcast."""
     call.ignore("self")
     return _everywhere(call, call.interval("src"))

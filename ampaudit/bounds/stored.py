@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32: half of an ulp, relative
-_UNDERFLOW = 2.0**-110  # terms of a float32 sum may each be flushed to zero
-_EXACT_INTEGERS = 2.0**53  # up to here float64 holds every integer, and so do our ends
+_UNDERFLOW = 2.0**-110  # absolute error of a float32 sum whose terms are flushed to zero
+_EXACT_INTEGERS = 2.0**53  # largest integer up to which float64, the dtype of ends, holds all integers
 
 
 @cache
@@ -35,7 +35,7 @@ def format_of(dtype: torch.dtype | None) -> NumberFormat | None:
 
 
 def as_number(value: float, dtype: torch.dtype) -> Interval:
-    """Bound a Python number beside a tensor, which some kernels round to the tensor's format."""
+    """Bound a Python number in an op with a tensor; some kernels round it to the tensor's format."""
     if dtype is torch.bool:
         return between((), 0.0, 1.0)
     if dtype.is_complex:

@@ -36,9 +36,9 @@ __all__ = [
     "transfer",
 ]
 
-ELEMENTARY = 2.0**-20  # relative: sixteen roundoffs, more than libraries promise for exp, tanh and the like
-VANISHING = 2.0**-63  # below, a square may vanish in float32
-MAX_ROOT = 2.0**63  # a sum of squares of so long a row is finite in float32
+ELEMENTARY = 2.0**-20  # relative error of exp, tanh and the like: 16 roundoffs, more than libraries promise
+VANISHING = 2.0**-63  # magnitude below which a square may vanish in float32
+MAX_ROOT = 2.0**63  # L2 norm up to which a sum of squares is finite in float32
 _IRRELEVANT = frozenset({"layout", "device", "pin_memory", "memory_format", "non_blocking", "copy"})
 
 
@@ -52,7 +52,8 @@ class KnownTensor:
 
     Attributes:
         tensor: The value, before the graph rounds it.
-        relative: With ``absolute``, how far the graph's value may be from it.
+        relative: Relative error of ``tensor`` as the graph's value.
+        absolute: Absolute error, in addition.
     """
 
     tensor: torch.Tensor
@@ -61,7 +62,7 @@ class KnownTensor:
 
     @property
     def wide(self) -> torch.Tensor:
-        """Return the value in float32 if it is stored in less, to compute norms and products."""
+        """The value in at least float32, to compute norms and products."""
         return self.tensor.float() if self.tensor.dtype in (torch.float16, torch.bfloat16) else self.tensor
 
     def rounded_to(self, dtype: torch.dtype) -> KnownTensor:
@@ -134,7 +135,7 @@ class OpCall:
         return float(value) if isinstance(value, int | float) else None
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a Python number, and what a kernel for 16 bits reads; none for a value of the graph."""
+        """Return a Python number, and the one that a 16-bit kernel reads; none for a value of the graph."""
         number = self.number(name)
         return () if number is None else tuple({number, float(as_read(number, self.dtype))})
 
@@ -254,7 +255,7 @@ def _in_place(op: OpOverload) -> list[OpOverload]:
 
 
 def summation_error(terms: int) -> float:
-    """n*u / (1 - n*u): relative error of a float32 sum of n terms in any order (Higham 2002, 3.1)."""
+    """Return n*u / (1 - n*u), the relative error of a float32 sum in any order (Higham 2002, 3.1)."""
     product = terms * UNIT_ROUNDOFF
     return product / (1.0 - product) if product < 0.5 else float("inf")
 
