@@ -70,13 +70,13 @@ from ampaudit.tuning.tune import tuned_rules
 
 __all__ = ["convert", "convert_weights", "copy_companions", "is_checkpoint"]
 
-# weights in any format: those of the source would contradict ours
-_WEIGHTS = {
+# files of weights in any format, which are not copied since they would contradict the converted ones
+_WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf", ".ot"),
     *(".tflite", ".data", ".npz", ".mlmodel"),
 }
-_NAMES = {MANIFEST, PLAN, REPORT}
-_NAMED = 4
+_OWN_FILES = {MANIFEST, PLAN, REPORT}
+_MOST_LISTED = 4  # modules that a note names
 
 
 @with_options(ConvertConfig)
@@ -108,7 +108,7 @@ def convert(
         The report, and the conversion, or ``None`` if findings at or above ``fail_on`` prevented it.
 
     Raises:
-        AuditError: see ``ampaudit.core.errors``; nothing is left behind.
+        AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
     settings, directory = ConvertConfig.given(config, options), given_path(output, "output")
     settings.check_output(directory)
@@ -126,7 +126,7 @@ def convert(
 
         return convert_onnx(opened, directory, settings, session)
     shapes = DynamicShapes.read(settings.dynamic, opened.model, opened.batches[0])
-    read = (*opened.files, *states_of([settings.weights] if settings.weights is not None else []))
+    read_files = (*opened.files, *states_of([settings.weights] if settings.weights is not None else []))
     rescaling = None
     if settings.rescale:
         opened, audited, rescaling = audit_rescaled(opened, settings.loaded(), session)
@@ -189,7 +189,7 @@ def convert(
             shapes=program.shapes,
         )
         manifest = write_manifest(stage, manifest)
-        check_unchanged(read)
+        check_unchanged(read_files)
     conversion = conversion_of(directory, checkpoint, files, manifest)
     return audited.report, replace(
         conversion,
@@ -235,7 +235,7 @@ def _state_dict_of(model: nn.Module) -> Checkpoint:
     metadata = {"format": "pt"}
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, torch.Tensor):
-            continue  # extra state of a module
+            continue  # the extra state of a module
         key = identity(tensor)
         if tensor.numel() and key in first:
             metadata[name] = first[key]
@@ -322,7 +322,7 @@ class Rescaling:
     notes: tuple[str, ...]
 
     def of(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-        """Return a checkpoint of the original weights with the rescaled ones."""
+        """Return a checkpoint of original weights with the changes applied."""
         powers = {name: self.powers.get(names.get(name, name), 0) for name in checkpoint.entries}
         parts: tuple[Part, ...] = tuple(RescaledPart(part, powers) for part in checkpoint.parts)
         return replace(checkpoint, parts=parts)
@@ -337,7 +337,7 @@ class Rescaling:
         """Describe the numbers that the code that loads the weights must set."""
         for name, old, new in dict.fromkeys((each.name, each.old, each.new) for each in self.attributes):
             paths = [a.module for a in self.attributes if (a.name, a.old, a.new) == (name, old, new)]
-            where = listed([path or "the top module" for path in paths], _NAMED)
+            where = listed([path or "the top module" for path in paths], _MOST_LISTED)
             yield f"with these weights, set {name} of {where} to {new!r} (it is {old!r} in the code)"
 
 
@@ -347,7 +347,7 @@ def audit_rescaled(
     """Audit a model, and rescale each stream that overflows or is promoted for its range.
 
     Raises:
-        AuditError: see ``audit_policies``.
+        AuditError: See ``audit_policies``.
     """
     if source.release is not None:
         raise UsageError("--rescale holds all weights in memory", hint="leave out --stream or --rescale")
@@ -381,7 +381,7 @@ def convert_weights(
     """Convert a checkpoint by name, shape and value, without building a model or running code.
 
     Raises:
-        AuditError: see ``ampaudit.core.errors``; nothing is left behind.
+        AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
     options.check_output(output)
     if options.mode == "train" or options.onnx or options.dynamic or options.rescale:
@@ -389,7 +389,7 @@ def convert_weights(
             f"{path} has weights, but no graph",
             hint="convert the model for --mode train, --onnx, --dynamic or --rescale",
         )
-    read = states_of([path])
+    read_files = states_of([path])
     checkpoint = open_checkpoint(path)
     options = options.loaded()
     rules = options.rules
@@ -421,7 +421,7 @@ def convert_weights(
             notes=notes,
         )
         manifest = write_manifest(stage, manifest)
-        check_unchanged(read)
+        check_unchanged(read_files)
     conversion = conversion_of(output, checkpoint, files, manifest)
     return replace(conversion, exit_code=1 if conversion.overflow or conversion.broken else 0)
 
@@ -477,16 +477,21 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
         SourceError: A link leads out of the source, so that its copy would publish another file.
     """
     inside = [source.resolve()]
-    if inside[0].parent.name == "snapshots":  # the cache of Hugging Face, whose files are links
+    if inside[0].parent.name == "snapshots":  # files in the cache of Hugging Face are links to blobs
         inside.append(inside[0].parent.parent / "blobs")
     for path in sorted(source.rglob("*")):
         if path.resolve().is_relative_to(output.resolve()):
             continue
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
-        if hidden or not path.is_file() or path.suffix in _WEIGHTS or path.name.endswith(".index.json"):
+        if (
+            hidden
+            or not path.is_file()
+            or path.suffix in _WEIGHT_SUFFIXES
+            or path.name.endswith(".index.json")
+        ):
             continue
-        if str(relative) in _NAMES:
+        if str(relative) in _OWN_FILES:
             continue
         place = target / relative
         if not any(path.resolve().is_relative_to(directory) for directory in inside):
@@ -504,8 +509,8 @@ def set_dtype(
 ) -> tuple[str, ...]:
     """Set the dtype in config.json so that ``from_pretrained`` loads the planned dtypes.
 
-    It loads all parameters in one dtype, except for modules that the model's class keeps in FP32. The dtype
-    is the 16-bit format only if the plan stores all other parameters in it.
+    That loads all parameters in one dtype, except for modules that the class of the model keeps in FP32. This
+    dtype is the 16-bit format only if the plan stores all other parameters in it.
 
     Returns:
         Notes for the user.
@@ -529,7 +534,7 @@ def set_dtype(
 def set_numbers(directory: Path, model: nn.Module, changes: Collection[AttributeChange]) -> bool:
     """Set numbers of modules, such as an eps, in config.json; return whether that covers all of them.
 
-    A number is set only if exactly one key has it, and every module with this number changes.
+    A number is set only if exactly one key has it, and every module that has it changes.
     """
     path, config = directory / CONFIG_FILE, read_raw_config(directory)
     values = {(each.old, each.new) for each in changes}
@@ -537,18 +542,18 @@ def set_numbers(directory: Path, model: nn.Module, changes: Collection[Attribute
         return not values
     ((old, new),) = values
     keys = [key for key, value in config.items() if value == old and isinstance(value, float)]
-    holding = {
-        (path, name)
-        for path, module in model.named_modules()
+    changed = {
+        (module_path, name)
+        for module_path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, float) and value == new
     }
-    still = any(
+    unchanged = any(
         isinstance(value, float) and value == old
         for module in model.modules()
         for value in vars(module).values()
     )
-    if len(keys) != 1 or still or holding != {(each.module, each.name) for each in changes}:
+    if len(keys) != 1 or unchanged or changed != {(each.module, each.name) for each in changes}:
         return False
     config[keys[0]] = new
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -556,9 +561,9 @@ def set_numbers(directory: Path, model: nn.Module, changes: Collection[Attribute
 
 
 def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:
-    listed = kept_by_author(model, torch_dtype(low_precision_format(dtype)))
+    is_kept = kept_by_author(model, torch_dtype(low_precision_format(dtype)))
     return [
         name
         for name, decision in decisions.items()
-        if decision.dtype == "F32" and not listed(decision.parameter or name)
+        if decision.dtype == "F32" and not is_kept(decision.parameter or name)
     ]

@@ -1,6 +1,6 @@
 """Checks the structure and types of an ONNX file in a separate process, and that a runtime accepts it.
 
-This module does not load torch, so that the process starts quickly while the file runs elsewhere.
+This module does not load torch, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _RUNTIME = "com.microsoft"
 
 
 @contextmanager
-def checking(path: Path, *, runtime: bool, strangers: Collection[str] = ()) -> Iterator[None]:
+def checking(path: Path, *, runtime: bool, nonstandard: Collection[str] = ()) -> Iterator[None]:
     """Check a file while the context is active, and wait for the result at its end.
 
     Args:
-        path: of the file.
-        runtime: whether ONNX Runtime must take it; its CPU provider has no bfloat16 kernels.
-        strangers: operators in the standard's domain that are not in the standard, and that a runtime knows.
+        path: Path of the file.
+        runtime: Whether ONNX Runtime must accept it; its CPU provider has no bfloat16 kernels.
+        nonstandard: Operators in the standard domain that only ONNX Runtime defines.
 
     Raises:
-        RunFailed: the file is not valid, or ONNX Runtime refuses it.
+        RunFailed: The file is not valid, or ONNX Runtime refuses it.
     """
     target = "ampaudit.export.onnx.check:check_in_sandbox"
     imports = ("onnx", "onnxruntime") if runtime else ("onnx",)
-    with _as_the_standard_knows_it(path.resolve(), strangers) as checked:
+    with _with_runtime_domain(path.resolve(), nonstandard) as checked:
         request = {"path": str(path.resolve()), "checked": str(checked), "runtime": runtime}
         with Sandbox(target, request, SandboxLimits(_SECONDS), imports=imports) as sandbox:
             yield
@@ -44,14 +44,14 @@ def checking(path: Path, *, runtime: bool, strangers: Collection[str] = ()) -> I
 
 
 def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
-    """Return a function that returns what is wrong with the file, or nothing."""
+    """Return a function that returns the fault of a file as text; empty if it has none."""
     import onnx
 
     def check() -> str:
         path = Path(request["path"])
-        try:  # in full: structure, order of nodes, and inferred types against those that it states
+        try:  # the full check covers structure, order of nodes, and stated types against inferred ones
             onnx.checker.check_model(request["checked"], full_check=True)
-        except Exception as error:  # several kinds, which share no base
+        except Exception as error:  # the classes of onnx's errors share no base
             return f"is not valid: {first_line(error)}"
         try:
             if request["runtime"]:
@@ -64,9 +64,9 @@ def check_in_sandbox(request: dict[str, Any]) -> Callable[[], str]:
 
 
 @contextmanager
-def _as_the_standard_knows_it(path: Path, strangers: Collection[str]) -> Iterator[Path]:
-    """Yield a file in which operators of ONNX Runtime are in its own domain: a copy, if there are any."""
-    if not strangers:
+def _with_runtime_domain(path: Path, nonstandard: Collection[str]) -> Iterator[Path]:
+    """Yield the file, or a copy of it with the nonstandard operators in the domain of ONNX Runtime."""
+    if not nonstandard:
         yield path
         return
     import onnx
@@ -76,10 +76,10 @@ def _as_the_standard_knows_it(path: Path, strangers: Collection[str]) -> Iterato
 
     model = ir.load(path)
     for node in model.graph.all_nodes():
-        if node.domain in STANDARD and node.op_type in strangers:
+        if node.domain in STANDARD and node.op_type in nonstandard:
             node.domain = _RUNTIME
     model.opset_imports.setdefault(_RUNTIME, 1)
-    copy = path.with_name(f"{path.stem}.checked.onnx")  # beside the files of its weights
+    copy = path.with_name(f"{path.stem}.checked.onnx")  # in the directory of its weights
     onnx.save(ir.to_proto(model), copy)
     try:
         yield copy

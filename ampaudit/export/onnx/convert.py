@@ -30,7 +30,7 @@ from ampaudit.export.onnx.outputs import (
 from ampaudit.export.onnx.plan import OnnxPlan, PlanWishes, decisions_of, plan_onnx
 from ampaudit.export.onnx.rewrite import Rewriter, choose_types
 from ampaudit.export.onnx.torch_export import annotate_graph
-from ampaudit.export.onnx.types import is_float32, strangers_in
+from ampaudit.export.onnx.types import is_float32, nonstandard_operators
 from ampaudit.export.onnx.write import ONNX_FLOATS, casts_in, write_model
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.weight_files import WeightFiles
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["convert_onnx"]
 
 _FLIPPED = "AMP209"
-_CHOICES_DB = 40.0  # accuracy of integers at which one in a hundred differs
-_STEPS = (8, 64)  # numbers of nodes before a choice to keep in float32 if too many choices change
+_CHOICES_DB = 40.0  # accuracy of integers of which one in a hundred differs
+_STEPS = (8, 64)  # numbers of nodes before a choice that stay in float32 if too many choices change
 
 
 class _Written(NamedTuple):
@@ -79,15 +79,17 @@ def convert_onnx(
         The report, and the conversion, or ``None`` if findings at or above ``fail_on`` prevented it.
 
     Raises:
-        AuditError: see ``ampaudit.core.errors``; nothing is left behind.
+        AuditError: See ``ampaudit.core.errors``; nothing is left behind.
     """
-    _refuse(config)
+    _refuse_options(config)
     plan, wishes = _passing_plan(source, config, session, PlanWishes())
     report = plan.audited.report
     if report.exit_code:
         return report, None
     with keeping(report), staged_directory(directory, force=config.force, ours=MANIFEST) as stage:
-        plan, file, outputs, faults = _accurate(plan, wishes, source, stage / ONNX, config, session)
+        plan, file, outputs, faults = _write_until_accurate(
+            plan, wishes, source, stage / ONNX, config, session
+        )
         notes = [*_notes(plan, file), *faults]
         manifest = _with_records(stage, source, plan, config, notes, outputs)
         check_unchanged(source.files)
@@ -120,7 +122,7 @@ def convert_onnx(
 def _passing_plan(
     source: ModelSource, config: ConvertConfig, session: Session, wishes: PlanWishes
 ) -> tuple[OnnxPlan, PlanWishes]:
-    """Plan until no choice fails the audit that more float32 before it could fix."""
+    """Plan with more and more float32 before choices, until the audit finds no choice that changes."""
     while True:
         plan = plan_onnx(source, config, session, wishes)
         flips = any(finding.code == _FLIPPED for finding in plan.audited.report.findings)
@@ -131,11 +133,12 @@ def _passing_plan(
 
 
 def _more_before_choices(wishes: PlanWishes) -> PlanWishes | None:
+    """Return the wishes with more nodes before choices in float32; ``None`` if there are no more."""
     steps = next((steps for steps in _STEPS if steps > wishes.before_choices), None)
     return None if steps is None else replace(wishes, before_choices=steps)
 
 
-def _accurate(
+def _write_until_accurate(
     plan: OnnxPlan,
     wishes: PlanWishes,
     source: ModelSource,
@@ -143,7 +146,7 @@ def _accurate(
     config: ConvertConfig,
     session: Session,
 ) -> tuple[OnnxPlan, _Written, tuple[OutputRecord, ...], list[str]]:
-    """Write the file and run it; repeat with more in float32 while that may fix its faults.
+    """Write the file and run it; repeat this with more in float32 while that may fix its faults.
 
     Returns:
         The plan, the summary of the file, its outputs on the given inputs, and its faults on other inputs.
@@ -159,17 +162,17 @@ def _accurate(
         for other in other_batches(inputs_of(model.inputs), source.batches[0], config.seed)
     ]
     while True:
-        file, outputs, faults = _written(plan, path, originals, others, config, session.on_progress)
-        more = _more_wishes(wishes, plan, outputs, faults, config)
+        file, outputs, faults = _write_and_run(plan, path, originals, others, config, session.on_progress)
+        more = _next_wishes(wishes, plan, outputs, faults, config)
         if more is None:
             break
         next_plan, wishes = _passing_plan(source, config, session, more)
         if next_plan.audited.report.exit_code:
             break  # keep the written file, and report its faults
         plan = next_plan
-    if (low := describe_inaccurate(outputs, config.min_sqnr)) and config.fail_on != "never":
+    if (inaccurate := describe_inaccurate(outputs, config.min_sqnr)) and config.fail_on != "never":
         hint = f"{config.min_sqnr:g} dB are required: --min-sqnr, or a policy that keeps more in float32"
-        raise RunFailed(f"the written file computes {low}", hint=hint)
+        raise RunFailed(f"the written file computes {inaccurate}", hint=hint)
     return plan, file, outputs, [fault.text for fault in faults]
 
 
@@ -181,7 +184,7 @@ class _Fault(NamedTuple):
     text: str
 
 
-def _more_wishes(
+def _next_wishes(
     wishes: PlanWishes,
     plan: OnnxPlan,
     outputs: tuple[OutputRecord, ...],
@@ -189,9 +192,9 @@ def _more_wishes(
     config: ConvertConfig,
 ) -> PlanWishes | None:
     """Return the wishes for the next plan; ``None`` if the file is right, or nothing is left to try."""
-    low = describe_inaccurate(outputs, config.min_sqnr)
+    inaccurate = describe_inaccurate(outputs, config.min_sqnr)
     padded = any(fault.other.padded for fault in faults)
-    if plan.clamped and (low or padded):  # a row that is masked as a whole may need the mask as it is
+    if plan.clamped and (inaccurate or padded):  # a completely masked row may need the original mask
         return replace(wishes, clamp=False)
     if config.names_policy:
         return None
@@ -199,7 +202,7 @@ def _more_wishes(
     changed = describe_inaccurate(every, config.min_sqnr, _CHOICES_DB) and plan.chooses
     if changed and (more := _more_before_choices(wishes)) is not None:
         return more
-    if low and wishes.accuracy is None and config.tune is None:
+    if inaccurate and wishes.accuracy is None and config.tune is None:
         return replace(wishes, accuracy=config.min_sqnr)
     if faults and not wishes.also:
         return replace(wishes, also=tuple(fault.other.batch for fault in faults))
@@ -232,7 +235,7 @@ def _with_records(
     return write_manifest(stage, manifest)
 
 
-def _written(
+def _write_and_run(
     plan: OnnxPlan,
     path: Path,
     originals: Sequence[Original],
@@ -243,13 +246,13 @@ def _written(
     """Write the file of a plan, and run it.
 
     Raises:
-        RunFailed: It computes inf or NaN from the given inputs.
+        RunFailed: The file computes inf or NaN from the given inputs.
     """
     on_progress("writing the graph", 0, 0)
     result = _write(plan, path, config)
     on_progress("running the file", 0, 0)
-    strangers = strangers_in(plan.file.model)
-    with checking(path, runtime=config.dtype == "float16", strangers=strangers):
+    nonstandard = nonstandard_operators(plan.file.model)
+    with checking(path, runtime=config.dtype == "float16", nonstandard=nonstandard):
         file, records = WrittenFile(path, config), []
         for number, original in enumerate(originals):
             ours = file.outputs(original, number)
@@ -262,36 +265,36 @@ def _written(
 
 
 def _faults(file: WrittenFile, other: OtherBatch, original: Original, min_sqnr: float) -> Iterator[_Fault]:
-    """Find wrong results of a file on inputs for which the original computes finite outputs."""
+    """Yield the fault of a file on inputs for which the original computes comparable outputs, if any."""
     try:
-        sound = all(map(_is_sound, original.exact.values()))
-    except Exception:  # whatever torch says of sizes that do not fit together
+        comparable = all(map(_is_comparable, original.exact.values()))
+    except Exception:  # any error of torch about sizes that do not fit together
         return
-    if not sound:
+    if not comparable:
         return
     try:
         records = tuple(file.records(file.outputs(original), original.exact))
     except RunFailed as failed:
         yield _Fault(other, (), f"with {other.what}, {failed.args[0]}")
-    except AuditError:  # of a size that cannot be run here
+    except AuditError:  # the size cannot be run here
         return
     else:
-        if low := describe_inaccurate(records, min_sqnr, _CHOICES_DB):
-            yield _Fault(other, records, f"with {other.what}, the file computes {low}")
+        if inaccurate := describe_inaccurate(records, min_sqnr, _CHOICES_DB):
+            yield _Fault(other, records, f"with {other.what}, the file computes {inaccurate}")
 
 
-def _is_sound(exact: torch.Tensor) -> bool:
+def _is_comparable(exact: torch.Tensor) -> bool:
     """Return whether an output of the original can be compared; -inf may be a mask."""
     if not exact.is_floating_point() or not exact.numel():
         return True
     return bool(exact.isfinite().any()) and not bool((exact.isnan() | exact.isposinf()).any())
 
 
-def _refuse(config: ConvertConfig) -> None:
+def _refuse_options(config: ConvertConfig) -> None:
     """Reject options that do not apply to ONNX models."""
-    others = (("--mode train", config.mode == "train"), ("--no-program", not config.program))
-    more = (("--no-masters", not config.masters), ("--rescale", config.rescale))
-    for flag, set_by_user in (*others, *more):
+    model_options = (("--mode train", config.mode == "train"), ("--no-program", not config.program))
+    weight_options = (("--no-masters", not config.masters), ("--rescale", config.rescale))
+    for flag, set_by_user in (*model_options, *weight_options):
         if set_by_user:
             raise UsageError(f"{flag} has no effect on an .onnx file", hint=f"leave out {flag}")
     if config.onnx or config.dynamic:
@@ -314,7 +317,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
     regions = choose_types(model.graph, decisions, model.opset_imports, config.dtype, low_io=low_io)
     for mask in plan.clamped:
         if all(use.node in regions.wide for use in mask.value.uses()):
-            mask.restore()  # it stays in float32, which can represent it
+            mask.restore()  # all its readers are in float32, which can represent it
     rewriter = Rewriter(model, regions, low, plan.file.tensor, low_io)
     rewriter.rewrite()
     annotate_graph(model, plan.audited.report, plan.names)
@@ -327,7 +330,7 @@ def _write(plan: OnnxPlan, path: Path, config: ConvertConfig) -> _Written:
 
 
 def _weights(model: ir.Model) -> list[tuple[str, int]]:
-    """Return dtype and bytes of each stored float tensor."""
+    """Return the dtype and the size in bytes of each stored float tensor."""
     return [
         (ONNX_FLOATS[value.const_value.dtype.name], value.const_value.nbytes)
         for graph in (model.graph, *model.graph.subgraphs())

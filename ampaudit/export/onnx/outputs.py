@@ -1,7 +1,7 @@
 """Runs a written ONNX file in lock-step, and compares its outputs with the original's.
 
-A box, a label or a token is either the same as before or a different one. The distance between coordinates
-or scores of different ones says nothing about the accuracy of a conversion.
+A box, a label or a token is either the same as before or a different one. The distance between the
+coordinates or scores of different boxes says nothing about the accuracy of a conversion.
 """
 
 from __future__ import annotations
@@ -55,16 +55,15 @@ __all__ = [
     "worst_records",
 ]
 
-Outputs = Mapping[str, torch.Tensor]
 _MOST_ELEMENTS = 1 << 22  # limit for each generated input
-_LARGER = 3  # factor of each open axis except the batch
-_LONGER = 8  # factor of integers that are not indices into a table of known size
+_LARGER = 3  # factor of the size of each open axis, except the batch
+_LONGER = 8  # factor of integers, except for indices into a table of known size
 _NEAR_ZERO = 2.0**-7  # spacing of bfloat16 at 1
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Original:
-    """A batch with the original's outputs."""
+    """A batch with the outputs of the original model."""
 
     def __init__(self, model: OnnxModel, batch: Batch, seed: int) -> None:
         self.batch = batch
@@ -73,12 +72,12 @@ class Original:
 
     @cached_property
     def exact(self) -> Tensors:
-        """The original's outputs by name."""
+        """The outputs of the original by name."""
         return _tensors(call_unchanged(self._model, self.batch.args, self.batch.kwargs, seed=self._seed))
 
 
 class WrittenFile:
-    """Run one written file in lock-step, and compare its 16-bit outputs with the original's."""
+    """Runs one written file in lock-step, and compares its 16-bit outputs with those of the original."""
 
     def __init__(self, path: Path, config: ConvertConfig) -> None:
         self._model = OnnxModel(read_onnx(path)).eval()
@@ -88,7 +87,7 @@ class WrittenFile:
         self._executors = ExecutorCache(self._model, settings, RunRecord(where.type, "emulated"))
 
     def records(self, ours: Tensors, exact: Tensors) -> list[OutputRecord]:
-        """Compare each output with the original's."""
+        """Compare each output with that of the original."""
         pairs = comparable_outputs(ours, exact, orderings(self._model.file.model))
         records = []
         for name, pair in pairs.items():
@@ -97,8 +96,8 @@ class WrittenFile:
         return records
 
     def outputs(self, original: Original, number: int = 0) -> Tensors:
-        """Return the outputs of the run in 16 bits by name."""
-        batch, expected = _as_taken(original.batch, self._model), original.exact
+        """Return the outputs of the 16-bit run by name."""
+        batch, expected = _with_input_types(original.batch, self._model), original.exact
         executor = self._executors.get(batch, number)
         alone = LockStep(
             executor.program, executor.placed, executor.backend, executor.device, converted_only=True
@@ -108,7 +107,7 @@ class WrittenFile:
             name.removeprefix("output."): low
             for name, (_, low) in zip(executor.program.traced.outputs, pairs, strict=True)
         }
-        if len(ours) < len(expected):  # a tensor that is several outputs is listed once
+        if len(ours) < len(expected):  # a trace lists a tensor once, even if several outputs return it
             again = _tensors(call_unchanged(self._model, batch.args, batch.kwargs, seed=self._seed))
             listed = {id(again[name]): low for name, low in ours.items()}
             ours = {name: listed[id(tensor)] for name, tensor in again.items()}
@@ -126,8 +125,8 @@ def _tensors(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _as_taken(batch: Batch, model: OnnxModel) -> Batch:
-    """Cast the floats of a batch to the input types of the written file, by position or name."""
+def _with_input_types(batch: Batch, model: OnnxModel) -> Batch:
+    """Cast the floats of a batch to the input types of the written file."""
     kinds = {str(value.name): value.dtype for value in model.inputs}
     inputs = by_name(batch, [*kinds])
     low = {
@@ -157,7 +156,7 @@ def refuse_broken(
 def describe_inaccurate(
     records: Iterable[OutputRecord], min_sqnr: float, of_integers: float = -math.inf
 ) -> str:
-    """Describe the outputs that are less accurate than that; empty if there are none."""
+    """Describe the outputs that are less accurate than required, in dB; empty if there are none."""
     return ", ".join(
         _fault(record)
         for record in records
@@ -177,9 +176,12 @@ def _fault(record: OutputRecord) -> str:
 
 
 def _decibels(record: OutputRecord) -> float:
-    """Return the accuracy of an output in dB: infinite if it is exact, -infinite if it is not finite."""
+    """Return the accuracy of an output in dB: inf if it is exact, -inf if it is inf or NaN.
+
+    Where the original is zero everywhere, it is -inf as well if the output is not near zero.
+    """
     if record.max_error is None or (record.sqnr_db is None and record.max_error > _NEAR_ZERO):
-        return -math.inf  # the latter where the original is zero throughout
+        return -math.inf
     return math.inf if record.sqnr_db is None else record.sqnr_db
 
 
@@ -222,7 +224,7 @@ def _chooses(node: ir.Node) -> bool:
 def orderings(model: ir.Model) -> dict[str, str]:
     """Return the operator of each output that holds the sorted choices of TopK or NonMaxSuppression.
 
-    A TopK along another axis than the last is left out: its order counts.
+    A TopK along another axis than the last is left out, so that its order counts.
     """
     operators = {}
     for value in model.graph.outputs:
@@ -237,13 +239,13 @@ def orderings(model: ir.Model) -> dict[str, str]:
 
 
 def comparable_outputs(
-    ours: Outputs, exact: Outputs, ordered: Mapping[str, str] | None = None
+    ours: Tensors, exact: Tensors, ordered: Mapping[str, str] | None = None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Pair outputs: integers unchanged, and floats where the integers that they belong to agree.
+    """Pair outputs: integers as they are, and floats where the integers that they belong to agree.
 
-    Choices in another order, or of another number, are paired by value, and so are the floats beside them. A
-    choice without a partner counts as different. An output that is inf or NaN where the original's is finite
-    is paired as a whole.
+    If the order or number of choices differs, they are paired by value, and so are the floats that belong to
+    them. A choice without a partner counts as different. An output that is inf or NaN where that of the
+    original is finite is paired as a whole.
 
     Args:
         ours: Outputs by name.
@@ -281,7 +283,7 @@ def comparable_outputs(
 
 
 def breaks(ours: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Return whether an output is inf or NaN where the original's is finite."""
+    """Return whether an output is inf or NaN where that of the original is finite."""
     if ours.shape != exact.shape:
         return bool(exact.isfinite().all()) and not bool(ours.isfinite().all())
     return bool((exact.isfinite() & ~ours.isfinite()).any())
@@ -306,7 +308,7 @@ def _where(
     mask = torch.ones_like(exact, dtype=torch.bool)
     for each in equal:
         if each.shape != exact.shape[: each.ndim]:
-            each = each.flatten(1).all(1) if each.ndim > 1 else each  # a box beside its indices
+            each = each.flatten(1).all(1) if each.ndim > 1 else each  # one truth value per box
         if ours.shape == exact.shape and each.shape == exact.shape[: each.ndim]:
             mask &= each.reshape(*each.shape, *[1] * (exact.ndim - each.ndim))
     return (ours, exact) if mask.all() or not mask.any() else (ours[mask], exact[mask])
@@ -326,7 +328,7 @@ def _equal_rows(ours: torch.Tensor, exact: torch.Tensor) -> tuple[list[int], lis
 def _at_rows(
     pair: tuple[torch.Tensor, torch.Tensor], rows: tuple[list[int], list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return paired rows; of integers also one that differs for each that has no partner."""
+    """Return the paired rows; for integers, add a differing pair for each row without a partner."""
     ours, exact = (tensor[places] for tensor, places in zip(pair, rows, strict=True))
     if exact.is_floating_point():
         return ours, exact
@@ -338,8 +340,8 @@ class OtherBatch(NamedTuple):
     """A variation of a batch.
 
     Attributes:
-        what: Description of the difference.
-        batch: Inputs.
+        what: Description of the variation.
+        batch: The varied batch.
         padded: Whether its masks differ.
     """
 
@@ -412,7 +414,7 @@ def _padded(spec: GraphInput, value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_mask(spec: GraphInput, value: torch.Tensor) -> bool:
-    """Return whether an input contains only 0 and 1 and is not an index, like an attention mask."""
+    """Return whether an input contains only 0 and 1, like an attention mask, and is not an index."""
     return not spec.rows and bool(((value == 0) | (value == 1)).all())
 
 
@@ -421,7 +423,7 @@ def _shuffled(spec: GraphInput, value: torch.Tensor, random: torch.Generator) ->
     if spec.rows and not value.is_floating_point():
         return torch.randint(0, spec.rows, value.shape, generator=random).to(value.dtype)
     if not value.is_floating_point():
-        return value  # masks and lengths belong to each other
+        return value  # masks and lengths must stay consistent
     return value.reshape(-1)[torch.randperm(value.numel(), generator=random)].reshape(value.shape)
 
 

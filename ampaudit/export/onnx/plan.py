@@ -1,8 +1,8 @@
 """Decides which nodes of an ONNX model stay in float32.
 
-A mask of -1e9 or of float32's lowest number means "no weight after the softmax". Any large negative
-number means the same, so it may be replaced; data may not. A constant is a mask if all that is computed
-from it, by moving, selecting, scaling or adding to scores, ends in a softmax.
+A mask of -1e9 or of float32's lowest number means "no weight after the softmax". Any large negative number
+means the same, so that a mask may be clamped to the format, unlike data. A constant is a mask if it reaches
+nothing but softmaxes, after it was moved, selected, scaled or added to scores.
 """
 
 from __future__ import annotations
@@ -52,32 +52,33 @@ if TYPE_CHECKING:
 __all__ = ["OnnxPlan", "PlanWishes", "decisions_of", "plan_onnx"]
 
 _ENDS = {"Softmax", "LogSoftmax"}
-_THROUGH = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
+_PASSED = MOVING | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Cast", "CastLike", "Clip"}
 _MAX_STEPS = 2000
-_Put = Callable[["ir.TensorProtocol"], None]
-_NEWEST = 23
-# version in which each operator changed its semantics other than by its attributes and inputs
-_CHANGED = {
+_Setter = Callable[["ir.TensorProtocol"], None]
+_NEWEST_OPSET = 23
+# version in which the semantics of an operator changed in more than its attributes and inputs
+_CHANGED_IN = {
     **{"Softmax": 13, "LogSoftmax": 13, "Hardmax": 13},
     **{"RoiAlign": 16, "Resize": 11, "GridSample": 20, "GroupNormalization": 21},
 }
 _POLICY = "strongly-typed"
-_ROUNDS = 6
-_MARGIN = 1.4  # the policy's margin below the format's limit
-_WHOLE = "it computes with integers that 16 bits may round to others."
-_OTHERS = "the run in 16 bits broke here on other inputs."
-_CHOICES = "in 16 bits, the model chooses differently."
+_MAX_AUDITS = 6
+_MARGIN = 1.4  # margin of the policy below the limit of the format
+# reasons of the rules that keep nodes in float32
+_WHY_WHOLE = "it computes with integers that 16 bits may round to others."
+_WHY_OTHERS = "the run in 16 bits broke here on other inputs."
+_WHY_CHOICES = "in 16 bits, the model chooses differently."
 _SEQUENCES = {"SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"}
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedMask:
-    """A constant that was clamped.
+    """A mask that was clamped to the format.
 
     Attributes:
         value: Value in the graph.
-        lowest: Minimum of the original.
-        restore: Function that restores the original.
+        lowest: Minimum of the original mask.
+        restore: Function that restores the original mask.
     """
 
     value: ir.Value
@@ -88,15 +89,15 @@ class ClampedMask:
 def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> list[ClampedMask]:
     """Clamp the masks of a model, in place.
 
-    The new minimum of a mask is half the format's lowest number, so that scores can be added, divided by the
-    number of masks that are added to the same scores. A large magnitude matters: in a fully masked row, it
-    absorbs the scores, as the original does.
+    The new minimum is half of the lowest number of the format, which leaves room for the scores, divided by
+    the number of masks that are added to the same scores. Its magnitude must be large: in a fully masked row,
+    it absorbs the scores, as the original does.
     """
     import onnx_ir as ir
 
-    masks: list[tuple[ir.Value, ir.TensorProtocol, set[ir.Node], _Put]] = []
+    masks: list[tuple[ir.Value, ir.TensorProtocol, set[ir.Node], _Setter]] = []
     for value, constant, setter in _constants(model):
-        ends = _softmaxes(value)  # first, as it reads no weights
+        ends = _softmaxes(value)  # cheaper than reading the constant
         if ends is None:
             continue
         values = tensor_of(constant)
@@ -115,7 +116,7 @@ def clamp_masks(model: ir.Model, dtype: torch.dtype, tensor_of: TensorOf) -> lis
     return clamped_masks
 
 
-def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _Put]]:
+def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol, _Setter]]:
     """Yield the stored float32 values, each with a function that replaces it."""
     import onnx_ir as ir
 
@@ -152,7 +153,7 @@ def _softmaxes(value: ir.Value) -> set[ir.Node] | None:
             if node.op_type in _ENDS:
                 ends.add(node)
                 continue
-            if node.op_type not in _THROUGH or (node.op_type in ("Sub", "Div") and use.idx == 1):
+            if node.op_type not in _PASSED or (node.op_type in ("Sub", "Div") and use.idx == 1):
                 return None
             if not is_float32(node.outputs[0]):
                 return None
@@ -168,11 +169,11 @@ class OnnxPlan:
 
     Attributes:
         file: Copy of the model with clamped masks.
-        audited: Audit that the decisions are from.
+        audited: Audit that made the decisions.
         clamped: Clamped masks.
         names: Names of the nodes in the audit.
         chooses: Whether nodes choose by float32 numbers.
-        opset: Operator set version that the model was raised to, if it was.
+        opset: Version to which the operator set was raised; ``None`` if it was not raised.
     """
 
     file: OnnxFile
@@ -185,14 +186,14 @@ class OnnxPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanWishes:
-    """Requirements of a plan besides a run without errors on the given inputs.
+    """Requirements on a plan, besides a run without errors on the given inputs.
 
     Attributes:
         clamp: Whether to clamp masks that the format cannot represent; otherwise their readers stay in
             float32.
         accuracy: Required accuracy of every output in dB, if any.
         before_choices: Number of nodes before a choice that stay in float32.
-        also: Further batches that must run without errors.
+        also: Further batches on which the model must run without errors.
     """
 
     clamp: bool = True
@@ -209,11 +210,11 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
     """
     assert isinstance(source.model, OnnxModel)
     file = source.model.file.reopened()
-    _with_types(file.model)
+    _infer_types(file.model)
     raised = raise_opset(file.model, config.dtype) if config.dtype == "bfloat16" else None
     clamped = clamp_masks(file.model, getattr(torch, config.dtype), file.tensor) if wishes.clamp else []
     model = OnnxModel(file)
-    _with_seen_types(model, source.batches[0])
+    _observe_types(model, source.batches[0])
     prepared = replace(source, model=model.eval())
     is_fixed = config.names_policy
     rules = config.rules if is_fixed else load_policy(_POLICY)
@@ -223,33 +224,34 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
     if not is_fixed:
         whole = whole_number_nodes(file.model, low_precision_format(config.dtype), file.tensor)
         before = nodes_before_choices(file.model, wishes.before_choices) if wishes.before_choices else set()
-        for name, nodes, why in (("whole", whole, _WHOLE), ("choices", before, _CHOICES)):
+        for name, nodes, why in (("whole", whole, _WHY_WHOLE), ("choices", before, _WHY_CHOICES)):
             if nodes:
-                rules = _keeping(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
+                rules = _with_rule(rules, name, Match(layer=_escaped(map(model.names.of, nodes))), why)
     settings = ScanConfig.of(config)
     for batch in wishes.also:
-        other, rules = _unbroken(
+        other, rules = _audit_until_unbroken(
             replace(prepared, batches=(batch,)), rules, settings, session, is_fixed=is_fixed
         )
-        wide = [site.id for site in _computing(other) if _is_wide(site)]  # also by what was measured there
-        rules = _keeping(rules, "others", Match(site=_escaped(wide)), _OTHERS) if wide else rules
-    audited, _ = _unbroken(prepared, rules, settings, session, is_fixed=is_fixed)
+        # includes the sites that measured rules promote on that batch
+        wide = [site.id for site in _computing(other) if _is_wide(site)]
+        rules = _with_rule(rules, "others", Match(site=_escaped(wide)), _WHY_OTHERS) if wide else rules
+    audited, _ = _audit_until_unbroken(prepared, rules, settings, session, is_fixed=is_fixed)
     chooses = bool(nodes_before_choices(file.model, 0))
     return OnnxPlan(file, audited, clamped, model.names, chooses, raised)
 
 
-def _unbroken(
+def _audit_until_unbroken(
     source: ModelSource, rules: RuleSet, settings: ScanConfig, session: Session, *, is_fixed: bool
 ) -> tuple[Audited, RuleSet]:
     """Audit until nothing breaks; return the audit and the policy that keeps broken ops in float32."""
     promoted: tuple[SiteId, ...] = ()
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_AUDITS):
         (audited,) = audit_policies(source, [rules], settings, session)
         more = () if is_fixed else _broken(audited, promoted)
         if not more:
             break
         promoted = (*promoted, *more)
-        rules = _keeping(rules, "broken", Match(site=_escaped(more)), "the run in 16 bits broke here.")
+        rules = _with_rule(rules, "broken", Match(site=_escaped(more)), "the run in 16 bits broke here.")
     return audited, rules
 
 
@@ -268,8 +270,8 @@ def _broken(audited: Audited, promoted: tuple[SiteId, ...]) -> tuple[SiteId, ...
     traced, report = audited.audit.converted.traced, audited.report
     limit = low_precision_format(report.run.dtype).max / _MARGIN
     large = {s.site for s in report.sites if s.forward is not None and s.forward.peak > limit}
-    at = {f.site for f in report.findings if f.severity == Severity.ERROR and f.site}
-    layers = {site.layer for site in traced.sites if site.id in at}
+    failing = {f.site for f in report.findings if f.severity == Severity.ERROR and f.site}
+    layers = {site.layer for site in traced.sites if site.id in failing}
     low = {s.node: s.id for s in traced.sites if s.facts is not None and not _is_wide(s)}
     sites = traced.site_of_node
     pending = [n for n in traced.graph.nodes if n.name in sites and sites[n.name].layer in layers]
@@ -294,7 +296,7 @@ def _broken(audited: Audited, promoted: tuple[SiteId, ...]) -> tuple[SiteId, ...
 
 
 def _is_wide(site: Site) -> bool:
-    """Return whether an op works in float32, because a rule says so or because its inputs are."""
+    """Return whether an op computes in float32, due to a rule or to its inputs."""
     if site.decision.cast in (Cast.FLOAT32, Cast.FORBID):
         return True
     follows = site.decision.cast is not Cast.LOWER and not site.role.converts
@@ -305,8 +307,8 @@ def _escaped(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(map(glob.escape, names)))
 
 
-def _keeping(rules: RuleSet, name: str, match: Match, why: str) -> RuleSet:
-    """Add a rule to a policy that keeps matching ops in float32."""
+def _with_rule(rules: RuleSet, name: str, match: Match, why: str) -> RuleSet:
+    """Return the policy with a first rule that keeps matching ops in float32."""
     number = sum(rule.id.startswith(f"{name}/") for rule in rules.file.rules)
     rule = Rule(
         id=f"{name}/{number}",
@@ -320,7 +322,7 @@ def _keeping(rules: RuleSet, name: str, match: Match, why: str) -> RuleSet:
     return RuleSet(file, None, rules.environment, rules.location)
 
 
-def _with_types(model: ir.Model) -> None:
+def _infer_types(model: ir.Model) -> None:
     """Expand functions, name every node, and infer the type of every value.
 
     Types that the file states for inner values may be wrong; they are used only where inference fails.
@@ -348,11 +350,11 @@ def _with_types(model: ir.Model) -> None:
         elif (
             producer is not None and producer.op_type in _SEQUENCES and isinstance(value.type, ir.TensorType)
         ):
-            value.type = ir.SequenceType(value.type)  # which onnx_ir 1.1 takes for a tensor
+            value.type = ir.SequenceType(value.type)  # onnx_ir 1.1 infers the type of its elements
 
 
-def _with_seen_types(model: OnnxModel, batch: Batch) -> None:
-    """Take types that cannot be inferred, as after operators of a runtime, from a run."""
+def _observe_types(model: OnnxModel, batch: Batch) -> None:
+    """Set types that cannot be inferred, as after operators of a runtime, to those of a run."""
     import onnx_ir as ir
 
     unknown = {value for node in model.file.nodes() for value in node.outputs if value.type is None}
@@ -366,8 +368,8 @@ def _with_seen_types(model: OnnxModel, batch: Batch) -> None:
 def decisions_of(plan: OnnxPlan) -> dict[ir.Node, bool]:
     """Return for each audited node whether one of its ops stays in float32.
 
-    A node with bodies, such as a Loop, computes nothing itself: it may have either type, unless a body hands
-    it values that the format cannot hold.
+    A node with bodies, such as a Loop, computes nothing itself: it may have either type, unless a body
+    returns values that the format cannot represent.
     """
     wide: dict[str, bool] = {}
     for site in _computing(plan.audited):
@@ -384,13 +386,13 @@ def _with_large_values(names: Mapping[ir.Node, str], report: Report) -> set[ir.N
     layers = {s.layer for s in report.sites if s.forward is not None and s.forward.peak > limit}
     large = {node for node, name in names.items() if name in layers}
     while True:
-        more = {node for node in names.keys() - large if any(v.producer() in large for v in _handed_on(node))}
+        more = {node for node in names.keys() - large if any(v.producer() in large for v in _passed_on(node))}
         if not more:
             return large
         large |= more
 
 
-def _handed_on(node: ir.Node) -> list[ir.Value]:
+def _passed_on(node: ir.Node) -> list[ir.Value]:
     """Return the values that a node passes on unchanged: its operands, or the outputs of its bodies."""
     operands = node.inputs if node.op_type in MOVING and plain_domain(node.domain) == "" else ()
     returned = (value for body in bodies_of(node) for value in body.outputs)
@@ -398,10 +400,10 @@ def _handed_on(node: ir.Node) -> list[ir.Value]:
 
 
 def raise_opset(model: ir.Model, low: str) -> int | None:
-    """Raise the version to the lowest at which as many nodes as possible support a format.
+    """Raise the operator set to the lowest version at which as many nodes as possible support a format.
 
-    Nodes stay unchanged, except that attributes that became inputs are moved. Versions at which a node would
-    compute something else are skipped.
+    Nodes stay unchanged, except that attributes that became inputs are moved. Versions are tried up to the
+    first at which a node would compute something else.
 
     Returns:
         The new version, or ``None`` if it does not change.
@@ -414,15 +416,15 @@ def raise_opset(model: ir.Model, low: str) -> int | None:
     nodes = [n for n in model.graph.all_nodes() if n.domain in STANDARD and n.version is None]
     floats = [n for n in nodes if any(map(is_float32, (*n.inputs, *n.outputs)))]
 
-    def taking(version: int) -> int:
+    def count_low(version: int) -> int:
         return sum(node_types(node, version, low).takes_low for node in floats)
 
-    best, most = version_before, taking(version_before)
-    for version in range(version_before + 1, min(_NEWEST, onnx.defs.onnx_opset_version()) + 1):
+    best, most = version_before, count_low(version_before)
+    for version in range(version_before + 1, min(_NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1):
         if not all(_means_the_same(node, version_before, version) for node in nodes):
             break
-        if taking(version) > most:
-            best, most = version, taking(version)
+        if count_low(version) > most:
+            best, most = version, count_low(version)
     if best == version_before:
         return None
     names = {str(v.name) for n in model.graph.all_nodes() for v in (*n.inputs, *n.outputs) if v is not None}
@@ -435,13 +437,15 @@ def raise_opset(model: ir.Model, low: str) -> int | None:
 
 
 def _means_the_same(node: ir.Node, version_before: int, version: int) -> bool:
-    """Return whether a node of one version computes the same in another."""
+    """Return whether a node computes the same in two versions of its operator set."""
     old, new = (schema_of("", node.op_type, number) for number in (version_before, version))
     if old is None or new is None or new.deprecated:
         return False
     if old.since_version == new.since_version:
         return True
-    if old.since_version < _CHANGED.get(node.op_type, 0) <= new.since_version and not _keeps_last_axis(node):
+    if old.since_version < _CHANGED_IN.get(node.op_type, 0) <= new.since_version and not _keeps_last_axis(
+        node
+    ):
         return False
     inputs = [[formal.name for formal in schema.inputs] for schema in (old, new)]
     outputs = [[formal.name for formal in schema.outputs] for schema in (old, new)]
@@ -457,7 +461,7 @@ def _means_the_same(node: ir.Node, version_before: int, version: int) -> bool:
 
 
 def _keeps_last_axis(node: ir.Node) -> bool:
-    """Return whether a softmax explicitly uses the last axis, on which its versions agree."""
+    """Return whether a softmax explicitly names the last axis, for which its versions agree."""
     return node.op_type.endswith(("Softmax", "Hardmax")) and "axis" in node.attributes and on_last_axis(node)
 
 
@@ -467,7 +471,7 @@ def _default(schema: Any, name: str) -> bytes:
 
 
 def _move_attributes(node: ir.Node, version_before: int, version: int, names: set[str]) -> None:
-    """Turn the attribute that became an input into an initializer with a new name."""
+    """Move an attribute that became an input to an initializer with a new name."""
     import numpy as np
     import onnx_ir as ir
 

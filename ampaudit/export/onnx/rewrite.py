@@ -1,8 +1,8 @@
 """Applies chosen types to an ONNX graph: inserts casts, and stores values in 16 bits.
 
-What the audit decided is fixed. Nodes that only move values may have either type; so may nodes that
-compute constants. Choosing theirs with the fewest casts, one per value and direction, is a minimum cut:
-a node on the source's side is in float32, one on the sink's in 16 bits.
+The decisions of the audit are fixed. Nodes that only move values, or compute constants, may have either type.
+The choice with the fewest casts, at most one per value and direction, is a minimum cut: nodes on the side of
+the source are in float32, those on the side of the sink in 16 bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Rewriter", "choose_types"]
 
 _FLOAT32, _LOW = "float32", "low"  # source and sink; no node of a graph is text
-_CAST, _WIDE = 1000, 1  # a cast is worse than any number of moves in float32
+_CAST_COST, _WIDE_COST = 1000, 1  # a cast is as bad as a thousand nodes that move values in float32
 _SMALL = 4096  # size in bytes up to which a value that is needed in both types is stored twice
 _TYPED = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "EyeLike", "Bernoulli"}
 Use = tuple["ir.Node", int]
@@ -68,11 +68,11 @@ def choose_types(
     """Choose a type for each node of a graph and of the bodies inside it.
 
     Args:
-        graph: with the type of every value.
-        decisions: whether a node stays in float32, for those that the audit saw.
-        versions: of the operator sets.
-        low: the 16-bit format.
-        low_io: whether the graph takes and returns 16-bit values.
+        graph: Graph with the type of every value.
+        decisions: Whether a node stays in float32, for each audited node.
+        versions: Versions of the operator sets, by domain.
+        low: Name of the 16-bit format.
+        low_io: Whether the graph takes and returns 16-bit values.
     """
     import networkx as nx
 
@@ -87,7 +87,7 @@ def choose_types(
 
 
 class _Planner:
-    """Builder of the flow network: nodes, and the cost of casting each value."""
+    """Builds the flow network of nodes and of the costs of casting each value."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Planner:
             self._flow.add_edge(_FLOAT32, node, capacity=float("inf"))
         elif decided is None or moves or node.op_type == "Cast":
             self.free.append(node)
-            self._flow.add_edge(node, _LOW, capacity=_WIDE)
+            self._flow.add_edge(node, _LOW, capacity=_WIDE_COST)
         else:
             self._flow.add_edge(node, _LOW, capacity=float("inf"))
 
@@ -144,7 +144,7 @@ class _Planner:
         return moves or constant or not any(map(is_float32, (*node.inputs, *node.outputs)))
 
     def _producer(self, producer: Any, value: ir.Value) -> Any:
-        """Return the node whose type a value has; for one that is always float32, the source."""
+        """Return the node whose type a value has, or the source if the value is always in float32."""
         node = value.producer()
         if producer in (_FLOAT32, _LOW) or node is None or node is not producer:
             return producer
@@ -160,13 +160,13 @@ class _Planner:
                 yield _FLOAT32 if slot is SlotType.FLOAT32 else node
 
     def _add_value(self, value: ir.Value, producer: Any, users: list[Any]) -> None:
-        """Make a cast cost the same however many users read it."""
+        """Add the cost of casting a value, which does not depend on the number of users."""
         others = [user for user in dict.fromkeys(users) if user is not producer]
         if not others:
             return
         down, up = (value, "down"), (value, "up")
-        self._flow.add_edge(producer, down, capacity=_CAST)
-        self._flow.add_edge(up, producer, capacity=_CAST)
+        self._flow.add_edge(producer, down, capacity=_CAST_COST)
+        self._flow.add_edge(up, producer, capacity=_CAST_COST)
         for user in others:
             self._flow.add_edge(down, user, capacity=float("inf"))
             self._flow.add_edge(user, up, capacity=float("inf"))
@@ -174,17 +174,15 @@ class _Planner:
 
 @dataclass(slots=True)
 class Rewriter:
-    """Rewrite a model in place.
-
-    Args:
-        model: whose values all have types.
-        regions: the types of its nodes.
-        low: the 16-bit format.
-        tensor_of: reads a stored tensor.
-        low_io: whether the graph takes and returns 16-bit values.
+    """Rewrites a model in place.
 
     Attributes:
-        stored: names of the values that are stored in 16 bits.
+        model: Model with the type of every value.
+        regions: Types of its nodes.
+        low: The 16-bit format.
+        tensor_of: Function that reads a stored tensor.
+        low_io: Whether the graph takes and returns 16-bit values.
+        stored: Names of the values that are stored in 16 bits.
     """
 
     model: ir.Model
@@ -196,7 +194,7 @@ class Rewriter:
     _names: set[str] = field(default_factory=set)
 
     def rewrite(self) -> None:
-        """Change the graph, and the bodies inside it."""
+        """Rewrite the graph, and the bodies inside it."""
         graphs = [self.model.graph, *self.model.graph.subgraphs()]
         for graph in graphs:
             self._names |= {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
@@ -340,7 +338,7 @@ class Rewriter:
             node.attributes["value"] = ir.AttrTensor("value", constant)
 
     def _detach(self, graph: ir.Graph) -> None:
-        """Replace tensors in the original's files by ones that are read when the new file is written."""
+        """Replace tensors in the original files by tensors that are read when the new file is written."""
         import onnx_ir as ir
 
         for value in graph.initializers.values():
@@ -349,7 +347,7 @@ class Rewriter:
                 value.const_value = self._lazily(stored, stored.dtype, str(value.name))
 
     def _drop_idle_casts(self, graph: ir.Graph) -> None:
-        """Remove casts of a value to the type that it has."""
+        """Remove casts of a value to its own type."""
         for node in list(graph):
             if node.op_type != "Cast" or node.domain not in STANDARD:
                 continue

@@ -52,12 +52,12 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class ExportedOnnx:
-    """The model.onnx that was written.
+    """A written ``model.onnx``.
 
     Attributes:
         casts: Number of casts between float formats in the file.
         outputs: Outputs of ONNX Runtime without optimizations; empty if it cannot run the file.
-        note: Reason why it cannot, if so.
+        note: Reason why it cannot run the file, if so.
     """
 
     casts: int
@@ -65,7 +65,7 @@ class ExportedOnnx:
     note: str
 
     def max_error(self, reference: ReferenceOutputs) -> float | None:
-        """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime could not run.
+        """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime cannot run the file.
 
         Raises:
             RunFailed: They differ so much that the file computes something else.
@@ -86,7 +86,7 @@ def max_difference(outputs: Sequence[torch.Tensor], expected: Sequence[tuple[str
     largest = 0.0
     for ours, (name, theirs) in zip(outputs, expected, strict=True):
         if not theirs.isfinite().all():
-            continue  # the audit said so, and the user wants the file all the same
+            continue  # the audit reported it, and the user wants the file nevertheless
         error, accuracy = compare_output(ours, theirs)
         if error is None or (accuracy is not None and accuracy < _MIN_DB):
             what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
@@ -120,7 +120,7 @@ def write_onnx(
     metadata: OnnxMetadata,
     axis_names: Sequence[Mapping[int, str]] | None = None,
 ) -> ExportedOnnx:
-    """Export, check, count the casts, and run.
+    """Export a program to ONNX, check the file, count its casts, and run it.
 
     The exporter's optimizer is off: it drops ``x + eps`` for small eps, and may move casts. ONNX Runtime's
     CPU kernels compute many 16-bit ops in FP32, so its result validates the computation, not the range.
@@ -174,7 +174,7 @@ def _reason(error: Exception) -> str:
 
 def _export(program: ExportedProgram, output_names: Sequence[str], input_names: Sequence[str] | None) -> Any:
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # which of torchvision's ops are not there
+    logging.disable(logging.CRITICAL)  # the exporter logs which ops of torchvision are missing
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

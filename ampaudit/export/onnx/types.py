@@ -1,4 +1,4 @@
-"""The types that a node's inputs and outputs may have, from ONNX's schemas."""
+"""Reads from ONNX's schemas which types the inputs and outputs of a node may have."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
     "constant_of",
     "is_float32",
     "node_types",
+    "nonstandard_operators",
     "on_last_axis",
     "schema_of",
-    "strangers_in",
 ]
 
-# operators whose results are elements of their inputs, and those that give shapes
+# operators whose results hold elements of their inputs
 MOVING = frozenset(
     """
     CenterCropPad Compress Concat DepthToSpace Expand Flatten Gather GatherElements GatherND Identity If Pad
@@ -46,14 +46,14 @@ TensorOf = Callable[["ir.TensorProtocol"], "torch.Tensor"]  # reads a stored ten
 class SlotType(Enum):
     """The type of an input or output that is float32 in the original."""
 
-    FLOAT32 = "float32"  # in every version
-    CHOSEN = "chosen"  # the one that is chosen for the node
-    ANY = "any"  # whatever the value has
+    FLOAT32 = "float32"  # always float32
+    CHOSEN = "chosen"  # the type that is chosen for the node
+    ANY = "any"  # the type of the value, without a cast
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTypes:
-    """The types of a node's inputs and outputs, and whether it takes the 16-bit format at all."""
+    """The types of a node's inputs and outputs, and whether it supports the 16-bit format at all."""
 
     inputs: tuple[SlotType, ...]
     outputs: tuple[SlotType, ...]
@@ -91,20 +91,20 @@ def node_types(node: ir.Node, version: int, low: str) -> NodeTypes:
     """Return the types of a node's inputs and outputs.
 
     Args:
-        node: of the graph.
-        version: of its operator set.
-        low: the 16-bit format, ``float16`` or ``bfloat16``.
+        node: Node of the graph.
+        version: Version of its operator set.
+        low: Name of the 16-bit format, ``float16`` or ``bfloat16``.
     """
     sizes = len(node.inputs), len(node.outputs)
     schema = schema_of(node.domain, node.op_type, version)
-    if schema is None:  # an operator of a runtime: one type for all, as its fused operators have
+    if schema is None:  # a runtime's operator, assumed to have one type for all, as its fused operators do
         return NodeTypes(
             (SlotType.CHOSEN,) * sizes[0], (SlotType.CHOSEN,) * sizes[1], node.domain == "com.microsoft"
         )
     kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
     wide = NodeTypes((SlotType.FLOAT32,) * sizes[0], (SlotType.FLOAT32,) * sizes[1], False)
     special = _special(node)
-    if special is not None:  # in an old operator set, not even Cast may know the format
+    if special is not None:  # in an old operator set, not even Cast supports the format
         return special if any(f"tensor({low})" in allowed for allowed in kinds.values()) else wide
     if any(map(_is_container, (*node.inputs, *node.outputs))):
         return wide
@@ -143,7 +143,7 @@ def on_last_axis(node: ir.Node) -> bool:
     return axis == -1 or (data is not None and data.shape is not None and axis == len(data.shape) - 1)
 
 
-def strangers_in(model: ir.Model) -> set[str]:
+def nonstandard_operators(model: ir.Model) -> set[str]:
     """Return operators in the standard domain that the standard does not define, such as ONNX Runtime's."""
     version = model.opset_imports.get("", 1)
     operators = {node.op_type for node in model.graph.all_nodes() if node.domain in STANDARD}
@@ -151,7 +151,7 @@ def strangers_in(model: ir.Model) -> set[str]:
 
 
 def _formal(formals: Any, index: int) -> Any:
-    """Return the formal parameter of an argument; the last one may take several."""
+    """Return the formal parameter of an argument; the last parameter may be variadic."""
     return formals[min(index, len(formals) - 1)]
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["whole_number_nodes"]
 
-_MOST_ELEMENTS = 1 << 16  # of a constant that is read; larger ones are weights
-_ANGLE_ERROR = 0.1  # radians
+_MOST_ELEMENTS = 1 << 16  # size up to which a constant is read; larger ones are weights
+_ANGLE_ERROR = 0.1  # acceptable error of an angle in radians
 _JOINING = {"Concat", "Max", "Min", "ScatterElements", "ScatterND", "Where"}
 _KEEPING = {"Abs", "Cast", "CastLike", "Identity", "Neg", "ReduceMax", "ReduceMin", "Relu"}
 _ROUNDING = {"Ceil", "Floor", "Round"}
@@ -69,9 +69,9 @@ def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: TensorOf)
     """Return the nodes that compute with integers that the format may round.
 
     Args:
-        model: with the types of its values, and their shapes as far as they are known.
-        form: the 16-bit format.
-        tensor_of: reads a stored tensor.
+        model: Model with the types of its values, and with shapes as far as they are known.
+        form: The 16-bit format.
+        tensor_of: Function that reads a stored tensor.
     """
     numbers = _Numbers(form, tensor_of)
     numbers.visit(model.graph)
@@ -79,11 +79,11 @@ def whole_number_nodes(model: ir.Model, form: NumberFormat, tensor_of: TensorOf)
         number = numbers.of(value)
         if number.counted and not number.varies and not number.fits(form):
             numbers.needed.append(value)
-    return numbers.kept()
+    return numbers.exact_nodes()
 
 
 class _Numbers:
-    """Propagation of number properties through a graph.
+    """Propagates properties of numbers through a graph.
 
     Attributes:
         needed: Values that must be exact.
@@ -117,7 +117,7 @@ class _Numbers:
                 self._known[value] = self._limited(value, number)
 
     def of(self, value: ir.Value) -> _Number:
-        """Return the properties of a value, as computed, or from its constant or its type."""
+        """Return the properties of a value: derived ones, or those of its constant or its type."""
         import onnx_ir as ir
 
         if value not in self._known:
@@ -151,13 +151,13 @@ class _Numbers:
                 self._known[value] = _Number(whole=True, counted=True, grows=True, plain=True)
             elif place > 1 and initial is not None:
                 state = self.of(initial)
-                counts = not state.varies  # turn by turn
+                counts = not state.varies  # by an amount per iteration
                 self._known[value] = replace(state, peak=math.inf, counted=counts, grows=counts, plain=False)
                 self._from[value] = [initial, body.outputs[place - 1]]
 
     def _returned(self, node: ir.Node, bodies: Sequence[ir.Graph]) -> list[_Number]:
         """Join what the bodies of an If or a Loop return."""
-        skipped = {"If": 0, "Loop": 1}.get(node.op_type)  # a Loop's condition is no output
+        skipped = {"If": 0, "Loop": 1}.get(node.op_type)  # a Loop does not return its condition
         if skipped is None:
             return []
         results = []
@@ -166,10 +166,10 @@ class _Numbers:
             results.append(_joined([self.of(output) for output in self._from[value]]))
         return results
 
-    def kept(self) -> set[ir.Node]:
+    def exact_nodes(self) -> set[ir.Node]:
         """Return the nodes that need exact numbers, and those that produce them."""
         nodes = set(self.nodes)
-        # with each value: whether a CumSum adds it up, and its errors with it
+        # values, and whether a CumSum adds up their errors
         pending = [(value, False) for value in self.needed]
         visited: set[tuple[ir.Value, bool]] = set()
         while pending:
@@ -192,7 +192,8 @@ class _Numbers:
 def _constant(tensor: torch.Tensor, form: NumberFormat) -> _Number:
     """Return the properties of a constant.
 
-    A table of more whole numbers than the format holds is one of positions, of which an audit sees the start.
+    A table of more distinct integers than the format represents is assumed to hold positions, of which an
+    audit sees only the first.
     """
     values = tensor.double()
     peak = float(values.abs().amax()) if values.numel() else 0.0
@@ -229,7 +230,7 @@ def _size(value: ir.Value | None, axis: int) -> float:
 
 
 def _sizes(value: ir.Value | None) -> list[float]:
-    """Return the size of each axis; one that is not known if not even their number is."""
+    """Return the size of each axis, infinity if it is unknown; one infinity if their number is unknown."""
     shape = None if value is None else value.shape
     return [math.inf] if shape is None else [_size(value, axis) for axis in range(len(shape))]
 
@@ -239,7 +240,7 @@ def _product(factors: Sequence[float]) -> float:
 
 
 def _count(most: float) -> _Number:
-    """Return a number of elements, or the place of one."""
+    """Return the properties of a number of elements, or of an index, up to ``most``."""
     return _Number(most, whole=True, counted=True, grows=most == math.inf, plain=True)
 
 
@@ -330,7 +331,7 @@ def _needs(node: ir.Node, inputs: Sequence[_Number], form: NumberFormat) -> Iter
         elif op in _ROUNDING:
             yield not number.whole
         elif op in COMPARING:
-            # rounding once keeps an order, so that comparing with a number that is held exactly is safe
+            # one rounding keeps the order, so that a comparison with an exactly represented number is safe
             yield not (number.plain and number.whole and all(other.fits(form) for other in others))
         elif op in ("Sin", "Cos"):
             yield number.peak * form.eps / 2 > _ANGLE_ERROR

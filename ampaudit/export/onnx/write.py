@@ -1,4 +1,4 @@
-"""Writes an ONNX model and checks the file: its structure, its types, and that a runtime takes it."""
+"""Writes an ONNX model, counts its casts, and runs the file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ONNX_FLOATS", "casts_in", "run_onnx", "write_model"]
 
-_ONE_FILE = 1 << 30  # bytes: from there on, weights are in a file of their own
+_ONE_FILE = 1 << 30  # bytes of weights up to which they are in the file of the graph
 ONNX_FLOATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Write a model in topological order, weight by weight; more than a gigabyte goes to a file beside it."""
+    """Write a model in topological order; more than a gigabyte of weights goes to a second file."""
     import onnx_ir as ir
     from onnx_ir.passes.common import TopologicalSortPass
 
