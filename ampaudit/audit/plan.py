@@ -61,19 +61,19 @@ def plan(
     For a policy with measured rules, the batches are run once in FP32.
 
     Args:
-        model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
-            location: a path, or ``package.module:factory``.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        source: how to load a model from its location: weights, inputs, ``trust`` ...
-        config: the options as one record.
-        session: what the call works with; only ``on_progress`` is used.
-        **options: fields of ``PlanConfig``, which override those of ``config``.
+        model: Model in the mode to audit (``train()`` or ``eval()``), which is not changed; or its location:
+            a path, or ``package.module:factory``.
+        inputs: One batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        source: Options to load a model from its location: weights, inputs, ``trust`` ...
+        config: Options as one record.
+        session: What the call works with; only ``on_progress`` is used.
+        **options: Fields of ``PlanConfig``, which override those of ``config``.
 
     Returns:
         The plan: each op's precision and the rule behind it, casts, bytes, and weight memory.
 
     Raises:
-        AuditError: see ``ampaudit.core.errors``.
+        AuditError: See ``ampaudit.core.errors``.
     """
     chosen = PlanConfig.given(config, options)
     chosen.check()

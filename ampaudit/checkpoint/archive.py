@@ -46,12 +46,12 @@ class Archive:
     Every fact that zip files hold twice must agree, so that no other reader sees other members.
 
     Args:
-        path: the file.
-        error: the type of the errors that are raised.
-        data: an archive within an archive; the whole file by default.
+        path: Path of the file.
+        error: Type of the errors that are raised.
+        data: Bytes of an archive within an archive; by default the whole file.
 
     Raises:
-        AuditError: of that type: missing, or not an archive as torch writes it.
+        AuditError: The file is missing, or not an archive as torch writes it; the error has the given type.
     """
 
     def __init__(self, path: Path, error: type[AuditError], data: memoryview | None = None) -> None:
@@ -71,7 +71,8 @@ class Archive:
         """Return the bytes of a member of at most ``limit`` bytes, and verify their checksum.
 
         Raises:
-            AuditError: of the archive's type: no such member, too large, or changed.
+            AuditError: There is no such member, or it is too large or changed. The error has the archive's
+                type.
         """
         view = self.mapped(name)
         if len(view) > limit:
@@ -86,7 +87,7 @@ class Archive:
         """Return the bytes of a member without reading them; what is written to them stays in memory.
 
         Raises:
-            AuditError: of the archive's type: no such member.
+            AuditError: There is no such member. The error has the archive's type.
         """
         member = self.members.get(name)
         if member is None:
@@ -212,7 +213,7 @@ def map_privately(path: Path, error: type[AuditError]) -> mmap.mmap:
     """Map a regular file into memory, so that what is written to it stays there.
 
     Raises:
-        AuditError: of the given type: see ``open_regular``; or it is empty, or the memory does not suffice.
+        AuditError: The file is empty, memory does not suffice, or see ``open_regular``; of the given type.
     """
     handle = open_regular(path, error)
     try:

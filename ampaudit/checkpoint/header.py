@@ -110,10 +110,10 @@ class TensorEntry:
     """One tensor of a file.
 
     Attributes:
-        name: the tensor's name.
-        dtype: the safetensors name of its type, such as ``F32``.
-        shape: its sizes.
-        start: offset of its first byte in the data.
+        name: Name of the tensor.
+        dtype: Name of its type in safetensors, such as ``F32``.
+        shape: Sizes of the tensor.
+        start: Offset of its first byte in the data.
     """
 
     name: str
@@ -145,7 +145,8 @@ def read_header(path: Path) -> Header:
     """Read the header of a file.
 
     Raises:
-        WeightsError: missing, not a safetensors file, too long, a repeated name, or it does not fit the file.
+        WeightsError: The file is missing or no safetensors file, or its header is too long, repeats a name,
+            or does not fit the file.
     """
     try:
         with os.fdopen(open_regular(path, WeightsError), "rb") as stream:

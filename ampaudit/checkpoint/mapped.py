@@ -70,7 +70,7 @@ def map_checkpoint(path: Path) -> MappedWeights:
     """Map every tensor of a checkpoint without reading it.
 
     Raises:
-        WeightsError: see ``open_checkpoint``; or a type that torch lacks.
+        WeightsError: A tensor has a type that torch lacks, or see ``open_checkpoint``.
     """
     checkpoint = open_checkpoint(path)
     weights = MappedWeights({})

@@ -35,11 +35,11 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: its path.
-        parts: its files, in the order of their names.
-        index: name of the index file, if there is one.
-        metadata: metadata of the index.
-        widened: bytes by which its tensors are larger than in the files, if they were dequantized.
+        path: Path of the checkpoint.
+        parts: Its files, in the order of their names.
+        index: Name of the index file, if there is one.
+        metadata: Metadata of the index.
+        widened: Number of bytes by which its tensors are larger than in the files, if they were dequantized.
     """
 
     path: Path
@@ -58,7 +58,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read the headers of a checkpoint, without reading tensors or running code.
 
     Raises:
-        WeightsError: missing, corrupt, hostile, or of an unsupported kind.
+        WeightsError: The checkpoint is missing, corrupt, hostile, or of an unsupported kind.
     """
     if path.is_dir():
         return open_checkpoint(weights_in(path))
@@ -81,7 +81,7 @@ def weights_in(directory: Path) -> Path:
     """Find the weights of a model directory: ``model.safetensors`` or its index.
 
     Raises:
-        WeightsError: there is neither.
+        WeightsError: There is neither.
     """
     for name in (SINGLE, f"model{INDEX_SUFFIX}"):
         if (directory / name).is_file():

@@ -66,8 +66,8 @@ class RescaledPart:
     """A part with some tensors multiplied by powers of two.
 
     Args:
-        part: with the original values.
-        powers: exponents, by the names of tensors.
+        part: Part with the original values.
+        powers: Exponents of two by the names of tensors.
     """
 
     def __init__(self, part: Part, powers: Mapping[str, int]) -> None:
@@ -78,7 +78,7 @@ class RescaledPart:
         """Yield the pieces of the part.
 
         Raises:
-            WeightsError: a product is not exact.
+            WeightsError: A product is not exact.
         """
         power = self._powers.get(name, 0)
         for piece in self._part.pieces(name):
@@ -105,7 +105,7 @@ class SafetensorsFile:
     """A safetensors file, read instead of mapped, so that its pages do not count as process memory.
 
     Raises:
-        WeightsError: see ``read_header``.
+        WeightsError: See ``read_header``.
     """
 
     def __init__(self, path: Path, label: str | None = None) -> None:
@@ -176,7 +176,7 @@ def type_name(dtype: torch.dtype, what: str) -> str:
     """Return the safetensors name of a torch dtype.
 
     Raises:
-        WeightsError: safetensors has no such type.
+        WeightsError: Safetensors has no such type.
     """
     name = _TYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if name is None:
@@ -195,11 +195,11 @@ def misfit(
     """Return why a tensor does not lie in its storage, or repeats it beyond reason; empty if it fits.
 
     Args:
-        sizes: of the tensor; not negative.
-        strides: in elements, as many as sizes; not negative.
-        offset: of its first element.
-        stored: elements of the storage.
-        expanded: elements that a tensor may have in any case.
+        sizes: Sizes of the tensor, not negative.
+        strides: Strides in elements, one per size, not negative.
+        offset: Offset of its first element, in elements.
+        stored: Number of elements of the storage.
+        expanded: Number of elements that a tensor may have in any case.
     """
     elements = math.prod(sizes)
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -47,7 +47,7 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     """Map the tensors of a pickled checkpoint by name.
 
     Raises:
-        WeightsError: missing, corrupt, or a pickle with anything but tensors and plain data.
+        WeightsError: The file is missing, corrupt, or a pickle with anything but tensors and plain data.
     """
     try:
         value, storages, size = _read(path)
@@ -64,8 +64,8 @@ def read_plain_data(archive: Archive) -> Any:
     """Return what ``torch.save`` wrote: tensors, numbers, texts and dtypes, in tuples, lists and dicts.
 
     Raises:
-        RefusedPickle: it holds anything else.
-        AuditError: of the archive's type: it is damaged.
+        RefusedPickle: The file holds anything else.
+        AuditError: The file is damaged. The error has the archive's type.
     """
     return _plain(*_in_archive(archive), count(), 0)
 
@@ -96,7 +96,7 @@ class Storages:
     """The storages of a file, by their key, and the tensors in them.
 
     Args:
-        bytes_of: returns the writable bytes of a key.
+        bytes_of: Function that returns the writable bytes of a key.
     """
 
     def __init__(self, bytes_of: Callable[[str], memoryview]) -> None:
@@ -107,7 +107,7 @@ class Storages:
         """Make the tensor of a record, which shares memory with the others in its storage.
 
         Raises:
-            RefusedPickle: it is no tensor, or leaves its storage.
+            RefusedPickle: The record is not a tensor, or leaves its storage.
         """
         shown = describe(name)
         if not isinstance(record, TensorRecord):

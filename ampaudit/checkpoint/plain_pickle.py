@@ -172,11 +172,11 @@ def interpret(stream: BinaryIO, storages: list[StorageRecord]) -> Any:
     """Return what a pickle holds: plain data, ``Pairs``s, ``TensorRecord``s and ``Opaque``s.
 
     Args:
-        stream: read to the end of the pickle, not of the stream.
-        storages: gets every storage that is named.
+        stream: Stream, which is read to the end of the pickle.
+        storages: Mapping that receives every storage that the pickle names.
 
     Raises:
-        RefusedPickle: it is damaged, or needs a class or function that plain data do not need.
+        RefusedPickle: The pickle is damaged, or needs a class or function that plain data do not need.
     """
     reader = _Reader(storages)
     try:

@@ -27,9 +27,9 @@ class Written:
     """Checksums of a written file.
 
     Attributes:
-        sha256: digest of the whole file.
-        size: its size in bytes.
-        crc32: checksum of each tensor, to name the one that differs.
+        sha256: Digest of the whole file.
+        size: Size of the file in bytes.
+        crc32: Checksum of each tensor, to name the one that differs.
     """
 
     sha256: str
@@ -46,13 +46,13 @@ def write_safetensors(
     """Write the tensors in the order of the entries.
 
     Args:
-        path: the new file.
-        entries: name, dtype and shape of each tensor.
-        metadata: texts kept in the header.
-        pieces: for each entry, in order, its name and its values in flat pieces.
+        path: Path of the new file.
+        entries: Name, dtype and shape of each tensor.
+        metadata: Texts to store in the header.
+        pieces: Name and values, in flat pieces, of each entry in order.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     head, placed = laid_out(entries, metadata)
     crc32: dict[str, int] = {}
@@ -75,7 +75,7 @@ def write_part(path: Path, part: Part, names: Iterable[str] | None = None) -> Wr
     """Write the tensors of a part unchanged; all of them unless names are given.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     entries = [part.entries[name] for name in (part.entries if names is None else names)]
     pieces = ((entry.name, part.pieces(entry.name)) for entry in entries)

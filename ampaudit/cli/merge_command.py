@@ -62,7 +62,7 @@ def _local_location(location: str) -> str:
     """Return the model's location in a part, if it is a file or directory below the current one.
 
     Raises:
-        InputError: it is elsewhere; the user has to name what a file from elsewhere would run.
+        InputError: It is elsewhere; a file from elsewhere must not decide which code runs.
     """
     path = Path(location.partition(":")[0])
     here = Path.cwd().resolve()

@@ -238,7 +238,7 @@ def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> R
     """Build a record from the options of a command.
 
     Raises:
-        UsageError: a value does not fit.
+        UsageError: A value is invalid.
     """
     values = {n: value for n, value in options.items() if n in record.model_fields and value is not None}
     return record.read(values | more, COMMAND_LINE)

@@ -99,7 +99,7 @@ def _run(script: Path, arguments: tuple[str, ...]) -> str:
     """Run a script as ``__main__``; return how it ended, if that is a failure.
 
     Raises:
-        SourceError: it raised an exception.
+        SourceError: The script raised an exception.
     """
     import runpy
 

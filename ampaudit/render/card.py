@@ -40,7 +40,7 @@ def data_frame(document: Document) -> Any:
     """Return the rows of a document as a pandas ``DataFrame``.
 
     Raises:
-        UsageError: pandas is not installed, or the document has no rows.
+        UsageError: Pandas is not installed, or the document has no rows.
     """
     view = view_of(document)
     if not view.offers("rows"):

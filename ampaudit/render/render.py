@@ -97,7 +97,7 @@ def as_file(document: Document, form: str) -> str:
         form: Name of a format in ``FORMAT_REGISTRY``.
 
     Raises:
-        UsageError: see ``check_format``.
+        UsageError: See ``check_format``.
     """
     check_format(document.kind, form)
     module, _, function = FORMAT_REGISTRY[form].writer.partition(":")
@@ -109,8 +109,8 @@ def write_document(document: Document, path: Path, form: str | None = None, *, f
     """Write a document in a format, by default that of the file's suffix.
 
     Raises:
-        UsageError: this kind of document has no such format.
-        OutputError: it cannot be written; the document is kept elsewhere.
+        UsageError: This kind of document has no such format.
+        OutputError: The file cannot be written; the document is kept elsewhere.
     """
     chosen = chosen_format(form, path, formats_of(document.kind))
     check_format(document.kind, chosen)
@@ -179,7 +179,7 @@ def chosen_format(form: str | None, output: Path | None, offered: Iterable[str] 
     """Return the named format, else the format of the file's suffix, else ``text``.
 
     Raises:
-        UsageError: the suffix belongs to none of the offered formats.
+        UsageError: The suffix belongs to none of the offered formats.
     """
     if form is not None or output is None:
         return form or "text"

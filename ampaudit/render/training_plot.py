@@ -26,8 +26,8 @@ def plot_training(report: TrainingReport, path: Path, *, force: bool = False) ->
     """Write the picture in the format of its suffix (png, svg, pdf).
 
     Raises:
-        UsageError: matplotlib is missing, or the suffix is none of its formats.
-        OutputExists: the file exists and ``force`` is off.
+        UsageError: Matplotlib is missing, or does not support the format of the suffix.
+        OutputExists: The file exists and ``force`` is off.
     """
     check_writable(path, force=force)
     figure = figure_of(path, (9, 7))
@@ -42,7 +42,7 @@ def check_picture(path: Path) -> None:
     """Check that the picture can be written, before a long run.
 
     Raises:
-        UsageError: matplotlib is missing, or the suffix is none of its formats.
+        UsageError: Matplotlib is missing, or does not support the format of the suffix.
     """
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib", hint="pip install 'ampaudit[plots]'")
@@ -54,7 +54,7 @@ def figure_of(path: Path, size: tuple[float, float]) -> Any:
     """Return an empty figure of a size in inches for a file.
 
     Raises:
-        UsageError: matplotlib is missing, or the suffix is none of its formats.
+        UsageError: Matplotlib is missing, or does not support the format of the suffix.
     """
     check_picture(path)
     import matplotlib.figure
@@ -71,7 +71,7 @@ def save_figure(figure: Any, path: Path, *, force: bool) -> None:
     """Write a figure in the format of the file's suffix.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: The file cannot be written.
     """
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:], dpi=150)
@@ -149,8 +149,8 @@ def plot_bench(report: BenchReport, path: Path, *, force: bool = False) -> None:
     """Write the picture in the format of its suffix (png, svg, pdf).
 
     Raises:
-        UsageError: matplotlib is missing, the suffix is none of its formats, or no mode ran.
-        OutputError: the file exists and ``force`` is off.
+        UsageError: Matplotlib is missing or does not support the format of the suffix, or no mode ran.
+        OutputError: The file exists and ``force`` is off.
     """
     check_writable(path, force=force)
     rows = [row for row in report.rows if row.status == "ok"]

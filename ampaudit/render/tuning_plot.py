@@ -97,8 +97,8 @@ def plot_tuning(report: TuningReport, path: Path, *, force: bool = False) -> Non
     """Write the picture in the format of its suffix (png, svg, pdf).
 
     Raises:
-        UsageError: matplotlib is missing, the suffix is none of its formats, or there is nothing to draw.
-        OutputError: the file exists and ``force`` is off.
+        UsageError: matplotlib is missing or does not support the suffix, or there is nothing to draw.
+        OutputError: The file exists and ``force`` is off.
     """
     check_writable(path, force=force)
     picture = _picture(report)

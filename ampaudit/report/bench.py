@@ -70,22 +70,23 @@ class BenchRow:
 
     Attributes:
         mode: ``fp32``, ``tf32``, ``autocast``, ``half``, ``bf16``, ``converted`` or ``converted+compile``.
-        how: what was run, for readers.
-        batch_size: samples in a batch.
-        status: whether it ran.
-        note: why it did not, or what to know.
-        seconds: median time of a step: a forward pass, or with training forward, backward and update.
-        least: shortest step.
-        most: longest step.
-        peak_bytes: measured: on a GPU what was allocated at most, on a CPU the same of torch's allocator.
-        workspace_bytes: how much of that peak kernels took for themselves, which depends on the processor and
-            is not predicted; null on a GPU, where it cannot be told apart.
-        memory: the predicted split at the peak, from a run on tensors without data; null if that failed.
-        work: predicted operations and bytes of a step; null if that failed.
-        at_best: seconds that the device named by ``--for`` needs at least: a roofline estimate.
-        sqnr_db: of the outputs against fp32's; null where they are the same.
-        finite: whether outputs, and in training the last loss, are finite.
-        metric: mean of the model file's metric, if it has one.
+        how: Description of what was run.
+        batch_size: Number of samples in a batch.
+        status: Whether it ran.
+        note: Reason why it did not run, or a remark.
+        seconds: Median time of a step: a forward pass, or with training forward, backward and update.
+        least: Time of the shortest step in seconds.
+        most: Time of the longest step in seconds.
+        peak_bytes: Measured peak of the memory that torch allocated, on the GPU or the CPU.
+        workspace_bytes: Part of that peak that kernels allocated for themselves, which depends on the
+            processor and is not predicted; null on a GPU, where it cannot be told apart.
+        memory: Predicted contents of the memory at the peak, from a run on tensors without data; null if that
+            failed.
+        work: Predicted operations and bytes of a step; null if that failed.
+        at_best: Least time in seconds on the device named by ``--for``, a roofline estimate.
+        sqnr_db: Accuracy of the outputs against those of fp32 in dB; null if they are equal.
+        finite: Whether the outputs, and in training the last loss, are finite.
+        metric: Mean of the metric of the model file, if it has one.
     """
 
     mode: str
@@ -116,7 +117,7 @@ class BenchReport(Shown):
     """Modes side by side, measured in turns in one run.
 
     Attributes:
-        inputs: where the batch comes from; null in reports that do not say.
+        inputs: Origin of the batch; null in reports that do not state it.
     """
 
     schema: Literal[1]

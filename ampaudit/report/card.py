@@ -36,13 +36,13 @@ class Shown:
         """Write the document to a file, as ``-o`` does.
 
         Args:
-            path: its suffix selects the format: .txt, .html, .json, .md, .csv, .sarif or .xml.
-            form: the name of a format instead, such as ``github``.
-            force: whether to replace an existing file.
+            path: Path, whose suffix selects the format: .txt, .html, .json, .md, .csv, .sarif or .xml.
+            form: Name of a format that overrides the suffix, such as ``github``.
+            force: Whether to replace an existing file.
 
         Raises:
-            UsageError: this kind of document has no such format.
-            OutputError: the file exists, or cannot be written; the document is kept elsewhere.
+            UsageError: This kind of document has no such format.
+            OutputError: The file exists, or cannot be written; the document is kept elsewhere.
         """
         writer = import_module("ampaudit.render.render").write_document
         writer(self, given_path(path, "path"), form, force=force)
@@ -51,7 +51,7 @@ class Shown:
         """Return the rows of the document as a pandas ``DataFrame``: the sites of a scan, as in CSV.
 
         Raises:
-            UsageError: pandas is not installed, or this kind of document has no rows.
+            UsageError: Pandas is not installed, or this kind of document has no rows.
         """
         return import_module(_RENDERER).data_frame(self)
 

@@ -33,7 +33,7 @@ class KnownFinding:
         site: Name of the site; for a gap, of the op.
         severity: Gravest severity.
         headroom_bits: log2(limit / peak), if the finding has it.
-        sqnr_db: accuracy of the site's values against FP32, if the finding has it.
+        sqnr_db: Accuracy of the site's values against FP32 in dB, if the finding has it.
     """
 
     code: str
@@ -63,12 +63,12 @@ class KnownTarget:
     """The accepted findings and numbers of one target under one policy in one format.
 
     Attributes:
-        target: its path from the directory of the baseline, or an import path.
-        policy: name of the policy.
-        dtype: the format.
-        findings: those that count, sorted by code and site.
-        headroom: bits of each healthy 16-bit site, sorted by its name.
-        measured: the numbers that budgets limit.
+        target: Path relative to the directory of the baseline, or an import path.
+        policy: Name of the policy.
+        dtype: The 16-bit format.
+        findings: Findings that count, sorted by code and site.
+        headroom: Headroom in bits of each healthy 16-bit site, sorted by name.
+        measured: The numbers that budgets limit.
     """
 
     target: str
@@ -107,13 +107,13 @@ class Budgets:
     """Limits; ``None`` means unlimited.
 
     Attributes:
-        fail_on: severity of a finding from which it counts: ``error``, ``warning``, ``note`` or ``never``;
+        fail_on: Least severity of a finding that counts: ``error``, ``warning``, ``note`` or ``never``;
             ``gap`` for errors and gaps.
-        allow: codes of findings that do not count.
-        min_headroom: bits between the largest value of a 16-bit site and the format's end.
-        min_sqnr: dB of every output, against FP32.
-        max_metric_drop: how much ``metric(output, batch)`` of the model file may fall from FP32 to 16 bits.
-        max_fp32_share: share, from 0 to 1, of computing sites that may stay in float32.
+        allow: Codes of findings that do not count.
+        min_headroom: Least headroom in bits of the 16-bit sites.
+        min_sqnr: Least accuracy of every output against FP32 in dB.
+        max_metric_drop: Largest decrease of ``metric(output, batch)`` of the model file from FP32 to 16 bits.
+        max_fp32_share: Largest share, from 0 to 1, of computing sites that stay in float32.
     """
 
     fail_on: FailOnGaps = "error"
@@ -127,7 +127,7 @@ class Budgets:
         """Reject limits that nothing can exceed.
 
         Raises:
-            UsageError: one is NaN.
+            UsageError: A limit is NaN.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -146,13 +146,13 @@ class Measurements:
     """The quantities that budgets limit; ``None`` if not measured.
 
     Attributes:
-        headroom_bits: the least of a 16-bit site that is not large by design.
-        headroom_site: where.
-        sqnr_db: the lowest of an output that is finite; null if all are exact.
-        broken: outputs that an overflow or NaN reaches.
-        metric_fp32: the mean of the model file's metric in FP32.
-        metric_lower: the same in 16 bits.
-        fp32_share: share of computing sites in float32.
+        headroom_bits: Least headroom in bits of the 16-bit sites that are not large by design.
+        headroom_site: The site with the least headroom.
+        sqnr_db: Lowest accuracy of a finite output in dB; null if all are exact.
+        broken: Outputs that an overflow or NaN reaches.
+        metric_fp32: Mean of the metric of the model file in FP32.
+        metric_lower: The same mean in 16 bits.
+        fp32_share: Share of computing sites in float32.
     """
 
     headroom_bits: float | None = None
@@ -202,12 +202,12 @@ class Request:
     """One target and how to check it, sent to a worker process as JSON.
 
     Attributes:
-        target: a model file, a converted directory, a ``.pt2`` or ``.onnx`` file.
-        options: options of the audit and of the source by name.
-        budgets: fields of ``Budgets``.
-        baseline: what a baseline has of the target; ``None`` without a baseline.
-        update_baseline: whether the baseline will accept what is found.
-        number: of the target, by which processes of several ranks find each other.
+        target: A model file, a converted directory, or a ``.pt2`` or ``.onnx`` file.
+        options: Options of the audit and of the source by name.
+        budgets: Fields of ``Budgets``.
+        baseline: The entry of the target in the baseline; ``None`` without a baseline.
+        update_baseline: Whether the baseline will accept the findings.
+        number: Number of the target, by which processes of several ranks find each other.
     """
 
     target: str

@@ -33,12 +33,12 @@ def differences(old: Document, new: Document, config: DiffConfig) -> Differences
     """Return all changes between two reports.
 
     Args:
-        old: report of a scan, of one or several policies.
-        new: the same, later.
-        config: which changes are left out.
+        old: Report of a scan of one or several policies.
+        new: The later report.
+        config: Options that say which changes to leave out.
 
     Raises:
-        InputError: one is no report of a scan, or they have no policy or no site in common.
+        InputError: One of them is not a report of a scan, or they have no policy or no site in common.
     """
     before, after = _by_policy(old), _by_policy(new)
     if len(before) == len(after) == 1:  # the policy itself may be what was changed
@@ -226,17 +226,17 @@ def diff(old: Saved, new: Saved, *, config: DiffConfig | None = None, **options:
     """Compare two scan reports: show per layer what got better or worse.
 
     Args:
-        old: a report, or the path of a saved one.
-        new: the report to compare with it.
-        config: the options as one value.
+        old: A report, or the path of a saved one.
+        new: The report to compare with it.
+        config: Options as one record.
         **options: Fields of ``DiffConfig``, which override those of ``config``.
 
     Returns:
         The changes; its ``exit_code`` is 1 if anything is worse.
 
     Raises:
-        UsageError: an option does not fit.
-        InputError: one is not a scan report, or they have no policy in common.
+        UsageError: An option is invalid.
+        InputError: One of them is not a report of a scan, or they have no policy in common.
     """
     return differences(_read(old), _read(new), DiffConfig.given(config, options))
 
@@ -245,13 +245,13 @@ def read_report(path: str | Path) -> Document:
     """Read a report that was saved as JSON.
 
     Args:
-        path: a JSON file, or a directory written by ``ampaudit convert``.
+        path: Path of a JSON file, or of a directory written by ``ampaudit convert``.
 
     Returns:
         The report; its type depends on the command that wrote it.
 
     Raises:
-        InputError: the file is missing, truncated, of a newer schema, or not a report.
+        InputError: The file is missing, truncated, of a newer schema, or not a report.
     """
     return read_document(given_path(path, "path"))
 

@@ -20,13 +20,13 @@ class OutputRecord:
     """One output of the converted program on the recorded inputs.
 
     Attributes:
-        name: its path in the model's output.
-        dtype: torch's name.
-        sha256: of its bytes.
-        max_error: largest absolute difference from the FP32 model's; null where that is not finite, or of
-            another shape.
-        sqnr_db: signal to quantization-noise ratio against the FP32 model's; of integers, 20 log10(1 / share
-            that differs); null for an exact one.
+        name: Path in the model's output.
+        dtype: Name of the dtype in torch.
+        sha256: Digest of its bytes.
+        max_error: Largest absolute difference from the output of the FP32 model; null if it is not finite, or
+            if the shapes differ.
+        sqnr_db: Signal to quantization-noise ratio against the FP32 model in dB; for integers, 20 log10(1 /
+            share that differs); null if exact.
     """
 
     name: str
@@ -51,9 +51,9 @@ class ProgramShapes:
     """The shapes that a converted program takes.
 
     Attributes:
-        inputs: for each input tensor the size of each dimension, or its name if it may vary.
-        ranges: least and largest size of each name; null for no largest one.
-        verified: sizes for which the program was compared with a trace of its own for them.
+        inputs: Size of each dimension of each input tensor, or the name of the dimension if it may vary.
+        ranges: Least and largest size of each named dimension; the largest is null if there is none.
+        verified: Sizes for which the program was compared with a trace for those sizes.
     """
 
     inputs: dict[str, tuple[int | str, ...]]
@@ -84,30 +84,29 @@ class Conversion(Shown):
     """A converted directory.
 
     Attributes:
-        source: the converted model or checkpoint.
-        output: the directory.
-        policy: name of the policy.
-        dtype: the 16-bit format.
+        source: Location of the converted model or checkpoint.
+        output: Path of the directory.
+        policy: Name of the policy.
+        dtype: The 16-bit format.
         mode: ``inference`` or ``train``.
-        verdict: of the audit; null if only weights were converted.
+        verdict: Verdict of the audit; null if only weights were converted.
         exit_code: 0, or 1 if findings at or above the threshold prevented the conversion.
-        bytes_before: of the weights.
-        bytes_after: of the working weights.
-        stored: number of tensors stored in each dtype.
-        kept: reasons why tensors stay in float32, with their number, their bytes and the largest one.
-        overflow: tensors with finite values that overflow, and how many.
-        broken: tensors that already contained NaN or infinity, and how many.
-        masters: whether masters were kept.
-        outputs: the outputs of the converted program compared with FP32.
-        onnx_casts: casts in the ONNX file; null without one.
-        onnx_error: largest difference between ONNX Runtime and torch; null if it was not run, or in
-            training mode, where the two draw different random numbers.
-        files: name and bytes of every file.
-        notes: remarks for the user.
-        shapes: what the program takes; null without a program.
-        inputs: where the batch comes from that the program was compared on; null if only weights were
-            converted.
-        gaps: what of the model was written and not audited.
+        bytes_before: Size of the weights before the conversion, in bytes.
+        bytes_after: Size of the working weights in bytes.
+        stored: Number of tensors stored in each dtype.
+        kept: Reasons why tensors stay in float32, with their number, size in bytes, and the largest one.
+        overflow: Number of finite values that overflow, by tensor.
+        broken: Number of values that were NaN or infinite before, by tensor.
+        masters: Whether masters were kept.
+        outputs: Outputs of the converted program compared with FP32.
+        onnx_casts: Number of casts in the ONNX file; null without one.
+        onnx_error: Largest difference between ONNX Runtime and torch; null if it was not run, or in training
+            mode, where the two draw different random numbers.
+        files: Size in bytes of every file, by name.
+        notes: Remarks for the user.
+        shapes: Shapes that the program takes; null without a program.
+        inputs: Origin of the batch on which the program was compared; null if only weights were converted.
+        gaps: Parts of the model that were written without an audit.
     """
 
     source: str
@@ -162,11 +161,11 @@ class Problem:
     """One problem: its place and description.
 
     Attributes:
-        kind: ``missing``, ``truncated``, ``changed`` or ``extra`` files; a ``tensor`` whose values are not
-            those that were written; ``rounding``: it is not its master rounded; ``program``: the program
-            holds other weights; ``output``: it computes something else.
-        where: the file, with the tensor or the output where that is known.
-        what: in words.
+        kind: ``missing``, ``truncated``, ``changed`` or ``extra`` for files; ``tensor`` for changed values;
+            ``rounding`` if a tensor is not its rounded master; ``program`` if the program holds other
+            weights; ``output`` if it computes something else.
+        where: The file, with the tensor or the output if known.
+        what: Description of the problem.
     """
 
     kind: ProblemKind

@@ -68,7 +68,7 @@ def read_record(record: type[T], kind: str, path: Path, name: str, how: str) -> 
         how: Hint in errors that says how to write such a file.
 
     Raises:
-        InputError: see ``parse_document``.
+        InputError: See ``parse_document``.
     """
     data = _json(_text(path, name, how), name, how)
     if data.get("kind") != kind:
@@ -80,7 +80,7 @@ def read_document(path: Path) -> Document:
     """Read the document in a file, or in a converted directory.
 
     Raises:
-        InputError: the file cannot be read; see also ``parse_document``.
+        InputError: The file cannot be read; see also ``parse_document``.
     """
     if path.is_dir():
         from ampaudit.checkpoint.header import MANIFEST, REPORT

@@ -107,16 +107,16 @@ class SizeGrowth:
     """The size at which a site would overflow, by a fit to its FP32 peaks (``run/extreme_value.py``).
 
     Attributes:
-        site: which.
-        form: of the fit: ``power``, ``linear`` or ``logarithmic``.
-        exponent: of the size, if the form is ``power``.
+        site: The site.
+        form: Form of the fit: ``power``, ``linear`` or ``logarithmic``.
+        exponent: Exponent of the size, if the form is ``power``.
         peaks: FP32 peak at each size that was run; null where the site does not exist.
-        r_squared: of the fit to the logarithms of the peaks.
-        residual_bits: root mean square of its residuals.
-        crossing: the size at which the fit passes the largest value of the format.
-        low: the least such size in the 90 % prediction intervals of the fits that are as good.
-        high: the largest such size; null if there is none.
-        extrapolated: whether it lies beyond the sizes that were run.
+        r_squared: R squared of the fit to the logarithms of the peaks.
+        residual_bits: Root mean square of the residuals in bits.
+        crossing: Size at which the fit passes the largest value of the format.
+        low: Least such size in the 90 % prediction intervals of the fits that are as good.
+        high: Largest such size; null if there is none.
+        extrapolated: Whether the size lies beyond those that were run.
     """
 
     site: SiteId

@@ -117,19 +117,19 @@ class Evidence:
     """The numbers behind a finding; ``None`` if a number does not apply.
 
     Attributes:
-        peak: largest magnitude in FP32.
-        limit: largest finite value of the format.
-        inf: elements that became infinite.
-        nan: elements that became NaN.
-        elements: elements looked at.
+        peak: Largest magnitude in FP32.
+        limit: Largest finite value of the format.
+        inf: Number of elements that became infinite.
+        nan: Number of elements that became NaN.
+        elements: Number of elements measured.
         headroom_bits: log2(limit / peak); negative beyond the limit.
-        sqnr_db: accuracy of the site's values against FP32, with everything that went before.
-        local_sqnr_db: accuracy of this op alone, on exact inputs.
-        max_error: largest absolute error among the sampled elements.
-        flushed: share of the sampled elements that is zero in 16 bits only.
-        subnormal: elements, or their share, that are subnormal in 16 bits.
-        about: what was measured: ``gradient of head.weight``; empty for the values of the finding's site.
-        step: of several (``--steps``), the first that breaks, or else the one with the peak.
+        sqnr_db: Accuracy of the site's values against FP32 in dB, with the errors of all earlier ops.
+        local_sqnr_db: Accuracy of this op alone in dB, on exact inputs.
+        max_error: Largest absolute error among the sampled elements.
+        flushed: Share of the sampled elements that is zero in 16 bits only.
+        subnormal: Number or share of elements that are subnormal in 16 bits.
+        about: What was measured, such as ``gradient of head.weight``; empty for the values of the site.
+        step: Number of the first step that breaks, or else of the one with the peak (``--steps``).
     """
 
     peak: float | None = None
@@ -387,11 +387,11 @@ class Gap:
     """An op or a part of the model that was not looked at, or not as a device computes it.
 
     Attributes:
-        site: the first site of the op.
-        kind: why.
-        op: the op's name, or that of a custom backward, or of modules that never ran.
-        reason: one clause that says what is not known.
-        sites: the number of sites that it is about.
+        site: First site of the op.
+        kind: Kind of gap.
+        op: Name of the op, of a custom backward, or of modules that never ran.
+        reason: Clause that says what is not known.
+        sites: Number of sites that it is about.
     """
 
     site: SiteId

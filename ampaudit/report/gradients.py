@@ -20,13 +20,13 @@ class LayerScales:
     """The scales that suit one layer, as exponents of two; ``None`` if none does.
 
     Attributes:
-        layer: its path.
-        low: smallest exponent at which no more than the stated share is flushed.
-        high: largest exponent at which nothing overflows.
-        high_at: the gradient that overflows first.
-        elements: gradient elements that are not zero in FP32.
-        flushed: share of them that is flushed at the run's own scale.
-        peak: largest gradient, without the scale.
+        layer: Module path of the layer.
+        low: Smallest exponent at which no more than the stated share is flushed.
+        high: Largest exponent at which nothing overflows.
+        high_at: The gradient that overflows first.
+        elements: Number of gradient elements that are not zero in FP32.
+        flushed: Share of these that is flushed at the scale of the run.
+        peak: Largest gradient without the scale.
     """
 
     layer: str
@@ -85,16 +85,16 @@ class Gradient:
     """One gradient; peak, headroom and counts include the loss scale, exponents do not.
 
     Attributes:
-        precision: ``16 bits`` or ``float32``: how it is held.
-        peak: largest magnitude.
+        precision: ``16 bits`` or ``float32``, in which it is stored.
+        peak: Largest magnitude.
         headroom_bits: log2(max of the run's format / peak).
-        inf: elements infinite in 16 bits only.
-        nan: elements NaN in 16 bits only.
-        elements: elements looked at: all of them.
-        flushed: share of those that are not zero in FP32 that is zero in 16 bits.
-        sqnr_db: signal-to-noise ratio against FP32.
-        exponents: count of FP32's magnitudes g per e with 2^e < g <= 2^(e+1), without the loss scale.
-        cancelled: whether it is a sum that cancels in FP32, so that rounding errors are what is left.
+        inf: Number of elements that are infinite in 16 bits only.
+        nan: Number of elements that are NaN in 16 bits only.
+        elements: Number of elements measured, which are all elements.
+        flushed: Share of the elements that are not zero in FP32 that is zero in 16 bits.
+        sqnr_db: Signal-to-noise ratio against FP32 in dB.
+        exponents: Number of FP32 magnitudes g by exponent e, 2^e < g <= 2^(e+1), without the loss scale.
+        cancelled: Whether it is a sum that cancels in FP32, so that only rounding errors remain.
     """
 
     precision: str

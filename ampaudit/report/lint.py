@@ -70,14 +70,14 @@ class LintReport(Shown):
     """The findings in all linted files.
 
     Attributes:
-        schema: version of this document.
-        tool_version: version of ampaudit.
-        fail_on: lowest severity that fails the report.
-        linted: number of files that were read.
-        findings: by file and line.
-        unread: files that could not be read.
-        fixed: number of mistakes that were fixed, or would be.
-        unreadable: number of files of which nothing could be read.
+        schema: Version of this document.
+        tool_version: Version of ampaudit.
+        fail_on: Lowest severity that fails the report.
+        linted: Number of files that were read.
+        findings: Findings by file and line.
+        unread: Files that could not be read.
+        fixed: Number of mistakes that were fixed, or would be.
+        unreadable: Number of files of which nothing could be read.
     """
 
     schema: Literal[1]

@@ -23,16 +23,16 @@ class PlannedSite:
     """The planned precision of one op.
 
     Attributes:
-        site: its id.
-        layer: its module path.
-        op: the ATen op.
-        role: what it does to its input.
-        precision: dtype of its output.
-        rule: id of the rule that decided, ``None`` for the policy's default.
-        reason: range, precision, no-kernel, speed, semantics, author or default.
-        why: the rule's sentence, with what was measured if that decided.
-        casts: conversions that the policy inserts in front of it.
-        cast_bytes: bytes that these read and write.
+        site: Id of the site.
+        layer: Module path of the site.
+        op: The ATen op.
+        role: Effect of the op on its input.
+        precision: Dtype of its output.
+        rule: Id of the rule that decided; ``None`` for the default of the policy.
+        reason: Range, precision, no-kernel, speed, semantics, author or default.
+        why: Sentence of the rule, with the measurements if they decided.
+        casts: Number of conversions that the policy inserts before it.
+        cast_bytes: Number of bytes that these read and write.
     """
 
     site: str

@@ -19,17 +19,18 @@ class StepReport:
     """One step, the worst of all batches.
 
     Attributes:
-        step: number, from 1.
-        accuracy_db: of the least accurate output; null if all are exact, or if FP32 gives only zeros in it.
-        output: its name; empty if all are exact.
-        headroom_bits: the least of the step's 16-bit values; negative where one overflows.
-        headroom_at: the site that has it.
-        origins: sites that break by their own fault.
-        broken_inputs: inputs of the next step that are not finite in 16 bits only, by a fault of
+        step: Number of the step, from 1.
+        accuracy_db: Accuracy of the least accurate output in dB; null if all are exact, or if FP32 gives
+            zeros.
+        output: Name of that output; empty if all are exact.
+        headroom_bits: Least headroom of the step's 16-bit values in bits; negative if one overflows.
+        headroom_at: The site with the least headroom.
+        origins: Sites that break by their own fault.
+        broken_inputs: Inputs of the next step that are finite in FP32 and not in 16 bits, by a fault of
             ``next_inputs``.
-        flipped: inputs of the next step, such as the chosen token, that the 16-bit run would choose
-            differently; it goes on with FP32's.
-        poisoned: whether an earlier step's fault leaves inf or NaN in its outputs, if nothing is repaired.
+        flipped: Inputs of the next step, such as the chosen token, that would differ in the 16-bit run, which
+            continues with those of FP32.
+        poisoned: Whether the fault of an earlier step leaves inf or NaN in its outputs without repairs.
     """
 
     step: int

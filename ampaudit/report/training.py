@@ -41,15 +41,15 @@ class ParameterHealth:
     """The health of a parameter; shares are means over the watched steps.
 
     Attributes:
-        name: the parameter's.
-        elements: how many it has.
-        gradient_peaks: of each watched step, the largest |gradient|, without the scale; null if not finite.
-        zero: share of gradient elements that are zero.
-        flushed: share of the others that 16 bits would flush to zero under that step's scale.
-        broken: watched steps in which the gradient was inf or NaN.
-        update_ratio: median over steps of the norm of the update over that of the weights; null without one.
-        lost: share of sampled elements whose update a 16-bit weight would lose: it is less than half an ulp.
-        state_flushed: share of the sampled second moments of the optimizer that 16 bits would flush to zero.
+        name: Name of the parameter.
+        elements: Number of its elements.
+        gradient_peaks: Largest gradient magnitude of each watched step without the scale; null if not finite.
+        zero: Share of gradient elements that are zero.
+        flushed: Share of the others that 16 bits would flush to zero under the scale of the step.
+        broken: Number of watched steps in which the gradient was inf or NaN.
+        update_ratio: Median over steps of the norm of the update over that of the weights; null without one.
+        lost: Share of sampled elements whose update a 16-bit weight would lose: it is less than half an ulp.
+        state_flushed: Share of the sampled second moments of the optimizer that 16 bits would flush to zero.
     """
 
     name: str
@@ -145,8 +145,8 @@ class TrainingReport(Shown):
     """Training runs with the same start and batches (``ampaudit train``), or a watched loop.
 
     Attributes:
-        seed: of the runs; null for a watched loop.
-        optimizer: its class.
+        seed: Seed of the runs; null for a watched loop.
+        optimizer: Class of the optimizer.
     """
 
     schema: Literal[1]

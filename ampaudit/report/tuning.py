@@ -45,15 +45,17 @@ class KeptOp:
     """An op that stays in float32.
 
     Attributes:
-        site: its id.
-        layer: its module path.
-        op: the ATen op.
-        why: its value leaves the 16-bit range; accuracy needs it; or it flips a decision.
-        text: the same in words, with the number that says so.
-        without_db: predicted accuracy with this op in 16 bits after all; null for one that is out of range.
-        measured_without_db: the same as measured (``--exhaustive``); null if it was not, or is broken.
-        source: line of the model's code.
-        broken_without: whether an output was inf or NaN without it (``--exhaustive``).
+        site: Id of the site.
+        layer: Module path of the site.
+        op: The ATen op.
+        why: ``range`` if its value leaves the 16-bit range, ``accuracy`` if accuracy needs it, or
+            ``decision`` if it flips one.
+        text: The same in words, with a number as evidence.
+        without_db: Predicted accuracy in dB with this op in 16 bits; null for one that is out of range.
+        measured_without_db: Measured accuracy of the same (``--exhaustive``); null if not measured, or if
+            broken.
+        source: Line of the model's code.
+        broken_without: Whether an output was inf or NaN with this op in 16 bits (``--exhaustive``).
     """
 
     site: str
@@ -72,10 +74,10 @@ class KeptWeight:
     """A weight that is stored in float32.
 
     Attributes:
-        name: its path.
-        bytes: that this costs, beyond 16 bits.
-        why: it leaves the 16-bit range, or accuracy needs it.
-        without_db: predicted accuracy with this weight in 16 bits; null for one that is out of range.
+        name: Path of the weight.
+        bytes: Additional size over 16 bits, in bytes.
+        why: ``range`` if it leaves the 16-bit range, or ``accuracy`` if accuracy needs it.
+        without_db: Predicted accuracy in dB with this weight in 16 bits; null for one that is out of range.
     """
 
     name: str

@@ -356,7 +356,7 @@ def parse_contract(text: str) -> Contract:
     """Parse a contract such as ``saturate,decomposed``.
 
     Raises:
-        UsageError: a word is not one of ``CONTRACTS``.
+        UsageError: A word is not one of ``CONTRACTS``.
     """
     words = frozenset(word.strip() for word in text.split(",") if word.strip())
     for word in sorted(words - set(CONTRACTS)):

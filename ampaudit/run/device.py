@@ -44,7 +44,7 @@ def pick_device(name: str, *, audits: bool = False) -> torch.device:
         audits: Whether values are measured on the device, in float64.
 
     Raises:
-        UsageError: the device is not available here, or lacks float64.
+        UsageError: The device is not available here, or lacks float64.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,7 +130,7 @@ def naming_indices(batch: Batch) -> Iterator[None]:
     """Report an index out of range, such as an unknown token id, as an error about the inputs.
 
     Raises:
-        InputError: an index is out of range, and the batch contains integers.
+        InputError: An index is out of range, and the batch contains integers.
     """
     try:
         yield

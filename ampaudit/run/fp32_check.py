@@ -64,7 +64,7 @@ class Fp32Check:
             ``None`` if the reference computes the same as the FP32 model.
 
         Raises:
-            ReferenceBroken: the FP32 model returns NaN or infinity, and the reference does not.
+            ReferenceBroken: The FP32 model returns NaN or infinity, and the reference does not.
         """
         traced = program.traced
         try:
@@ -98,7 +98,7 @@ class Fp32Check:
         bits itself, or if it writes to its parameters.
 
         Raises:
-            RunFailed: they differ, so that the trace is not of this model.
+            RunFailed: They differ, so that the trace does not represent the model.
         """
         traced = program.traced
         written_names = {node.name for node in program.written}
@@ -125,8 +125,8 @@ class Fp32Check:
         """Return the outputs of the user's FP32 model, with which a run of edited code is compared.
 
         Raises:
-            RunFailed: the model cannot be called.
-            ReferenceBroken: the model returns NaN or infinity.
+            RunFailed: The model cannot be called.
+            ReferenceBroken: The model returns NaN or infinity.
         """
         try:
             outputs = self._eager.outputs(model, batch, number)
@@ -231,7 +231,7 @@ def reporting_model_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
     Kernels are stricter than shapes: torch.export traces a product of two dtypes that no kernel computes.
 
     Raises:
-        SourceError: the model itself fails.
+        SourceError: The model itself fails.
     """
     try:
         yield
@@ -283,7 +283,7 @@ class EagerModel:
             The reason why the twin of an op could not be checked, by op; empty if it agrees.
 
         Raises:
-            TwinFailed: a twin computes something else than its op.
+            TwinFailed: A twin computes something else than its op.
         """
         otherwise = "the FP32 model does not call it"
         self._twins.begin_batch()

@@ -378,7 +378,7 @@ class Passage:
         """Continue a single call from the state that another process packed.
 
         Raises:
-            InputError: the bytes are not a state of this call.
+            InputError: The bytes are not a state of this call.
         """
         (call,) = self.calls
         program = call.ready.executor.program
@@ -462,7 +462,7 @@ class _View(NamedTuple):
         """Return the tensor.
 
         Raises:
-            ValueError: the view exceeds the storage.
+            ValueError: The view exceeds the storage.
         """
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         ends = (last + 1) * self.dtype.itemsize if 0 not in self.shape else 0
@@ -503,7 +503,7 @@ def unpack_state(data: bytes, program: Program, device: torch.device, name: str)
     """Return a state and its additional data from bytes, without executing any code in them.
 
     Raises:
-        InputError: the bytes, called ``name``, are not a state of this program.
+        InputError: The bytes, called ``name``, are not a state of this program.
     """
     nodes: dict[str, fx.Node] = {node.name: node for node in program.traced.graph.nodes}
     try:

@@ -77,7 +77,7 @@ def cut_program(program: Program, limit: int | None, runs: int = 1) -> tuple[Seg
         runs: Number of runs side by side, each with its own values.
 
     Raises:
-        UsageError: a single group of ops needs more.
+        UsageError: A single group of ops needs more.
     """
     groups, sizes = _groups(program, runs), _weight_sizes(program)
     if limit is None:

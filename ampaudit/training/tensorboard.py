@@ -26,13 +26,13 @@ def write_summaries(report: TrainingReport, directory: Path, *, force: bool = Fa
     """Write one folder of events per variant.
 
     Args:
-        report: of ``ampaudit train``, or of one watched loop.
-        directory: what ``tensorboard --logdir`` is given.
-        force: add to folders that hold events already.
+        report: Report of ``ampaudit train``, or of one watched loop.
+        directory: Directory to pass to ``tensorboard --logdir``.
+        force: Whether to add to folders that hold events already.
 
     Raises:
-        UsageError: the package tensorboard is missing.
-        OutputError: a folder holds events already, or cannot be written.
+        UsageError: The package tensorboard is missing.
+        OutputError: A folder holds events already, or cannot be written.
     """
     names = [variant.name for variant in report.variants]
     check_summaries(directory, force=force, runs=names)

@@ -345,10 +345,10 @@ class TrainingStep:
     """A model with its optimizer, and the parts of one step.
 
     Attributes:
-        model: gives a loss and an output; from ``model_with_loss``, prepared or not.
-        optimizer: of its parameters.
-        scaler: of the loss, if there is one.
-        context: entered around each forward pass.
+        model: Model that gives a loss and an output; from ``model_with_loss``, prepared or not.
+        optimizer: Optimizer of its parameters.
+        scaler: Scaler of the loss, if there is one.
+        context: Context that is entered around each forward pass.
     """
 
     model: nn.Module

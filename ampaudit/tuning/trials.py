@@ -117,7 +117,7 @@ class Trials:
         """Run with everything in 16 bits, and probe the outputs.
 
         Raises:
-            AuditError: see ``run_audits``; an output has no gradient.
+            AuditError: See ``run_audits``; an output has no gradient.
         """
         config = self.config
         self._share.tell("probe", *(change.change for change in self.changes))
@@ -196,8 +196,8 @@ def follow(source: ModelSource, config: TuneConfig, session: Session) -> NoRetur
     """Run the tasks of the first machine until it ends.
 
     Raises:
-        PartDone: always.
-        AuditError: this machine cannot run it.
+        PartDone: The first machine has ended.
+        AuditError: This machine cannot run a task.
     """
     trials: Trials | None = None
     for name, *words in session.share.tasks():
@@ -339,7 +339,7 @@ def run_low_precision(trials: Trials) -> LowPrecisionRun:
     """Run a model under a policy that puts everything in 16 bits, and probe its outputs.
 
     Raises:
-        AuditError: see ``run_audits``; an output has no gradient.
+        AuditError: See ``run_audits``; an output has no gradient.
     """
     audit, config = trials.probe(), trials.config
     ranges, wide = _out_of_range(audit, trials.graph, trials.number_format.max)
@@ -443,7 +443,7 @@ def costs_of(traced: TracedModel, kind: CostKind, device: Device | None = None) 
         device: Device for ``time``; by default that of ``default_device``.
 
     Raises:
-        UsageError: the catalogue lacks a rate of the device.
+        UsageError: The catalogue lacks a rate of the device.
     """
     device = (device or default_device()) if kind == "time" else None
     price = _price(device)

@@ -206,7 +206,7 @@ def plan_onnx(source: ModelSource, config: ConvertConfig, session: Session, wish
     """Audit a model repeatedly, keeping broken ops in float32, until nothing breaks.
 
     Raises:
-        AuditError: see ``audit_policies``.
+        AuditError: See ``audit_policies``.
     """
     assert isinstance(source.model, OnnxModel)
     file = source.model.file.reopened()

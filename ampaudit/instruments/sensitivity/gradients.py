@@ -92,7 +92,7 @@ class GradientProbe(GradientAudit):
         """Audit the gradients of the run followed last, and probe them.
 
         Raises:
-            RunFailed: the backward pass of an op, or a custom backward, has no derivative.
+            RunFailed: The backward pass of an op, or a custom backward, has no derivative.
         """
         tape, errors, self._errors = self._tape, self._errors, None
         assert tape is not None

@@ -129,8 +129,8 @@ class SensitivityProbe(Recorder):
         """Probe the outputs of the run followed last.
 
         Raises:
-            InputError: no output has a gradient.
-            RunFailed: an op has no gradient.
+            InputError: No output has a gradient.
+            RunFailed: An op has no gradient.
         """
         del unrepaired
         assert self._tape is not None, "a run is recorded before its probes"

@@ -349,7 +349,7 @@ def probe(
     With ``decisions``, these are values from which the outputs are decided.
 
     Raises:
-        RunFailed: an op has no gradient.
+        RunFailed: An op has no gradient.
     """
     collector = ErrorCollector(names, tape, dtype)
     customs = CustomBackwards(executor.program, Emulated(), executor.device)

@@ -69,13 +69,13 @@ class Page:
     """The documentation of a check.
 
     Attributes:
-        code: such as ``AMP106``; never reused for another check.
-        title: a few words, as reports print them after the code.
-        severity: the usual severity of its findings; those that matter less on this input are notes.
-        kind: the kind of fault.
-        text: the whole page as Markdown.
-        bad: an example on which the check fires.
-        good: the same, written so that it does not.
+        code: Code such as ``AMP106``, which is never reused for another check.
+        title: Title of a few words, which reports print after the code.
+        severity: Usual severity of its findings; those that matter less on this input are notes.
+        kind: Kind of fault.
+        text: The whole page as Markdown.
+        bad: An example on which the check fires.
+        good: The same example without the fault.
     """
 
     code: str
@@ -109,7 +109,7 @@ def page_of(code: str) -> Page:
     """Return the page of a check.
 
     Raises:
-        UsageError: no check has that code.
+        UsageError: No check has that code.
     """
     pages = all_pages()
     if code.upper() not in pages:
@@ -122,7 +122,7 @@ def codes_beginning(prefix: str) -> tuple[str, ...]:
     """Return the codes of all checks that begin with ``prefix``, such as AMP1.
 
     Raises:
-        UsageError: none does.
+        UsageError: No code begins with it.
     """
     codes = tuple(code for code in all_pages() if code.startswith(prefix.upper()))
     return codes or (page_of(prefix).code,)
@@ -152,7 +152,7 @@ def parse_page(text: str) -> Page:
     """Parse the Markdown of a page: ``# CODE: title``, ``severity, kind``, then its sections.
 
     Raises:
-        ValueError: a part is missing or out of place.
+        ValueError: A part is missing or out of place.
     """
     from markdown_it import MarkdownIt
 

@@ -69,8 +69,8 @@ class ReferenceModel:
         """Run the reference on a batch, and compare the audited model with it.
 
         Raises:
-            ReferenceBroken: the reference returns NaN or infinity.
-            InputError: the models have different numbers of outputs.
+            ReferenceBroken: The reference returns NaN or infinity.
+            InputError: The models have different numbers of outputs.
         """
         batch = self._batches[number]
         reference = self._executors.get(batch, number)
