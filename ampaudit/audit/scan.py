@@ -1,4 +1,4 @@
-"""Finds the layers that break in 16 bits on real input, for ``ampaudit scan``."""
+"""``ampaudit scan``: finds the layers that break in 16 bits, on real input."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class TensorScan:
 
     @property
     def stats(self) -> TensorStats:
-        """Return the statistics of all pieces so far."""
+        """The statistics of all pieces so far."""
         return TensorStats(self._peak, self._overflow, self._broken)
 
 

@@ -1,4 +1,4 @@
-"""Defines the document of ``scan``, schema 1, as plain frozen values.
+"""The document of ``scan``, schema 1, as plain frozen values.
 
 Other tools parse it, so fields are only ever added. Numbers that do not exist are null, never NaN.
 """

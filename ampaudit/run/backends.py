@@ -83,7 +83,7 @@ class Backend:
     def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, operands: Iterable[Any]
     ) -> torch.Tensor:
-        """Like ``represent``, for a fresh result of ``operands`` that may be overwritten."""
+        """Represent a fresh result of ``operands``, which may be overwritten."""
         del operands
         return self.represent(tensor, dtype)
 

@@ -91,7 +91,7 @@ def measure_any(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def measure_on_device(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Like ``measure_any``, in one kernel if possible; the dtypes may differ."""
+    """Return the fields of ``measure_any`` from one kernel if possible; the dtypes may differ."""
     suits = all(vector.is_contiguous() and vector.dtype in _FUSED_DTYPES for vector in (reference, value))
     fused = _fused(value.device) if value.is_cuda and value.numel() and suits else None
     return fused(reference, value) if fused else measure_any(reference, value.to(reference.dtype))

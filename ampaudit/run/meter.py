@@ -77,7 +77,7 @@ class MeasuredValue:
 
     @property
     def bad(self) -> bool:
-        """Return whether an element is inf or NaN in 16 bits only."""
+        """Whether an element is inf or NaN in 16 bits only."""
         return self.fields["pos_inf"] + self.fields["neg_inf"] + self.fields["nan"] > 0
 
 

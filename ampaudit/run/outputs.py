@@ -152,7 +152,7 @@ class OutputComparison:
 
     @property
     def accuracy_db(self) -> float | None:
-        """Return the signal-to-noise ratio in dB; ``None`` if exact, -inf if broken.
+        """The signal-to-noise ratio in dB; ``None`` if exact, -inf if broken.
 
         10 log10(sum ref^2 / sum err^2) for floats; for integers see ``share_db``.
         """
@@ -164,12 +164,12 @@ class OutputComparison:
 
     @property
     def variation_db(self) -> float | None:
-        """Return the same with the mean of each row removed; ``None`` if that is meaningless."""
+        """The same ratio with the mean of each row removed; ``None`` if that is meaningless."""
         return self.rows.db if self.rows is not None else None
 
     @property
     def energy(self) -> float:
-        """Return the total error as a sum over elements, comparable between runs of a batch."""
+        """The total error as a sum over elements, comparable between runs of a batch."""
         if self.mismatch or self.bad:
             return math.inf
         return float(self.differing) if self.kind == "integer" else self.err_sq

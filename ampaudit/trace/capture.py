@@ -386,7 +386,7 @@ def _placed(placement: str, low_dtype: torch.dtype) -> torch.dtype | None:
 
 
 def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The shapes and dtypes of a batch: batches with equal signatures can share a trace."""
+    """Return the shapes and dtypes of a batch; batches with equal signatures can share a trace."""
     return tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(args, kwargs))
 
 

@@ -101,12 +101,12 @@ Call = Callable[..., Any]
 
 
 def mixed_dtypes(complaint: str) -> Decision:
-    """The decision for an op that rejects its mix of dtypes, with torch's words."""
+    """Return the decision for an op that rejects its mix of dtypes, with torch's words."""
     return Decision(Cast.FLOAT32, None, MIXED_DTYPES, f"torch rejects these dtypes: {complaint}")
 
 
 def too_large(number: str) -> Decision:
-    """The decision for an op that rejects a number, since the dtype of its tensor does not hold it."""
+    """Return the decision for an op that rejects a number that the dtype of its tensor cannot hold."""
     why = f"torch rejects {number}: value cannot be converted without overflow"
     return Decision(Cast.FLOAT32, None, TOO_LARGE, why)
 
@@ -173,11 +173,11 @@ class Caster:
         return self._writes[storage_id(tensor)]
 
     def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
-        """The layer whose op is being traced, or the custom backward."""
+        """Return the layer whose op is being traced, or the custom backward."""
         return layer if self.backward_name is None else (self.backward_name, layer[1])
 
     def region(self) -> Region:
-        """The autocast region of the model's code, or of the op around ``vmap``."""
+        """Return the autocast region of the model's code, or of the op around ``vmap``."""
         return self._region or current_region(self.rules.file.autocast, self.dtype)
 
     @contextmanager

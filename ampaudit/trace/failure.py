@@ -357,6 +357,6 @@ def without_low_precision(tensor: torch.Tensor, device: torch.device | None) -> 
 
 
 def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Like ``without_low_precision``, but in memory that the model may write to."""
+    """Return ``without_low_precision`` of a tensor in memory that the model may write to."""
     wide = without_low_precision(tensor, device)
     return wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide

@@ -248,7 +248,7 @@ def writes_in_place(node: fx.Node) -> bool:
 
 
 def _shaped_by_sizes(step: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A view as an op, its further arguments and its keywords, with sizes in place of other tensors."""
+    """Return a view as an op with its further arguments and keywords; sizes replace other tensors."""
     if step.target in _BY_SIZES:
         return _BY_SIZES[step.target], (list(step.meta["val"].shape),), {}
     if step.target in _IDENTITIES:

@@ -63,7 +63,7 @@ class OpCalled:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Return the arguments by name; those left at their default are absent."""
+        """The arguments by name; those left at their default are absent."""
         return named_arguments(self.op, self.args, self.kwargs)
 
 
@@ -248,7 +248,7 @@ class FuseLogSoftmax:
     looks_back: ClassVar[bool] = True
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The fused op in place of the log."""
+        """Return the fused op in place of the log."""
         del emit
         producer = history.of(called.args[0])
         if producer is None or base_name(producer.op) != "softmax":
@@ -262,7 +262,7 @@ class FuseLogSigmoid:
     looks_back: ClassVar[bool] = True
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The fused op in place of the log."""
+        """Return the fused op in place of the log."""
         producer, negative = history.of(called.args[0]), False
         if producer is not None and base_name(producer.op) in ("rsub", "sub"):
             tensors = [arg for arg in producer.args[:2] if isinstance(arg, torch.Tensor)]

@@ -240,7 +240,7 @@ class _VariantRun:
 
     @property
     def bytes_held(self) -> int:
-        """Return the size of parameters, gradients and optimizer state in this variant's dtypes, in bytes."""
+        """The size of parameters, gradients and optimizer state in this variant's dtypes, in bytes."""
         low_precision = self.spec.storage != "float32"
         tensors = [t for p in self.inner.parameters() for t in (p, p.grad) if t is not None]
         tensors += optimizer_state(self.training.optimizer)
@@ -250,7 +250,7 @@ class _VariantRun:
 
     @property
     def keeps_activations(self) -> bool:
-        """Return whether this run keeps activations that the model's code recomputes."""
+        """Whether this run keeps activations that the model's code recomputes."""
         model = self.training.model
         return isinstance(model, MixedModule) and model.keeps_activations
 

@@ -325,7 +325,7 @@ class GradientErrors(GradientObserver):
 
     @property
     def relative_error(self) -> float:
-        """Return the squared error of all parameters' gradients relative to their squares; inf if broken."""
+        """The squared error of all parameters' gradients relative to their squares; inf if broken."""
         squares = [
             torch.stack([(wide - _total(pairs, 1)).square().sum(), wide.square().sum()])
             for pairs in self._complete.values()

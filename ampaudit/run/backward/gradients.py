@@ -490,12 +490,12 @@ class GradientMeter:
 
     @property
     def broken(self) -> bool:
-        """Return whether a gradient is inf or NaN in 16 bits only."""
+        """Whether a gradient is inf or NaN in 16 bits only."""
         return any(f["pos_inf"] + f["neg_inf"] + f["nan"] > 0 for _, f, _ in self._fetched)
 
     @property
     def broken_reference(self) -> list[str]:
-        """Return parameters whose FP32 gradient is inf or NaN."""
+        """The parameters whose FP32 gradient is inf or NaN."""
         return [row.name for row, fields, _ in self._fetched if row.parameter and fields["ref_bad"] > 0]
 
     def into(self, record: GradientRecord) -> None:

@@ -68,7 +68,7 @@ class GradientStats:
 
     @property
     def flushed_share(self) -> float:
-        """Return the share of elements that are zero in 16 bits but not in FP32."""
+        """The share of elements that are zero in 16 bits but not in FP32."""
         return self.flushed / self.nonzero if self.nonzero else 0.0
 
 
@@ -151,7 +151,7 @@ class GradientRecord:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return trainable parameters on which no loss depends, under any of their names."""
+        """The trainable parameters on which no loss depends, under any of their names."""
         used = {self.trainable[name] for name in self.parameters if name in self.trainable}
         unreached = self.trainable.keys() - self.parameters.keys() - self.behind
         return tuple(sorted(name for name in unreached if self.trainable[name] not in used))

@@ -160,7 +160,7 @@ def convolution(values: Mapping[str, Any], names: frozenset[str], gradient: torc
 
 
 def relu(values: Mapping[str, Any], names: frozenset[str], gradient: torch.Tensor) -> Tensors:
-    """The gradient where x > 0, else 0."""
+    """Return the gradient where x > 0, and 0 elsewhere."""
     del names
     return {"self": aten.threshold_backward(gradient, values["self"], 0)}
 
