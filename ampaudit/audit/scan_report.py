@@ -88,8 +88,8 @@ def build_report(
         fail_on=fail_on,
         coverage=_coverage(context, all_gaps),
         findings=findings,
-        sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
-        outputs=tuple(_output(context, *output) for output in context.outputs),
+        sites=tuple(_site_report(context, site) for site in context.sites if site.dtype is not None),
+        outputs=tuple(_output_accuracy(context, *output) for output in context.outputs),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
         promoted=promoted,
@@ -145,7 +145,7 @@ def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
     )
 
 
-def _site(context: CheckContext, site: Site) -> SiteReport:
+def _site_report(context: CheckContext, site: Site) -> SiteReport:
     stats = context.record.observations.get(site.id)
     what_if, forward = None, None
     bound = context.bounds.bounds.get(site.id) if context.bounds is not None else None
@@ -250,7 +250,9 @@ def _what_if(stats: Observation, form: NumberFormat) -> WhatIf:
     )
 
 
-def _output(context: CheckContext, name: str, site: SiteId | None, sqnr: float | None) -> OutputAccuracy:
+def _output_accuracy(
+    context: CheckContext, name: str, site: SiteId | None, sqnr: float | None
+) -> OutputAccuracy:
     comparison = context.record.outputs.get(name)
     if comparison is None:
         return OutputAccuracy(name, site, _rounded(sqnr))

@@ -122,7 +122,7 @@ class _BoundPass:
         if entry is not None and not hidden and self._weights.follow(node, entry):
             self._prove(node, [self._weights.peak(node)])
             return
-        result = _unknown(value) if hidden else self._transferred(node, op, entry)
+        result = _unknown(value) if hidden else self._apply_transfer(node, op, entry)
         intervals = result if isinstance(result, list) else [result]
         self._prove(node, [interval.peak for interval in intervals])
         if entry is None or not entry.moves:
@@ -132,7 +132,7 @@ class _BoundPass:
             ]
         self._intervals[node] = intervals if isinstance(result, list) else intervals[0]
 
-    def _transferred(
+    def _apply_transfer(
         self, node: fx.Node, op: OpOverload | None, entry: RegisteredTransfer | None
     ) -> Interval | list[Interval]:
         value = node.meta.get("val")
@@ -430,10 +430,13 @@ def assumptions(
         if name not in names and name != "input":
             hint = did_you_mean(name, [*names, "input"]) + f"inputs: {', '.join(names)}"
             raise UsageError(f"--assume {name}: the model has no such input", hint=hint)
-    return {place.node: _of(traced, place, index, batches, ranges) for index, place in enumerate(places)}
+    return {
+        place.node: _assumption_of(traced, place, index, batches, ranges)
+        for index, place in enumerate(places)
+    }
 
 
-def _of(
+def _assumption_of(
     traced: TracedModel,
     place: Placeholder,
     index: int,

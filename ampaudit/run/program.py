@@ -217,7 +217,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
     frees = _last_uses(graph, frozenset(outputs))
     choices = stack_choices(traced)
     steps = tuple(
-        _step(node, sites.get(node.name), frees.get(node, ()), device, choices.get(node))
+        _compile_step(node, sites.get(node.name), frees.get(node, ()), device, choices.get(node))
         for node in graph.nodes
         if node.op == "call_function"
     )
@@ -295,7 +295,7 @@ def call_on(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ...], 
     return for_any_strides(node.target), args, dict(kwargs)
 
 
-def _step(
+def _compile_step(
     node: fx.Node,
     site: Site | None,
     frees: tuple[fx.Node, ...],

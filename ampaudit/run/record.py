@@ -162,7 +162,7 @@ class PathRecord:
         runs = [_Reads(run.results()) for run in (values, repaired) if run is not None]
         producers = dict(_producers(traced))
         for read in traced.path:
-            self._add(read, producers.get(read.number), runs, batch)
+            self._add_read(read, producers.get(read.number), runs, batch)
         self._add_sizes(values, traced, batch, repaired)
 
     def _add_sizes(
@@ -185,7 +185,7 @@ class PathRecord:
             healthy = None if again is None else site.id in again
             stats.add(batch, site.id in resized, size, low_size, repaired=healthy)
 
-    def _add(self, read: ValueRead, producer: SiteId | None, runs: Sequence[_Reads], batch: int) -> None:
+    def _add_read(self, read: ValueRead, producer: SiteId | None, runs: Sequence[_Reads], batch: int) -> None:
         first, last = runs[0], runs[-1] if len(runs) > 1 else None
         values = first.of(read)
         texts = [_as_text(read, value) for value in values]

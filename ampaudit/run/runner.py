@@ -517,7 +517,7 @@ class ExecutorCache:
         executor = self._executors.find(key, lambda known: self._may_reuse(known, carried, number))
         if executor is None:
             state = PythonState(self.model)
-            executor = self._traced(batch, number, rules, carried)
+            executor = self._trace(batch, number, rules, carried)
             self._record.traces += 1
             if not executor.program.traced.random_constants:
                 self._executors.keep(key, state, executor)
@@ -533,7 +533,7 @@ class ExecutorCache:
         on_path = executor.program.traced.path is not None
         return not on_path or takes_path(executor, list(carried.inputs), carried, self._config.seed + number)
 
-    def _traced(self, batch: Batch, number: int, rules: RuleSet, carried: CarriedState) -> LockStep:
+    def _trace(self, batch: Batch, number: int, rules: RuleSet, carried: CarriedState) -> LockStep:
         started = time.perf_counter()
         config = self._config
         author_rules = config.author_rules if config.rules else plain_fp32()

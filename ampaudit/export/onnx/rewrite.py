@@ -200,21 +200,21 @@ class Rewriter:
             self._names |= {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
             self._names |= {str(v.name) for node in graph for v in node.outputs}
             self._names |= {str(node.name) for node in graph}
-        self._graph(self.model.graph, None)
+        self._rewrite_graph(self.model.graph, None)
         for graph in graphs:
             self._drop_idle_casts(graph)
             self._detach(graph)
 
-    def _graph(self, graph: ir.Graph, parent: ir.Node | None) -> None:
+    def _rewrite_graph(self, graph: ir.Graph, parent: ir.Node | None) -> None:
         border = self.low_io if parent is None else self.regions.is_low(parent)
         graph_inputs = [v for v in graph.inputs if is_float32(v) and v.name not in graph.initializers]
         values = [(value, border) for value in graph_inputs]
         for node in list(graph):
             for body in bodies_of(node):
-                self._graph(body, node)
+                self._rewrite_graph(body, node)
             if node.op_type == "Constant" and node.domain in STANDARD:
                 if is_float32(node.outputs[0]):
-                    self._stored_value(graph, node.outputs[0], border, node)
+                    self._convert_stored_value(graph, node.outputs[0], border, node)
                 continue
             self._set_type_attribute(node)
             values += [
@@ -224,9 +224,9 @@ class Rewriter:
             ]
         for value in list(graph.initializers.values()):
             if is_float32(value):
-                self._stored_value(graph, value, border, None)
+                self._convert_stored_value(graph, value, border, None)
         for value, is_low in values:
-            self._computed_value(graph, value, is_low, border)
+            self._cast_computed_value(graph, value, is_low, border)
 
     def _uses(
         self, graph: ir.Graph, value: ir.Value, border: bool
@@ -241,7 +241,7 @@ class Rewriter:
                 uses[needs].append((use.node, use.idx))
         return uses, border if any(output is value for output in graph.outputs) else None
 
-    def _computed_value(self, graph: ir.Graph, value: ir.Value, is_low: bool, border: bool) -> None:
+    def _cast_computed_value(self, graph: ir.Graph, value: ir.Value, is_low: bool, border: bool) -> None:
         uses, output = self._uses(graph, value, border)
         others, returned = uses[not is_low], output is not None and output != is_low
         if is_low:
@@ -257,7 +257,9 @@ class Rewriter:
                 if graph_output is value:
                     graph.outputs[index] = cast
 
-    def _stored_value(self, graph: ir.Graph, value: ir.Value, border: bool, node: ir.Node | None) -> None:
+    def _convert_stored_value(
+        self, graph: ir.Graph, value: ir.Value, border: bool, node: ir.Node | None
+    ) -> None:
         """Store a constant in the type of its users, twice if it is small, or cast it for some of them."""
         uses, output = self._uses(graph, value, border)
         tensor = value.const_value if node is None else constant_of(node)
@@ -274,7 +276,7 @@ class Rewriter:
             graph.register_initializer(copy)
             self._replace(uses[True], copy)
         else:
-            self._computed_value(graph, value, False, border)
+            self._cast_computed_value(graph, value, False, border)
 
     def _store(self, value: ir.Value, node: ir.Node | None, tensor: ir.TensorProtocol) -> None:
         import onnx_ir as ir
