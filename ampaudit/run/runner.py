@@ -54,8 +54,8 @@ class Runner:
         self.config = config
         self.record = record = RunRecord(device=config.device.type, backend="")
         self.executors = ExecutorCache(model, config, record)
-        self._outputs: dict[str, OutputComparison] = {}  # of each output in its worst batch so far
-        self._worst: dict[str, Attribution] = {}  # the same
+        self._outputs: dict[str, OutputComparison] = {}  # of each output, in its worst batch so far
+        self._worst: dict[str, Attribution] = {}  # to attribute the error in that batch
         self._elsewhere: dict[int, tuple[LockStep, Batch]] = {}  # batches that other machines run
         record.backend = self.executors.backend.name
         self.recorders = tuple(make(config) for make in config.recorders)
