@@ -10,8 +10,8 @@ __all__ = ["page"]
 _HEAD = """\
 # What you can scan
 
-What `ampaudit scan` says about what people point it at. `tests/targets/` has each of these targets,
-and checks that the rows are true.
+What `ampaudit scan` says about each kind of target. `tests/targets/` has all of them and checks the
+rows.
 
 ## What is audited
 """

@@ -18,9 +18,8 @@ _REFUSED = {"ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer"
 _TEXT = """\
 # ONNX operators
 
-What `ampaudit` computes of the {count} operators of `ai.onnx`, and how. A node becomes one op of torch where
-torch has one, which is then one site under the node's name. `python -m tests.source.onnx.page` writes this
-page.
+How `ampaudit` computes the {count} operators of `ai.onnx`. If torch has an op for a node, the node is one
+site under its own name. `python -m tests.source.onnx.page` writes this page.
 
 ## As ops of torch
 
@@ -28,19 +27,19 @@ page.
 
 Of `com.microsoft`: {contrib}.
 
-`If`, `Loop` and `Scan` run along the path that the inputs take. Text is not read.
+`If`, `Loop` and `Scan` run along the path that the inputs take. Tensors of text are refused.
 
 ## By the function that the standard gives
 
-All ops of the function stand under the node's name. An operator above is computed so, too, if it has an
-attribute that torch's op has not.
+All ops of the function are sites under the node's name. An operator above is also computed this way if it
+has an attribute that torch's op lacks.
 
 {standard}.
 
 ## Through ONNX Runtime
 
-One op in float32 each, which the report counts as not audited inside, and which needs
-`pip install 'ampaudit[onnx]'`. Operators of other domains run so, too, if ONNX Runtime has them.
+Each is one op in float32, which the report counts as not audited inside, and needs
+`pip install 'ampaudit[onnx]'`. Operators of other domains run this way, too, if ONNX Runtime has them.
 
 {runtime}.
 
