@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from ampaudit.audit.proofs import Search
 from ampaudit.bounds import bound
 from ampaudit.bounds.analysis import assumptions
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.run.attribution import Search
 from ampaudit.trace import Role, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
