@@ -80,6 +80,7 @@ squares: _euclidean_dist cdist cosine_similarity dist frobenius_norm linalg_vect
 normalizes: _fused_rms_norm batch_norm group_norm instance_norm layer_norm native_layer_norm rms_norm
 softmax: _log_softmax _softmax log_softmax softmax
 
+# Values that grow fast, have a pole, or oscillate.
 exponential: cosh exp exp2 expm1 logaddexp pow sinh
 logarithm: log log10 log1p log2
 wave: cos polar sin tan
@@ -99,6 +100,7 @@ orders: cummax cummin kthvalue max median min mode sort topk
 # The result depends only on the sign of each element, or on whether it is finite, infinite or NaN.
 kind_of_number: isfinite isinf isnan isneginf isposinf sign
 
+# The result is a whole number.
 whole_number: ceil fix floor floor_divide heaviside round sign trunc
 
 # The derivative is not continuous: rounding a value across an edge changes its gradient entirely.

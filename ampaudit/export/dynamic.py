@@ -66,6 +66,8 @@ class DynamicShapes:
         names = names_of_inputs(model, batch.args, batch.kwargs) or [
             name for name, leaf in leaves if isinstance(leaf, torch.Tensor)
         ]
+        if len(names) != len(tensors):  # some are inside objects, such as packed sequences
+            names = [f"input[{number}]" for number in range(len(tensors))]
         axes: list[tuple[str | int, ...]] = [tuple(tensor.shape) for tensor in tensors]
         ranges: dict[str, tuple[int, int | None]] = {}
         for text in texts:

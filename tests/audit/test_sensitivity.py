@@ -8,6 +8,7 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import CouldNotAudit, UsageError
+from ampaudit.render.render import as_file
 from tests.support.paths import ROOT
 
 ENCODER = ROOT / "examples" / "attention_scores.py"
@@ -68,3 +69,10 @@ def test_a_run_that_would_not_fit_is_refused_before_it_begins(monkeypatch: pytes
     assert ampaudit.scan(model, x, policy="half").outputs
     with pytest.raises(CouldNotAudit, match="gradients of a whole run need"):
         ampaudit.scan(model, x, policy="half", sensitivity=True)
+
+
+def test_several_policies_show_a_ranking_each() -> None:
+    both = ampaudit.scan(ENCODER, policy=["half", "torch-cuda"], sensitivity=True)
+    text = as_file(both, "text")
+    for policy in ("half", "torch-cuda"):
+        assert f"{policy}: What makes the error of the outputs" in text

@@ -20,6 +20,7 @@ POINTWISE = (
     *("whole_number", "extremum_of_two"),
 )
 UNTAGGED = ("floor_divide", "hardswish", "polar")  # although they are
+WITH_NUMBERS = ("add", "sub", "rsub", "masked_fill", "where")
 SAMPLES = 6  # of each op
 SIGNS = torch.tensor([-1.0, 0.0, 1.0])
 Call = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -101,6 +102,35 @@ def test_what_is_linear_scales_with_its_first_operand() -> None:
         return all(torch.equal(4 * x, y) or torch.allclose(4 * x, y, equal_nan=True) for x, y in pairs)
 
     checked("linear", holds, 30)
+
+
+def test_what_is_additive_scales_with_all_operands() -> None:
+    def holds(call: Call) -> bool:
+        name, op, args, kwargs = call
+        scalars = any(isinstance(x, int | float | complex) for x in args)
+        if (
+            name == "lerp"
+            or "reduce" in kwargs
+            or (scalars and name in ("add", "sub", "rsub", "masked_fill", "where"))
+        ):
+            return True  # a number or a weight that is not scaled, or a product
+        results, scaled = (floats(op(*items, **kwargs)) for items in (args, _scaled(args)))
+        return all(torch.equal(4 * x, y) for x, y in zip(results, scaled, strict=True))
+
+    checked("additive", holds, 14)
+
+
+def test_the_identity_returns_its_input() -> None:
+    checked("identity", lambda call: torch.equal(call[1](*call[2], **call[3]), call[2][0]), 2)
+
+
+@pytest.mark.parametrize("name", sorted(having("clamps", "saturates") - {"clamp", "clip"}))
+def test_what_clamps_maps_large_values_to_one(name: str) -> None:
+    op = getattr(torch.nn.functional, name, None) or getattr(torch, name)
+    limits = {"clamp_max": (1.0,), "clamp_min": (1.0,)}.get(name, ())
+    large = torch.tensor([1e30, 1e31] if name != "nan_to_num" else [torch.inf, torch.finfo().max])
+    results = [op(sign * large, *limits) for sign in (1, -1)]
+    assert any(torch.allclose(result[0], result[1]) for result in results)
 
 
 def _scaled(value: Any) -> Any:

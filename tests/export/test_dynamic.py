@@ -106,6 +106,13 @@ def test_without_dynamic_the_shapes_are_said_to_be_fixed(tmp_path: Path) -> None
     assert made.shapes.text.startswith("ids: 2 x 6, mask: 2 x 6 (fixed; --dynamic")
 
 
+def test_inputs_inside_objects_are_refused_in_one_line(tmp_path: Path) -> None:
+    model = nn.LSTM(4, 4)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+    with pytest.raises(AuditError, match="depends on values"):
+        ampaudit.convert(model, (packed,), tmp_path / "out")
+
+
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

@@ -25,7 +25,8 @@ class Small(nn.Module):
         self.scale, self.shift = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.shift(self.scale(x) * 1e-5)
+        first, second = (self.scale(x) * 1e-5).split(4, 1)
+        return self.shift(torch.cat((first, second), 1))
 
 def get_model():
     torch.manual_seed(0)
@@ -83,7 +84,8 @@ def test_the_counts_are_those_of_torch(counts: dict[str, int]) -> None:
         int(((x != 0) & (x.abs() < torch.finfo(torch.float16).smallest_normal)).sum()) for x in products
     )
     assert small > 50
-    assert counts[""] == pytest.approx(small, abs=3)  # a product on the edge may round the other way
+    # the product, its halves, and both together; a product on the edge may round the other way
+    assert counts[""] == pytest.approx(3 * small, abs=9)
     assert counts.keys() == {""}
 
 
@@ -99,6 +101,11 @@ def test_parts_are_merged(folder: Path, counts: dict[str, int]) -> None:
         run(folder, *SCAN, "--part", f"{part}/2", "-o", f"part-{part}.json")
     run(folder, "merge", "part-1.json", "part-2.json", "-o", "merged.json")
     assert section(folder, "merged.json")["layers"] == counts
+
+
+def test_all_steps_are_counted(folder: Path, counts: dict[str, int]) -> None:
+    run(folder, *SCAN, "--steps", "2", "-o", "steps.json")
+    assert section(folder, "steps.json")["layers"][""] > counts[""]
 
 
 def test_three_ranks_count_the_same(folder: Path, counts: dict[str, int]) -> None:

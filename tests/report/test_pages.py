@@ -11,6 +11,8 @@ import pytest
 from ampaudit.audit import scan as workflow
 from ampaudit.audit.checks import ALL_CHECKS, Check, CheckContext, Finding
 from ampaudit.audit.checks.causes import DOMAIN_CAUSES, OVERFLOW_CAUSES
+from ampaudit.audit.instruments import checks_of
+from ampaudit.core.instruments import instruments
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.report.pages import Example, Page, all_pages
@@ -50,6 +52,7 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
     if options.pop("crash", None):
         monkeypatch.setattr(workflow, "ALL_CHECKS", (Check("AMP101", _crash), *ALL_CHECKS))
     sizes = {"length": 64} if "sweep" in options else None
+    requested = {each.name: True for each in instruments() if options.pop(each.name, "") == "true"}
     return workflow.scan(
         open_source(str(path), SourceConfig(input_sizes=sizes, train=options.pop("mode", "") == "train")),
         policy=options.pop("policy", "half"),
@@ -61,6 +64,8 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         sweep=options.pop("sweep", ""),
         loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
         against=options.pop("against", "").replace("model.py", str(path)) or None,
+        **requested,
+        **options,  # an unknown one is refused
     )
 
 
@@ -70,7 +75,7 @@ def test_a_check_fires_on_its_bad_example(
 ) -> None:
     report = scanned(page.bad, tmp_path, monkeypatch)
     found = [f for f in report.findings if f.code == page.code]
-    assert found, [(f.code, f.site) for f in report.findings]
+    assert found, [(f.code, f.site, f.cause) for f in report.findings]
     assert found[0].severity == page.severity, found[0]
     assert found[0].kind == page.kind
     training = {f"AMP{n}" for n in range(711, 716)}  # one loop can have several of these at once
@@ -86,11 +91,11 @@ def test_a_check_is_silent_on_its_good_example(
     report = scanned(page.good, tmp_path, monkeypatch)
     assert page.code not in [f.code for f in report.findings]
     graver = [f for f in report.findings if f.severity != "note" and f.suppressed is None]
-    assert not graver
+    assert not graver, [(f.code, f.cause) for f in graver]
 
 
 def test_every_check_and_every_cause_has_a_page_and_no_page_is_left_over() -> None:
-    checks = [check.code for check in ALL_CHECKS]
+    checks = [check.code for check in (*ALL_CHECKS, *checks_of(instruments()))]
     assert len(checks) == len(set(checks))
     causes = {cause.code for cause in (*OVERFLOW_CAUSES, *DOMAIN_CAUSES)}
     beside = {"AMP103", "AMP120", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}

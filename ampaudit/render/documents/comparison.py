@@ -41,6 +41,10 @@ class ComparisonView(View[Comparison]):
         for report in reports:
             for remark in _remarks(report):
                 yield Section((line((f"{report.run.policy}  ", "bold"), remark),))
+        for report in reports:
+            for instrument, part in report.by_instrument:
+                for section in instrument.view(part, verbosity > 0):
+                    yield replace(section, title=f"{escape_control(report.run.policy)}: {section.heading}")
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from ampaudit.core.errors import UsageError, did_you_mean
 
@@ -166,6 +166,10 @@ def parse_page(text: str) -> Page:
         raise ValueError(f"{title}: a page has the sections {SECTIONS}, then {FURTHER}, and two examples")
     code, _, words = title.partition(": ")
     severity, kind = tokens[4].content.split(", ")
+    if severity not in get_args(Level) or kind not in get_args(Kind):
+        raise ValueError(
+            f"{title}: its second line is a severity of {get_args(Level)} and a kind of {get_args(Kind)}"
+        )
     bad, good = (Example(fence.content, _options(fence.info)) for fence in fences)
     return Page(code, words, cast(Level, severity), cast(Kind, kind), text, bad, good)
 

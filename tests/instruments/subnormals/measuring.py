@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from ampaudit.instruments.subnormals import INSTRUMENT, Subnormals
 from torch.utils import _pytree as pytree
 
@@ -19,6 +18,7 @@ from ampaudit.run.lockstep import Observer, StepCall, WrappedObserver
 from ampaudit.run.program import Program, Step
 from ampaudit.run.record import RunRecord
 from ampaudit.source import ModelSource
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Count(WrappedObserver):
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         for result, dtype in zip(pytree.tree_leaves(value), step.dtypes, strict=False):
-            if step.site is not None and dtype is torch.float16:
+            if step.site is not None and dtype in LOW_PRECISION_DTYPES:
                 size = result.abs()
                 self.layers[step.site.layer] += int(((size > 0) & (size < self._tiny)).sum())
         return super().observe(step, reference, value, call)
