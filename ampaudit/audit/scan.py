@@ -23,7 +23,7 @@ from ampaudit.audit.sweep import first_sizes, swept
 from ampaudit.core.config import with_options
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
-from ampaudit.core.session import DEFAULT_SESSION, Session
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import parse_size
 from ampaudit.policy import RuleSet, load_policy
@@ -168,85 +168,119 @@ def audit_policies(
     source: ModelSource, policies: Sequence[Rules], config: ScanConfig, session: Session = DEFAULT_SESSION
 ) -> list[Audited]:
     """Audit a loaded source under several policies, and return the audits with their reports."""
-    backend, share = session.backend, session.share or ALONE
+    config = config.changed(prove=config.prove or bool(config.assume))
+    config.check()
+    device = pick_device(config.device, audits=True)
+    rule_sets = [rules_of(policy).for_environment(environment_of(device)) for policy in policies]
+    source, plans = _planned(with_plain_weights(source), rule_sets, device, config, session)
+    audits, usual = _run(source, plans, config, session)
+    results = []
+    for audit, before, rules, plan in zip(audits, usual, rule_sets, plans, strict=True):
+        report = _concluded(audit, before, rules, plan, source, config, session.on_progress)
+        results.append(Audited(report, audit, rules))
+    return results
+
+
+def _planned(
+    source: ModelSource,
+    rule_sets: Sequence[RuleSet],
+    device: torch.device,
+    config: ScanConfig,
+    session: Session,
+) -> tuple[ModelSource, list[RunConfig]]:
+    """Return the source as it is run, with its loss or steps, and the configuration under each policy."""
+    backend = session.backend
     if backend is not None and not isinstance(getattr(backend, "name", None), str):
         raise UsageError(
             f"backend is of type {type(backend).__name__}", hint="pass a Backend, or leave it out"
         )
-    config = config.changed(prove=config.prove or bool(config.assume))
-    config.check()
-    source = with_plain_weights(source)
-    form, device = low_precision_format(config.dtype), pick_device(config.device, audits=True)
-    ignored, instruments = tuple(map(option, config.ignore)), requested(config)
-    rule_sets = [rules_of(policy).for_environment(environment_of(device)) for policy in policies]
-    author = load_policy("torch-cuda")
-    subjects = [None if config.ranges else rules for rules in rule_sets]
-    plans = [
-        RunConfig(
-            rules,
-            author,
-            form,
-            device,
-            config.seed,
-            backend,
-            keep_graphs=config.prove or config.stress > 0,
-            keep_outputs=session.keep_outputs,
-            release=source.release,
-            min_sqnr=config.min_sqnr,
-        )
-        for rules in subjects
-    ]
-    if source.reference is not None:
-        other = source.reference
-        plans = [
-            replace(plan, against=ReferenceModel(other.model, other.batches, plan, source.places))
-            for plan in plans
-        ]
+    common = RunConfig(
+        None,
+        load_policy("torch-cuda"),
+        low_precision_format(config.dtype),
+        device,
+        config.seed,
+        backend,
+        keep_graphs=config.prove or config.stress > 0,
+        keep_outputs=session.keep_outputs,
+        release=source.release,
+        min_sqnr=config.min_sqnr,
+    )
     if config.steps is not None:
         declared = source.next_inputs if config.next_inputs is None else config.next_inputs
         batches, function, fed_back = stepping(source.model, source.batches, declared, config.steps)
         source = replace(source, batches=batches)
-        plans = [replace(plan, steps=Steps(config.steps, function, fed_back)) for plan in plans]
+        common = replace(common, steps=Steps(config.steps, function, fed_back))
     if config.backward:
-        source, plans = differentiated(source, plans, config)
-    plans = by_segment(plans, source, config, share)
-    plans = [with_recorders(plan, source, config) for plan in plans]
-    contract = parse_contract(config.contract)
-    if contract.words and not (config.static or config.ranges):
-        usual = [replace(plan, min_sqnr=None) for plan in plans]
-        plans = [replace(plan, backend=ContractBackend(contract)) for plan in plans]
-        both = run_audits(source.model, source.batches, [*plans, *usual], session.on_progress, share)
-        audits, usual_audits = both[: len(plans)], both[len(plans) :]
-    elif config.static:
-        audits, usual_audits = [static_audit(source, plan) for plan in plans], []
-    else:
-        audits, usual_audits = run_audits(source.model, source.batches, plans, session.on_progress, share), []
-    results: list[Audited] = []
-    for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
-        proving = config.prove or config.static or config.stress > 0
-        table = prove(audit, source.batches, plan, config) if proving else None
-        context = context_of(audit, form, config, table)
-        if table is not None and not config.static and not contract.words:
-            compare_with_run(context, source.batches)
-        findings = run_checks(context, (*ALL_CHECKS, *checks_of(instruments)))
-        hiding = (*ignored, *comments_in(() if source.names_files else context.sites))
-        findings = suppressed(findings, hiding)
-        combined = None
-        advising = (config.advise or config.diff) and not config.ranges and not config.static
-        if advising:
-            findings, combined = advised(findings, source, plan, context, config, hiding, session.on_progress)
-        report = _report(audit, context, findings, (source, rules, config))
-        sections = sections_of(instruments, audit, form)
-        report = replace(report, combined=combined, advised=advising, sections=sections)
-        if usual_audits:
-            usual_context = context_of(usual_audits[len(results)], form, config.changed(contract=""))
-            report = replace(report, changed=changed_verdicts(usual_context, context, report))
-        if config.stress > 0 and not config.static:
-            report = replace(
-                report, stressed=stressed(source, audit, plan, context, config, session.on_progress)
+        source = _with_loss(source, config)
+    common = replace(common, memory=_memory(source, device, config, session.share or ALONE))
+    contract, plans = parse_contract(config.contract), []
+    for rules in rule_sets:
+        plan = common if config.ranges else replace(common, rules=rules)
+        if source.reference is not None:
+            other = source.reference
+            plan = replace(plan, against=ReferenceModel(other.model, other.batches, plan, source.places))
+        if config.backward:
+            plan = replace(
+                plan, recorders=(GradientAudit,), functional=True, loss_scale=_loss_scale(plan, config)
             )
-        results.append(Audited(report, audit, rules))
-    return results
+        if contract.words and not (config.static or config.ranges):
+            plan = replace(plan, backend=ContractBackend(contract))
+        plans.append(with_recorders(plan, source, config))
+    return source, plans
+
+
+def _run(
+    source: ModelSource, plans: list[RunConfig], config: ScanConfig, session: Session
+) -> tuple[list[Audit], list[Audit | None]]:
+    """Run all configurations; of an execution contract, also without it."""
+    if config.static:
+        return [static_audit(source, plan) for plan in plans], [None] * len(plans)
+    usual = []
+    if parse_contract(config.contract).words and not config.ranges:
+        usual = [replace(plan, backend=session.backend, recorders=(), min_sqnr=None) for plan in plans]
+    share = session.share or ALONE
+    audits = run_audits(source.model, source.batches, [*plans, *usual], session.on_progress, share)
+    return audits[: len(plans)], [*audits[len(plans) :]] if usual else [None] * len(plans)
+
+
+def _concluded(
+    audit: Audit,
+    usual: Audit | None,
+    rules: RuleSet,
+    plan: RunConfig,
+    source: ModelSource,
+    config: ScanConfig,
+    on_progress: Progress,
+) -> Report:
+    """Return the report of an audit; ``usual`` is the audit without an execution contract."""
+    form, instruments = plan.number_format, requested(config)
+    proving = config.prove or config.static or config.stress > 0
+    table = prove(audit, source.batches, plan, config) if proving else None
+    context = context_of(audit, form, config, table)
+    if table is not None and not config.static and usual is None:
+        compare_with_run(context, source.batches)
+    findings = run_checks(context, (*ALL_CHECKS, *checks_of(instruments)))
+    hiding = (
+        *map(option, config.ignore),
+        *comments_in(() if source.names_files else context.sites),
+    )
+    findings, combined = suppressed(findings, hiding), None
+    advising = (config.advise or config.diff) and not config.ranges and not config.static
+    if advising:
+        findings, combined = advised(findings, source, plan, context, config, hiding, on_progress)
+    report = _report(audit, context, findings, (source, rules, config))
+    if usual is not None:
+        before = context_of(usual, form, config.changed(contract=""))
+        report = replace(report, changed=changed_verdicts(before, context, report))
+    stress = config.stress > 0 and not config.static
+    return replace(
+        report,
+        combined=combined,
+        advised=advising,
+        sections=sections_of(instruments, audit, form),
+        stressed=stressed(source, audit, plan, context, config, on_progress) if stress else (),
+    )
 
 
 def _report(
@@ -281,25 +315,24 @@ def _report(
     return replace(report, notes=(*source.notes, *report.notes), against=against)
 
 
-def by_segment(
-    plans: Sequence[RunConfig], source: ModelSource, config: ScanConfig, share: Share
-) -> list[RunConfig]:
-    """Set the memory limit of runs by segment, if it is requested or several batches stream weights.
+def _memory(source: ModelSource, device: torch.device, config: ScanConfig, share: Share) -> int | None:
+    """Return the memory limit of runs by segment; ``None`` to run whole batches.
+
+    Several batches of streamed weights, and pipelines, have the usual limit.
 
     Raises:
         UsageError: A pipeline is combined with an option that needs the whole model.
     """
-    memory = parse_size(config.memory) if config.memory else None
     whole = next((option for option in excluded_by("memory") if getattr(config, option)), "")
     if share.route.stages() > 1 and whole:
         raise UsageError(
             f"--pipeline cannot be combined with --{whole}, which needs the whole model",
             hint=f"leave out --{whole}",
         )
+    if config.memory:
+        return parse_size(config.memory)
     streams = source.release is not None and len(source.batches) > 1
-    if memory is None and not whole and (streams or share.route.stages() > 1):
-        memory = usual_memory(plans[0].device)
-    return [replace(plan, memory=memory) for plan in plans]
+    return usual_memory(device) if not whole and (streams or share.route.stages() > 1) else None
 
 
 def usual_memory(device: torch.device) -> int:
@@ -309,10 +342,8 @@ def usual_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available * _HOST_SHARE)
 
 
-def differentiated(
-    source: ModelSource, plans: Sequence[RunConfig], settings: ScanConfig
-) -> tuple[ModelSource, list[RunConfig]]:
-    """Add the loss to the model, and a backward pass to the configurations of its runs.
+def _with_loss(source: ModelSource, settings: ScanConfig) -> ModelSource:
+    """Return the source with its loss as a part of the model.
 
     Raises:
         UsageError: An option supports the forward pass only.
@@ -324,20 +355,19 @@ def differentiated(
             "no parameter of the model requires a gradient",
             hint="call requires_grad_() on the parameters to train",
         )
-    model = WithLoss(source.model, settings.loss or source.loss)
     batches = tuple(
         Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)), name=batch.name)
         for batch in source.batches
     )
-    return replace(source, model=model, batches=batches), [_with_backward(plan, settings) for plan in plans]
+    return replace(source, model=WithLoss(source.model, settings.loss or source.loss), batches=batches)
 
 
-def _with_backward(plan: RunConfig, settings: ScanConfig) -> RunConfig:
+def _loss_scale(plan: RunConfig, config: ScanConfig) -> StartingScale:
+    """Return the loss scale that the user or the policy sets."""
+    if config.loss_scale is not None:
+        return StartingScale(config.loss_scale, False, "as given")
     assert plan.rules is not None, "--ranges has no backward pass"
-    scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
-    if settings.loss_scale is not None:
-        scale = StartingScale(settings.loss_scale, False, "as given")
-    return replace(plan, recorders=(GradientAudit,), functional=True, loss_scale=scale)
+    return starting_scale(plan.rules.file.loss_scale, plan.number_format)
 
 
 def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:

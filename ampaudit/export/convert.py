@@ -28,7 +28,7 @@ from ampaudit.core.config import given_path, with_options
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import check_unchanged, staged_directory, states_of
 from ampaudit.core.formats import low_precision_format
-from ampaudit.core.session import DEFAULT_SESSION, Session
+from ampaudit.core.session import DEFAULT_SESSION, Progress, Session
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import listed
 from ampaudit.core.untrusted import open_regular
@@ -113,12 +113,7 @@ def convert(
     settings, directory = ConvertConfig.given(config, options), given_path(output, "output")
     settings.check_output(directory)
     opened = as_source(model, inputs, options=source or SourceConfig(seed=settings.seed))
-    if settings.onnx and opened.release is not None:
-        raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
-    if opened.kind == "converted":
-        is_program = (Path(opened.location) / PROGRAM).is_file()
-        hint = "--to float32 undoes it" if is_program else "convert the original again"
-        raise SourceError(f"{opened.location} is converted already", hint=hint)
+    _refuse(opened, settings)
     if settings.tune is not None:
         settings = settings.changed(min_sqnr=max(settings.tune, settings.min_sqnr))
     if opened.kind == "onnx":
@@ -127,17 +122,66 @@ def convert(
         return convert_onnx(opened, directory, settings, session)
     shapes = DynamicShapes.read(settings.dynamic, opened.model, opened.batches[0])
     read_files = (*opened.files, *states_of([settings.weights] if settings.weights is not None else []))
-    rescaling = None
+    subject = _audit(opened, settings, session)
+    report = subject.audited.report
+    if report.exit_code:
+        return report, None
+    planned = _plan(subject, shapes)
+    with keeping(report), staged_directory(directory, force=settings.force, ours=MANIFEST) as stage:
+        conversion = _write(planned, shapes, stage, directory, session.on_progress)
+        check_unchanged(read_files)
+    return report, conversion
+
+
+def _refuse(opened: ModelSource, settings: ConvertConfig) -> None:
+    """Reject models that are converted already, and weights on disk for ONNX."""
+    if settings.onnx and opened.release is not None:
+        raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
+    if opened.kind == "converted":
+        is_program = (Path(opened.location) / PROGRAM).is_file()
+        hint = "--to float32 undoes it" if is_program else "convert the original again"
+        raise SourceError(f"{opened.location} is converted already", hint=hint)
+
+
+class _Subject(NamedTuple):
+    """What is converted: the model, rescaled if asked for, with its audit under the final policy."""
+
+    opened: ModelSource
+    audited: Audited
+    settings: ConvertConfig
+    rescaling: Rescaling | None
+
+
+def _audit(opened: ModelSource, settings: ConvertConfig, session: Session) -> _Subject:
+    """Rescale and tune the model as the options ask, and audit the result."""
+    rescaling = audited = None
     if settings.rescale:
         opened, audited, rescaling = audit_rescaled(opened, settings.loaded(), session)
     if settings.tune is not None:
         rules = tuned_rules(opened, settings.dtype, settings.tune, settings, session)
         settings = settings.changed(policy=rules)
     settings = settings.loaded()
-    if rescaling is None or settings.tune is not None:
+    if audited is None or rescaling is None or settings.tune is not None:
         (audited,) = audit_policies(opened, [settings.rules], ScanConfig.of(settings), session)
-    if audited.report.exit_code:
-        return audited.report, None
+    return _Subject(opened, audited, settings, rescaling)
+
+
+class _Planned(NamedTuple):
+    """What is written: the audited model with the graph of its program, and the dtype of each weight."""
+
+    opened: ModelSource
+    audited: Audited
+    settings: ConvertConfig
+    rescaling: Rescaling | None
+    converted: ConvertedModel
+    graph: FoldedGraph
+    checkpoint: Checkpoint
+    decisions: Mapping[str, StorageDecision]
+
+
+def _plan(subject: _Subject, shapes: DynamicShapes) -> _Planned:
+    """Trace open dimensions, if there are any, fold casts into weights, and decide their dtypes."""
+    opened, audited, settings, rescaling = subject
     converted = audited.audit.converted
     refuse_path(converted.traced, "a converted program")
     if settings.dynamic:
@@ -148,51 +192,49 @@ def convert(
     storage = graph if settings.mode == "inference" else fold_casts(converted, "inference")
     checkpoint, names = _checkpoint(opened, settings, rescaling)
     decisions = decide_as_planned(checkpoint, planned_dtypes(opened.model, storage), names)
+    return _Planned(opened, audited, settings, rescaling, converted, graph, checkpoint, decisions)
+
+
+def _write(
+    planned: _Planned, shapes: DynamicShapes, stage: Path, directory: Path, on_progress: Progress
+) -> Conversion:
+    """Write everything into a staging directory; ``directory`` is where it will stand."""
+    opened, audited, settings, rescaling, converted, graph, checkpoint, decisions = planned
     notes = [*opened.notes, *converted.traced.notes]
-    with keeping(audited.report), staged_directory(directory, force=settings.force, ours=MANIFEST) as stage:
-        if opened.kind == "huggingface":
-            copy_companions(Path(opened.location), stage, directory)
-            notes += set_dtype(stage, opened.model, decisions, settings.dtype)
-        notes += rescaling.written(stage, opened) if rescaling is not None else ()
-        clip = converted.traced.clip
-        files = write_weights(
-            checkpoint,
-            decisions,
-            stage,
-            masters=settings.masters,
-            clip=clip,
-            on_progress=session.on_progress,
-        )
-        (stage / PLAN).write_text(
-            plan_rules(audited.audit.converted.traced, audited.rules, opened.location), "utf-8"
-        )
-        (stage / REPORT).write_text(to_json(audited.report), "utf-8")
-        mapped, ready = _map_written(opened, graph, stage, files) if opened.release else (None, {})
-        weights = folded_weights(converted, graph, ready)
-        session.on_progress("exporting the program", 0, 0)
-        with mapped.dropping() if mapped is not None else nullcontext():
-            program = _write_program(stage, opened, audited, (converted, graph), weights, settings, shapes)
-        notes += program.notes
-        tensors = program.reference.tensors.items()
-        inputs = [tensor for name, tensor in tensors if name.startswith("input")]
-        manifest = manifest_of(
-            settings,
-            files,
-            kind="model",
-            source=opened.location,
-            source_sha256=opened.sha256,
-            seed=settings.seed,
-            clip=clip,
-            notes=notes,
-            inputs_sha256=digest_of_tensors(inputs) if inputs else None,
-            outputs=program.reference.outputs,
-            shapes=program.shapes,
-        )
-        manifest = write_manifest(stage, manifest)
-        check_unchanged(read_files)
-    conversion = conversion_of(directory, checkpoint, files, manifest)
-    return audited.report, replace(
-        conversion,
+    if opened.kind == "huggingface":
+        copy_companions(Path(opened.location), stage, directory)
+        notes += set_dtype(stage, opened.model, decisions, settings.dtype)
+    notes += rescaling.written(stage, opened) if rescaling is not None else ()
+    clip = converted.traced.clip
+    files = write_weights(
+        checkpoint, decisions, stage, masters=settings.masters, clip=clip, on_progress=on_progress
+    )
+    (stage / PLAN).write_text(
+        plan_rules(audited.audit.converted.traced, audited.rules, opened.location), "utf-8"
+    )
+    (stage / REPORT).write_text(to_json(audited.report), "utf-8")
+    mapped, ready = _map_written(opened, graph, stage, files) if opened.release else (None, {})
+    weights = folded_weights(converted, graph, ready)
+    on_progress("exporting the program", 0, 0)
+    with mapped.dropping() if mapped is not None else nullcontext():
+        program = _write_program(stage, opened, audited, (converted, graph), weights, settings, shapes)
+    tensors = program.reference.tensors.items()
+    inputs = [tensor for name, tensor in tensors if name.startswith("input")]
+    manifest = manifest_of(
+        settings,
+        files,
+        kind="model",
+        source=opened.location,
+        source_sha256=opened.sha256,
+        seed=settings.seed,
+        clip=clip,
+        notes=[*notes, *program.notes],
+        inputs_sha256=digest_of_tensors(inputs) if inputs else None,
+        outputs=program.reference.outputs,
+        shapes=program.shapes,
+    )
+    return replace(
+        conversion_of(directory, checkpoint, files, write_manifest(stage, manifest)),
         verdict=audited.report.verdict,
         onnx_casts=program.onnx.casts if program.onnx is not None else None,
         onnx_error=program.onnx_error,
