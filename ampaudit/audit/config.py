@@ -136,12 +136,17 @@ def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
     return [rules_of(one) for one in several]
 
 
+def _conflicts() -> Iterator[tuple[str, str, Need]]:
+    """Yield the pairs of options of which the first takes away what the second needs."""
+    for option, need in _TAKES_AWAY.items():
+        yield from ((option, other, need) for other, needs in _NEEDS.items() if need in needs)
+
+
 def excluded_by(option: str) -> Iterator[str]:
     """Yield the options that cannot be combined with an option."""
-    for first, need in _TAKES_AWAY.items():
-        for second, needs in _NEEDS.items():
-            if need in needs and option in (first, second):
-                yield second if option == first else first
+    for first, second, _ in _conflicts():
+        if option in (first, second):
+            yield second if option == first else first
 
 
 class PolicyConfig(Config):
@@ -231,13 +236,12 @@ class ScanConfig(*(instrument.options for instrument in reversed(instruments()))
         """Raise early for options that are invalid or that contradict each other."""
         from ampaudit.run.backends import parse_contract
 
-        for option, need in _TAKES_AWAY.items():
-            for other, needs in _NEEDS.items():
-                if need in needs and getattr(self, option) and getattr(self, other):
-                    raise UsageError(
-                        f"--{option} cannot be combined with --{other}, which needs {need.value}",
-                        hint=f"leave out --{option} or --{other}",
-                    )
+        for option, other, need in _conflicts():
+            if getattr(self, option) and getattr(self, other):
+                raise UsageError(
+                    f"--{option} cannot be combined with --{other}, which needs {need.value}",
+                    hint=f"leave out --{option} or --{other}",
+                )
         if self.next_inputs is not None and self.steps is None:
             hint = "add steps=N, or leave it out"
             raise UsageError("next_inputs makes the inputs of further steps", hint=hint)

@@ -224,7 +224,7 @@ def _planned(
             plan = replace(
                 plan, recorders=(GradientAudit,), functional=True, loss_scale=_loss_scale(plan, config)
             )
-        if contract.words and not (config.static or config.ranges):
+        if contract.words and not config.static:
             plan = replace(plan, backend=ContractBackend(contract))
         plans.append(with_recorders(plan, source, config))
     return source, plans
@@ -237,7 +237,7 @@ def _run(
     if config.static:
         return [static_audit(source, plan) for plan in plans], [None] * len(plans)
     usual = []
-    if parse_contract(config.contract).words and not config.ranges:
+    if parse_contract(config.contract).words:
         usual = [replace(plan, backend=session.backend, recorders=(), min_sqnr=None) for plan in plans]
     share = session.share or ALONE
     audits = run_audits(source.model, source.batches, [*plans, *usual], session.on_progress, share)
@@ -261,10 +261,7 @@ def _concluded(
     if table is not None and not config.static and usual is None:
         compare_with_run(context, source.batches)
     findings = run_checks(context, (*ALL_CHECKS, *checks_of(instruments)))
-    hiding = (
-        *map(option, config.ignore),
-        *comments_in(() if source.names_files else context.sites),
-    )
+    hiding = (*map(option, config.ignore), *comments_in(() if source.names_files else context.sites))
     findings, combined = suppressed(findings, hiding), None
     advising = (config.advise or config.diff) and not config.ranges and not config.static
     if advising:

@@ -169,10 +169,7 @@ def _audit(opened: ModelSource, settings: ConvertConfig, session: Session) -> _S
 class _Planned(NamedTuple):
     """What is written: the audited model with the graph of its program, and the dtype of each weight."""
 
-    opened: ModelSource
-    audited: Audited
-    settings: ConvertConfig
-    rescaling: Rescaling | None
+    subject: _Subject
     converted: ConvertedModel
     graph: FoldedGraph
     checkpoint: Checkpoint
@@ -192,14 +189,15 @@ def _plan(subject: _Subject, shapes: DynamicShapes) -> _Planned:
     storage = graph if settings.mode == "inference" else fold_casts(converted, "inference")
     checkpoint, names = _checkpoint(opened, settings, rescaling)
     decisions = decide_as_planned(checkpoint, planned_dtypes(opened.model, storage), names)
-    return _Planned(opened, audited, settings, rescaling, converted, graph, checkpoint, decisions)
+    return _Planned(subject._replace(opened=opened), converted, graph, checkpoint, decisions)
 
 
 def _write(
     planned: _Planned, shapes: DynamicShapes, stage: Path, directory: Path, on_progress: Progress
 ) -> Conversion:
     """Write everything into a staging directory; ``directory`` is where it will stand."""
-    opened, audited, settings, rescaling, converted, graph, checkpoint, decisions = planned
+    subject, converted, graph, checkpoint, decisions = planned
+    opened, audited, settings, rescaling = subject
     notes = [*opened.notes, *converted.traced.notes]
     if opened.kind == "huggingface":
         copy_companions(Path(opened.location), stage, directory)

@@ -57,7 +57,6 @@ _ADDS: dict[str, tuple[str | None, ...]] = {
     "scatter_add": (None,),
     "scatter_reduce": ("sum", "mean"),
 }
-_SHARED_KERNELS = having("shared_function")
 
 
 def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -68,7 +67,7 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
         return True
     if is_view(op) or _parts(op) is None:
         return False
-    if base_name(op) in _SHARED_KERNELS:
+    if base_name(op) in having("shared_function"):
         return True
     counter = _InnerOps(run=False)
     try:
@@ -143,7 +142,7 @@ class _InnerOps(TorchDispatchMode):
         if self._run and accumulates(op, args, kwargs):
             return accumulate(op, args, kwargs)
         parts = None if op in self._within else _parts(op)
-        on_meta_only = not self._run and base_name(op) in _SHARED_KERNELS
+        on_meta_only = not self._run and base_name(op) in having("shared_function")
         self.roundings += on_meta_only
         if parts is None or on_meta_only:
             return self._leaf(op, args, kwargs)
@@ -235,7 +234,7 @@ def _runs_natively(op: OpOverload) -> bool:
 @cache
 def _parts(op: OpOverload) -> Callable[..., Any] | None:
     """Return a function that calls a composite op and dispatches its parts; ``None`` if it has none."""
-    if base_name(op) in _SHARED_KERNELS:
+    if base_name(op) in having("shared_function"):
         return lambda *args, **kwargs: op._op_dk(DispatchKey.CPU, *args, **kwargs)
     return None if rounds_once(op) or is_foreign(op) else composite_kernel(op)
 

@@ -19,8 +19,8 @@ from torch import fx
 from ampaudit.core.ops import having
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import signal_to_noise_db
-from ampaudit.run.lockstep import Observer, StepCall
-from ampaudit.run.measure import BlockMeasure, as_complex, components
+from ampaudit.run.lockstep import StepCall, WrappedObserver
+from ampaudit.run.measure import as_complex, components
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
 from ampaudit.run.program import Program, Step
 from ampaudit.run.record import Fate, Origin
@@ -234,7 +234,7 @@ def _downstream(start: fx.Node, through: Set[fx.Node] | None = None) -> set[fx.N
     return reached
 
 
-class RepairingMeter(Observer):
+class RepairingMeter(WrappedObserver):
     """Measures like ``Meter``, repairs broken elements, and records which sites are origins.
 
     Attributes:
@@ -242,6 +242,7 @@ class RepairingMeter(Observer):
     """
 
     def __init__(self, meter: Meter, masks: set[SiteId]) -> None:
+        super().__init__(meter)
         self.meter = meter
         self.origins: list[SiteId] = []
         self._masks = masks
@@ -263,10 +264,6 @@ class RepairingMeter(Observer):
         self.origins = state["origins"]
         nodes = {node.name: node for node in graph.nodes}
         self._repaired = {nodes[name]: mask for name, mask in state["repaired"].items()}
-
-    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Delegate to the meter."""
-        return self.meter.block_measure(step, reference)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure; if elements are broken, attribute the fault and repair them."""

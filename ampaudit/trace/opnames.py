@@ -44,8 +44,6 @@ __all__ = [
     "written_values",
 ]
 
-_ONE_KERNEL = having("one_kernel")
-
 
 # arguments that norms write to although the schema does not say so, and the flags that make them
 _STATISTICS = ("running_mean", "running_var")
@@ -103,7 +101,7 @@ def is_composite(op: OpOverload) -> bool:
 @cache
 def stays_whole(op: OpOverload) -> bool:
     """Return whether a composite op stays one site when no rule mentions it."""
-    return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
+    return base_name(op) in having("one_kernel") or inner_op(op_name(op)) is not None or is_view(op)
 
 
 _COMPOSITE = ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
@@ -121,7 +119,7 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
 @cache
 def rounds_once(op: OpOverload) -> bool:
     """Return whether a composite op ends in one kernel, whose result is rounded once."""
-    return base_name(op) in _ONE_KERNEL - having("rounds_inside")
+    return base_name(op) in having("one_kernel") - having("rounds_inside")
 
 
 @cache

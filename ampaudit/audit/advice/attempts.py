@@ -104,6 +104,7 @@ class Attempts:
             number_format=form,
             rules=proposal.rules or plan.rules,
             edits=proposal.edits,
+            recorders=(),
             min_sqnr=None,
             keep_outputs=None if outputs is None else lambda _, batch_outputs: outputs.append(batch_outputs),
         )

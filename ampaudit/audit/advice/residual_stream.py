@@ -42,12 +42,10 @@ __all__ = ["AttributeChange", "Refusal", "Stream", "find_stream"]
 Degree: TypeAlias = "int | tuple[int | None, ...] | None"
 _NEAR_LIMIT = 0.9  # of the format's largest number, where a clamp only stands for its limit
 
-LINEAR = having("linear")
 _LIKE = frozenset("type_as view_as expand_as reshape_as to".split())  # another operand gives type or shape
 _LINEAR_IN = {"embedding": "weight", "scaled_dot_product_attention": "value"}
 # f(c x, c y) = c f(x, y); by name of the operands
 _BOTH = ("self", "other", "tensors", "value", "source", "src", "values", "end")
-ADDITIVE = having("additive")
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("mul", "matmul", "mm", "bmm", "mv", "_grouped_mm"), ("self", "other", "mat2", "vec")),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear", "convolution"), ("input", "weight")),
@@ -56,7 +54,6 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "einsum": ("tensors",),
     "div": ("self",),
 }
-NORMALIZING = having("normalizes")
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0}
 _EXACT_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 _FILLS = having("constant")
@@ -396,19 +393,19 @@ class _Search:
         base, op = call.base, overload_of(node.target)
         if base in PRODUCTS:
             return self._factors(call, degree)
-        if base in NORMALIZING:
+        if base in having("normalizes"):
             affine = [item for _, item in call.operands("weight", "bias") if isinstance(item, fx.Node)]
             if not affine:
                 raise _Refused(f"{call.name} writes to the stream and has no weight")
             return [(item, degree) for item in affine]
-        if base in ADDITIVE:
+        if base in having("additive"):
             names = [name for name in call.arguments if name not in ("condition", "mask", "index", "indices")]
             items = [item for _, item in call.operands(*names) if isinstance(item, fx.Node)]
             return [(item, degree) for item in items]
         if base in ("embedding", "scaled_dot_product_attention"):
             return [(call.arguments["weight" if base == "embedding" else "value"], degree)]
         through = node.target is operator.getitem or (op is not None and is_view(op))
-        if base in LINEAR or base in ("clamp", "clamp_min", "clamp_max", "nan_to_num") or through:
+        if base in having("linear") or base in ("clamp", "clamp_min", "clamp_max", "nan_to_num") or through:
             return [(node.all_input_nodes[0], degree)]
         raise _Refused(f"{call.name} writes to the stream, and no weight scales its result")
 
@@ -639,10 +636,10 @@ def _lower_bound(bound: Any) -> float | None:
 
 
 _RULES: dict[str, Callable[[ScaledCall], Degree]] = {
-    **dict.fromkeys(LINEAR, _linear),
-    **dict.fromkeys(ADDITIVE, _additive),
+    **dict.fromkeys(having("linear"), _linear),
+    **dict.fromkeys(having("additive"), _additive),
     **dict.fromkeys(PRODUCTS, _product),
-    **dict.fromkeys(NORMALIZING, _norm),
+    **dict.fromkeys(having("normalizes"), _norm),
     **dict.fromkeys((*_POWERS, "pow"), _power),
     **dict.fromkeys(having("kind_of_number", "index_of_extreme"), _invariant),
     **dict.fromkeys(having("compares"), _comparison),

@@ -40,15 +40,8 @@ _DOMAINS = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv", "logit"), "beyond 1"),
     "acosh": "below 1",
 }
-_EXPONENTIALS = having("exponential")
-_AT_ZERO = having("infinite_at_zero")
 _MASKED_ROW_SOFTMAX = having("softmax") | {"scaled_dot_product_attention"}
-_REDUCTIONS = having("total")
-_FACTORS = having("factors")
 LONG = 64
-_SQUARING = having("squares")
-_SUMS = having("sum")
-_SQUARES_PRODUCTS = having("product")
 _DEPTH = 8  # factors that are looked through
 # what an op does, what the limit is, and what a sum adds up
 _WORDS = {
@@ -134,10 +127,10 @@ def exponential_reason(context: CheckContext, site: Site, origin: Origin) -> str
     exponent = context.flow.arguments(site).get("exponent")
     if base == "pow" and isinstance(exponent, int | float) and exponent < 0:
         return None  # infinite at 0, as a division is
-    if base in _EXPONENTIALS:
+    if base in having("exponential"):
         return f"{base} grows faster than any format; exp(x) overflows from x = {limit:.4g}"
     before = (context.flow.base(maker) for maker in context.flow.makers(site))
-    if base in ("sum", "add", "mul", "cumsum") and any(name in _EXPONENTIALS for name in before):
+    if base in ("sum", "add", "mul", "cumsum") and any(name in having("exponential") for name in before):
         return f"these are exponentials written out; exp(x) overflows from x = {limit:.4g}"
     return None
 
@@ -152,7 +145,7 @@ EXPONENTIAL_CAUSE = Cause(
 def flushed_reason(context: CheckContext, site: Site, origin: Origin) -> str | None:
     """Explain an op that is infinite at zero."""
     del origin
-    if context.flow.base(site) not in _AT_ZERO:
+    if context.flow.base(site) not in having("infinite_at_zero"):
         return None
     form = context.number_format
     least = format_number(form.flush_below)
@@ -192,9 +185,9 @@ def reduction_reason(context: CheckContext, site: Site, origin: Origin) -> str |
     del origin
     flow, depth = context.flow, site.facts.depth if site.facts is not None else None
     terms = f" of {depth} terms" if depth else ""
-    if flow.base(site) in _FACTORS:
+    if flow.base(site) in having("factors"):
         return f"the product of {depth or 'the'} factors is too large, not its factors"
-    if flow.base(site) in _REDUCTIONS:
+    if flow.base(site) in having("total"):
         return f"the total{terms} is too large, not its terms"
     activations = not any(flow.is_weight(node) for node in flow.node(site).all_input_nodes)
     if flow.base(site) in _PRODUCTS and activations and depth is not None and depth >= LONG:
@@ -239,7 +232,7 @@ def squares_reason(context: CheckContext, site: Site, origin: Origin) -> str | N
         other = (f"raises its input to the power {power:g}", f"to the power {power:g}", "")
         does, raised, _ = _WORDS.get(power, other)
         return f"the op {does}, and {limit} {raised} is the limit"
-    if context.flow.base(site) not in _SUMS:
+    if context.flow.base(site) not in having("sum"):
         return None
     powers = [_power(context, maker) for maker in context.flow.makers(site)]
     summed = next((power for power in powers if power is not None), None)
@@ -251,9 +244,9 @@ def squares_reason(context: CheckContext, site: Site, origin: Origin) -> str | N
 def _power(context: CheckContext, site: Site) -> float | None:
     """Return the power that a site computes, if above 1; ``None`` otherwise."""
     flow = context.flow
-    if flow.base(site) in _SQUARING:
+    if flow.base(site) in having("squares"):
         return 2.0
-    if flow.base(site) in _SQUARES_PRODUCTS:
+    if flow.base(site) in having("product"):
         operands = _operands(flow.arguments(site))
         same = len(operands) == 2 and flow.root(operands[0]) is flow.root(operands[1]) is not None
         return 2.0 if same else None

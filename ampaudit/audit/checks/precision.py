@@ -23,7 +23,6 @@ __all__ = [
     "CANCELLATION_CAUSE",
     "CHECKS",
     "EPSILON_CAUSE",
-    "LOGARITHMS",
     "LOG_SIGMOID_CAUSE",
     "LOG_SOFTMAX_CAUSE",
     "POSITIONS_CAUSE",
@@ -46,15 +45,12 @@ _LOG_SIGMOID_ADVICE = "write F.logsigmoid(-x) for log(1 - sigmoid(x)), F.logsigm
 _CANCELLATION_ADVICE = (
     "subtract in float32, or rewrite: ((x - x.mean())**2).mean() for E[x^2] - E[x]^2, log1p, expm1"
 )
-_DIFFERENCES = having("sum_of_two")
-_WAVES = having("wave")
 _POSITIONS_ADVICE = "compute positions and angles in float32 and cast what comes after sin and cos"
 POSITION_ERROR = 0.5  # half of the distance between two neighbors
 ANGLE_ERROR = 0.1  # radians
 MIN_COUNT = 16.0  # a mask is also made of integers: 0 and 1
 NOTICEABLE_DB = 10.0  # errors of one op this far above the threshold still show in an output
 PatternMatch = Callable[[CheckContext, Site, Origin | None], str | None]
-LOGARITHMS = having("logarithm")
 
 
 def latent_check(code: str, applies: PatternMatch, advice: str) -> Check:
@@ -135,7 +131,7 @@ def log_softmax_reason(context: CheckContext, site: Site, origin: Origin | None)
     """Explain the log of a 16-bit softmax."""
     del origin
     flow = context.flow
-    if flow.base(site) not in LOGARITHMS:
+    if flow.base(site) not in having("logarithm"):
         return None
     softmax = flow.comes_from(flow.node(site).all_input_nodes[0], "softmax", within=2)
     if softmax is None or not any(context.low_precision(step) for step in (softmax, *flow.makers(site))):
@@ -151,7 +147,7 @@ def log_sigmoid_reason(context: CheckContext, site: Site, origin: Origin | None)
     """Explain the log of a sigmoid, or of one minus it, partly in 16 bits."""
     del origin
     flow = context.flow
-    if flow.base(site) not in LOGARITHMS:
+    if flow.base(site) not in having("logarithm"):
         return None
     steps = _steps(context, flow.node(site).all_input_nodes[0])
     if steps is None or not any(context.low_precision(step) for step in steps):
@@ -188,7 +184,7 @@ LOG_SIGMOID_CAUSE = Cause("AMP204", log_sigmoid_reason, _LOG_SIGMOID_ADVICE)
 
 def subtracts(context: CheckContext, site: Site) -> bool:
     """Return whether a site is a sum or difference much smaller than its operands."""
-    if context.flow.base(site) not in _DIFFERENCES:
+    if context.flow.base(site) not in having("sum_of_two"):
         return False
     stats = context.observed(site.id)
     peaks = [context.observed(maker.id).ref_peak for maker in context.flow.makers(site)]
@@ -260,7 +256,7 @@ def _limit(context: CheckContext, site: Site) -> float | None:
     """Return the smallest error to report; ``None`` for values that are neither positions nor angles."""
     if site.id in context.record.by_design or site.id in context.record.masks:
         return None
-    if any(context.flow.base(reader) in _WAVES for reader in context.flow.readers(site)):
+    if any(context.flow.base(reader) in having("wave") for reader in context.flow.readers(site)):
         return ANGLE_ERROR
     return POSITION_ERROR if _counts(context, site) else None
 
