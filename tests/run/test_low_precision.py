@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import torchgen
 import yaml
 
-from ampaudit.run import low_precision
+from ampaudit.core.ops import having
 from ampaudit.run.program import compile_program
 from tests.support.native import Function, cast, emulated, native, ulps, verdict
 from tests.support.planted import scan_under_autocast as scan
@@ -204,8 +204,7 @@ def test_shared_kernels_are_those_that_torch_shares() -> None:
         for keys, kernel in (function.get("dispatch") or {}).items():
             if {"CPU", "CUDA"} <= {key.strip() for key in keys.split(",")}:
                 kernels.setdefault(function["func"].partition("(")[0].partition(".")[0], set()).add(kernel)
-    shared = low_precision._SHARED_KERNELS
-    assert {name.rstrip("_") for name in shared} <= set(kernels)
+    assert {name.rstrip("_") for name in having("shared_function")} <= set(kernels)
     assert "logsumexp" not in kernels  # composite: any device
 
 
