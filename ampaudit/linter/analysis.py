@@ -51,12 +51,10 @@ from ampaudit.linter.rules.accumulation import (
     check_accumulation,
     check_branches,
     check_stepped_either_way,
-    check_synchronized_batch,
     check_zeroed_either_way,
 )
 from ampaudit.linter.rules.bookkeeping import (
     check_loops,
-    check_retained_graphs,
     check_updates_and_checkpoints,
 )
 from ampaudit.linter.rules.constants import check_constants, check_half_accumulators, check_half_layers
@@ -70,7 +68,6 @@ from ampaudit.linter.rules.managed_loops import (
 from ampaudit.linter.rules.regions import (
     check_cached_without_gradients,
     check_regions,
-    check_validation,
     check_weight_cache,
 )
 from ampaudit.linter.rules.settings import check_settings
@@ -86,10 +83,8 @@ _ENTRY_POINT_RULES = (
     check_managed_loops,
     check_regions,
     check_settings,
-    check_synchronized_batch,
     check_weight_cache,
     check_cached_without_gradients,
-    check_retained_graphs,
     check_loops,
 )
 
@@ -123,7 +118,6 @@ def _analyze(
     for class_info in script.classes.values():
         _follow_class(interpreter, events_by_entry, end, class_info)
     check_updates_and_checkpoints(interpreter, events_by_entry)
-    check_validation(interpreter, events_by_entry)
     check_half_layers(interpreter, events_by_entry)
     diagnostics = dict(interpreter.diagnostics)
     constants = check_constants(script, interpreter.dtype_uses)
@@ -278,6 +272,4 @@ def _finish(
     events_by_entry.append(events)
 
 
-_RULES_FOR_MANAGED = frozenset(
-    "AMP844 AMP845 AMP846 AMP848 AMP850 AMP867 AMP869 AMP872 AMP873 AMP874".split()
-)
+_RULES_FOR_MANAGED = frozenset("AMP844 AMP845 AMP846 AMP850 AMP867 AMP868 AMP869 AMP873 AMP874".split())

@@ -29,8 +29,7 @@ TWINS = OLDER_TWINS | FIELD_TWINS
 PAGES = {code: page for code, page in all_pages().items() if code.startswith(LINTED)}
 # a fix may only be offered where it was thought through
 FIXABLE = frozenset(
-    "AMP802 AMP803 AMP804 AMP807 AMP809 AMP817 AMP818 AMP819 AMP820 AMP836 AMP840 AMP841 AMP844 AMP850"
-    " AMP860 AMP864".split()
+    "AMP802 AMP803 AMP804 AMP807 AMP809 AMP817 AMP818 AMP820 AMP840 AMP844 AMP850 AMP860 AMP864".split()
 )
 CORRECT = read_set("correct-styles")
 BAD = {code: page.bad.code for code, page in PAGES.items()} | {

@@ -189,26 +189,6 @@ _ENGINE = script_of(
     "        engine.backward(<>)",
     "        engine.step()",
 )
-_UNSYNCHRONIZED = script_of(
-    "from torch.nn.parallel import DistributedDataParallel as DDP",
-    "",
-    "def train(net, optimizer, scaler, loader, n):",
-    "    model = DDP(net)",
-    "    for step, (x, y) in enumerate(loader, 1):",
-    "        if n > 1 and step % n != <>:",
-    "            with model.no_sync():",
-    "                with torch.autocast('cuda', dtype=torch.float16):",
-    "                    loss = F.mse_loss(model(x), y) / n",
-    "                scaler.scale(loss).backward()",
-    "        else:",
-    "            with torch.autocast('cuda', dtype=torch.float16):",
-    "                loss = F.mse_loss(model(x), y) / n",
-    "            scaler.scale(loss).backward()",
-    "        if step % n == 0:",
-    "            scaler.step(optimizer)",
-    "            scaler.update()",
-    "            optimizer.zero_grad()",
-)
 # code: template, bad, good
 FIELD_TWINS: dict[str, tuple[str, str, str]] = {
     "AMP827": (
@@ -266,7 +246,7 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
             "            optimizer.step()",
         ),
     ),
-    "AMP853": (
+    "AMP847 by none": (
         PLAIN,
         script_of(
             "def predict(model, x):",
@@ -288,7 +268,6 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         "with torch.autocast('cuda', dtype=torch.float16):\n    out = self.model(batch['x'])\n"
         "    loss = F.mse_loss(out, batch['y'])\nself.grad_scaler.scale(loss).backward()\n" + STEP,
     ),
-    "AMP855": (PLAIN, _SWITCHES.replace("<>", "fp16"), _SWITCHES.replace("<>", "amp")),
     "AMP856": (
         PLAIN,
         _SWITCHES.replace("enabled=<>", "enabled=dtype is torch.float16").replace(
@@ -318,7 +297,7 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         _CLIPPED.replace("<>", "torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"),
         _CLIPPED.replace("<>", "self.net.clip_grad_norm_(1.0)"),
     ),
-    "AMP872": (PLAIN, _RATIO.replace("<>", "half()"), _RATIO.replace("<>", "float()")),
+    "AMP868 of log-probabilities": (PLAIN, _RATIO.replace("<>", "half()"), _RATIO.replace("<>", "float()")),
     "AMP873": (PLAIN, _OVERLAP.replace("<>", "logits.sigmoid()"), _OVERLAP.replace("<>", "logits.float()")),
     "AMP874": (
         PLAIN,
@@ -330,5 +309,4 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         _CONDITIONED.replace("<>", "torch.no_grad()"),
         _CONDITIONED.replace("<>", "torch.no_grad(), torch.autocast('cuda', enabled=False)"),
     ),
-    "AMP866": (PLAIN, _UNSYNCHRONIZED.replace("<>", "1"), _UNSYNCHRONIZED.replace("<>", "0")),
 }

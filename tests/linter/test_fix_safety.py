@@ -208,7 +208,7 @@ def test_one_bad_repair_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch
     def breaks_one(text: str, given: list[fixes.Fix]) -> str:
         bad = any(fix.kind == "step by scaler" for fix in given)
         changed = applied(text, given)
-        more = BAD["AMP805"].replace("def train", "def more")
+        more = BAD["AMP815"].replace("def train", "def more")
         return f"{changed}\n\n{more}" if bad else changed
 
     good = lint(text, fix=True)

@@ -59,12 +59,6 @@ from tests.linter.examples import GOOD, codes, training_loop
             "scaler.step(optimizer)\nscaler.update()",
             ["AMP802"],
         ),
-        # a sum goes through the graphs of both
-        (
-            "a, b = model(x).sum(), model(y)\nscaler.scale(a + b.sum()).backward()\n"
-            "scaler.scale(b.mean()).backward()\nscaler.step(optimizer)\nscaler.update()",
-            ["AMP835"],
-        ),
         # walrus, tuple, conditional expression
         ("(scaled := scaler.scale(loss)).backward()\noptimizer.step()\nscaler.update()", ["AMP803"]),
         ("a, b = loss, 1\na.backward()\nscaler.step(optimizer)\nscaler.update()", ["AMP802"]),
@@ -80,7 +74,9 @@ def test_data_flow(body: str, wanted: list[str]) -> None:
 
 
 def test_a_lambda_or_an_own_context_is_not_known() -> None:
-    text = GOOD["AMP842"].replace('torch.autocast("cuda", dtype=torch.float16)', "mixed_precision()")
+    text = GOOD["AMP854 of the loss again"].replace(
+        'torch.autocast("cuda", dtype=torch.float16)', "mixed_precision()"
+    )
     assert codes(text) == []
 
 
@@ -126,8 +122,7 @@ def train(config, model, loader, optimizer, scaler):
     [
         ("pass", "scaler.update()", "pass", []),
         ("scaler.unscale_(optimizer)", "scaler.update()", "pass", ["AMP810"]),
-        ("pass", "pass", "scaler.update()", ["AMP825"]),
-        ("pass", "scaler.update()", "optimizer.zero_grad()", ["AMP831"]),
+        ("pass", "pass", "scaler.update()", ["AMP806"]),
     ],
 )
 def test_a_branch_that_accumulates_is_judged_by_itself(

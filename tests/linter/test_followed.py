@@ -74,11 +74,11 @@ def test_items_that_are_set_later_are_part_of_a_checkpoint() -> None:
 def test_an_optimizer_is_known_by_its_key() -> None:
     before = "both = {'a': optimizer, 'b': optimizer}"
     again = "scaler.step(both['a']); scaler.step(both['b'])"
-    assert found(loop(before=before, step=again)) == {"AMP824": Severity.ERROR}
+    assert found(loop(before=before, step=again)) == {"AMP809": Severity.ERROR}
     other = "both = {'a': optimizer, 'b': torch.optim.SGD(other.parameters(), lr=1.0)}"
-    assert "AMP824" not in found(loop(before=other, step=again))
+    assert "AMP809" not in found(loop(before=other, step=again))
     changed = before + "; both['b'] = make()"
-    assert "AMP824" not in found(loop(before=changed, step=again))
+    assert "AMP809" not in found(loop(before=changed, step=again))
 
 
 def test_a_test_for_a_scaler_is_decided_where_it_is_there() -> None:

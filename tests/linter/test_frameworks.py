@@ -363,7 +363,7 @@ def main(model, loader):
 
 def test_an_argument_that_no_call_gives_is_none() -> None:
     assert alarms(OPTIONAL.format(given="")) == []
-    assert [code for code, _, _ in alarms(OPTIONAL.format(given=", optimizer"))] == ["AMP821"]
+    assert [code for code, _, _ in alarms(OPTIONAL.format(given=", optimizer"))] == ["AMP820"]
 
 
 RUNNER = """

@@ -14,7 +14,7 @@ ALONGSIDE = {"AMP858": {"AMP865"}}
 
 def test_there_are_twins_for_every_code() -> None:
     assert len(PAGES) >= 30
-    assert set(PAGES) == set(TWINS)
+    assert set(PAGES) == {name.split()[0] for name in TWINS}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -117,21 +117,11 @@ STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update
         .replace("optimizer)", "optimizer, fp16=False)"),
         # torch switches float32 autocast off
         BAD["AMP845"].replace("torch.float16", "torch.float32"),
-        # a thread that only loads
-        BAD["AMP851 again"].replace("model(x).half()", "x.half()"),
         # each call of the function is another run
         GOOD["AMP802"]
         .replace("optimizer, criterion", "criterion")
         .replace("    scaler =", "    optimizer = make_optimizer(model)\n    scaler =")
         + "\nfor seed in range(3):\n    train(make_model(seed), [], None)\n",
-        # evaluated both ways
-        GOOD["AMP843"].replace(
-            "    with torch.no_grad(), torch.autocast",
-            "    with torch.no_grad():\n        for x, y in loader:\n            metric.update(model(x), y)\n"
-            "    with torch.no_grad(), torch.autocast",
-        ),
-        # no forward pass
-        BAD["AMP843"].replace("metric.update(model(x), y)", "metric.update(model.penalty(), y)"),
         # two numbers make a float32 tensor
         "import torch\n\n\ndef bias(mask):\n    return torch.where(mask, 0.0, -1e9)\n",
         # what it does in float16 is said beside it

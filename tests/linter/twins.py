@@ -150,7 +150,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
         f"{LOOP}\nself.grad_scaler.step(self.opt)\nself.opt.zero_grad()",
         f"{LOOP}\n{STEP}",
     ),
-    "AMP805": (
+    "AMP806 before the step": (
         HELPERS,
         "scaler.update()\nscaler.step(optimizer)\noptimizer.zero_grad()",
         _FINISH,
@@ -198,7 +198,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
         "loss = self.loss_of(batch) / self.accumulate\nself.grad_scaler.scale(loss).backward()\n"
         + _gated("self.grad_scaler.unscale_(self.opt)\n" + STEP),
     ),
-    "AMP811": (
+    "AMP809 after the step": (
         HELPERS,
         "scaler.step(optimizer)\nscaler.unscale_(optimizer)\nscaler.update()\noptimizer.zero_grad()",
         "scaler.unscale_(optimizer)\nscaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()",
@@ -293,12 +293,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "        self.scaler.update()",
         ),
     ),
-    "AMP819": (
-        HELPERS,
-        "scaler.unscale_(optimizer)\nclip_grad_norm_(\n    model.parameters(),\n    1.0,\n"
-        "    error_if_nonfinite=True,  # fail early\n)\n" + _FINISH,
-        "scaler.unscale_(optimizer)\nclip_grad_norm_(\n    model.parameters(),\n    1.0,\n)\n" + _FINISH,
-    ),
     "AMP820": (
         TRAINER,
         f"{LOOP}\n{STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
@@ -306,34 +300,11 @@ TWINS: dict[str, tuple[str, str, str]] = {
         f"{LOOP}\n{STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
         "    'opt': self.opt.state_dict(),\n    'scaler': self.grad_scaler.state_dict(),\n}, 'last.pt')",
     ),
-    "AMP821": (
+    "AMP820 on restoring": (
         TRAINER,
         f"state = torch.load('last.pt')\nself.opt.load_state_dict(state['opt'])\n{LOOP}\n{STEP}",
         "state = torch.load('last.pt')\nself.opt.load_state_dict(state['opt'])\n"
         f"self.grad_scaler.load_state_dict(state['scaler'])\n{LOOP}\n{STEP}",
-    ),
-    "AMP822": (
-        PLAIN,
-        _train(
-            _FORWARD,
-            _BACK,
-            _DONE,
-            "schedule.step()",
-            before=(
-                "scaler = torch.amp.GradScaler('cuda')",
-                "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)",
-            ),
-        ),
-        _train(
-            _FORWARD,
-            _BACK,
-            _DONE,
-            before=(
-                "scaler = torch.amp.GradScaler('cuda')",
-                "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)",
-            ),
-        )
-        + "\n    schedule.step()",
     ),
     "AMP823": (
         TRAINER,
@@ -342,14 +313,14 @@ TWINS: dict[str, tuple[str, str, str]] = {
         + "\nif i % 10 == 0:\n    print(float(loss))",
         f"{LOOP}\n{STEP}\nif i % 10 == 0:\n    print(float(loss))",
     ),
-    "AMP824": (
+    "AMP809 by two steps": (
         HELPERS,
         "scaler.step(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\n"
         "scaler.update()\n"
         "optimizer.zero_grad()",
         _FINISH,
     ),
-    "AMP825": (
+    "AMP806 without a step": (
         PLAIN,
         _train(
             "scaler.update()",
@@ -359,7 +330,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
         ),
         _train(_FORWARD, _BACK, _DONE),
     ),
-    "AMP826": (
+    "AMP809 before backward": (
         TRAINER,
         f"self.opt.zero_grad()\nself.grad_scaler.unscale_(self.opt)\n{LOOP}\n{STEP}",
         f"self.opt.zero_grad()\n{LOOP}\nself.grad_scaler.unscale_(self.opt)\n{STEP}",
@@ -369,59 +340,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
         f"{LOOP}\n" + _gated(STEP),
         "loss = self.loss_of(batch).div(self.accumulate)\nself.grad_scaler.scale(loss).backward()\n"
         + _gated(STEP),
-    ),
-    "AMP831": (
-        TRAINER,
-        "self.opt.zero_grad()\nloss = self.loss_of(batch) / 4\nself.grad_scaler.scale(loss).backward()\n"
-        "if i % 4 == 3:\n    self.grad_scaler.step(self.opt)\n    self.grad_scaler.update()",
-        "loss = self.loss_of(batch) / 4\nself.grad_scaler.scale(loss).backward()\n"
-        "if i % 4 == 3:\n    self.grad_scaler.step(self.opt)\n    self.grad_scaler.update()\n"
-        "    self.opt.zero_grad()",
-    ),
-    "AMP832": (
-        HELPERS,
-        "optimizer.zero_grad()\nscaler.step(optimizer)\nscaler.update()",
-        _FINISH,
-    ),
-    "AMP833": (
-        PLAIN,
-        _train(
-            "with torch.autocast('cuda', dtype=torch.float16):\n    loss = F.cross_entropy(ddp(x), y) / 8",
-            _BACK,
-            "count += 1\nif count % 8 == 0:\n" + indent(_DONE, "    "),
-            before=(
-                "scaler = torch.amp.GradScaler('cuda')",
-                "ddp, count = nn.parallel.DistributedDataParallel(model), 0",
-            ),
-        ),
-        _train(
-            "count += 1\nddp.require_backward_grad_sync = count % 8 == 0",
-            "with torch.autocast('cuda', dtype=torch.float16):\n    loss = F.cross_entropy(ddp(x), y) / 8",
-            _BACK,
-            "if count % 8 == 0:\n" + indent(_DONE, "    "),
-            before=(
-                "scaler = torch.amp.GradScaler('cuda')",
-                "ddp, count = nn.parallel.DistributedDataParallel(model), 0",
-            ),
-        ),
-    ),
-    "AMP834": (
-        TRAINER,
-        "with self.model.no_sync():\n" + indent(LOOP, "    ") + f"\n{STEP}",
-        f"{LOOP}\n{STEP}",
-    ),
-    "AMP835": (
-        TRAINER,
-        "out = self.model(batch['x'])\na, b = F.mse_loss(out, batch['y']), F.l1_loss(out, batch['y'])\n"
-        "self.grad_scaler.scale(a).backward()\nself.grad_scaler.scale(b).backward()\n" + STEP,
-        "out = self.model(batch['x'])\na, b = F.mse_loss(out, batch['y']), F.l1_loss(out, batch['y'])\n"
-        "self.grad_scaler.scale(a).backward(retain_graph=True)\nself.grad_scaler.scale(b).backward()\n"
-        + STEP,
-    ),
-    "AMP836": (
-        TRAINER,
-        "loss = self.loss_of(batch)\nself.grad_scaler.scale(loss).backward(retain_graph=True)\n" + STEP,
-        f"{LOOP}\n{STEP}",
     ),
     "AMP837": (
         TRAINER,
@@ -435,16 +353,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
         "with torch.autocast('cuda', dtype=torch.float16):\n    loss = loss + torch.norm(grad)\n"
         "self.grad_scaler.scale(loss).backward()\n" + STEP,
     ),
-    "AMP838": (
-        TRAINER,
-        "loss = self.loss_of(batch)\n"
-        "grad, = torch.autograd.grad(loss, batch['x'], create_graph=True)\n"
-        "loss = loss + grad.norm()\nself.grad_scaler.scale(loss).backward()\n" + STEP,
-        "loss = self.loss_of(batch)\n"
-        "grad, = torch.autograd.grad(loss, batch['x'], create_graph=True)\n"
-        "with torch.autocast('cuda', dtype=torch.float16):\n    loss = loss + grad.norm()\n"
-        "self.grad_scaler.scale(loss).backward()\n" + STEP,
-    ),
     "AMP840": (
         TRAINER,
         "with torch.autocast('cuda', dtype=torch.float16):\n"
@@ -454,12 +362,12 @@ TWINS: dict[str, tuple[str, str, str]] = {
         "    loss = F.cross_entropy(self.model(batch['x']), batch['y'])\n"
         "self.grad_scaler.scale(loss).backward()  # the way back\n" + STEP,
     ),
-    "AMP841": (
+    "AMP840 of the step": (
         HELPERS,
         "with torch.autocast('cuda'):\n    scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()",
         _FINISH,
     ),
-    "AMP842": (
+    "AMP854 of the loss": (
         TRAINER,
         "with torch.autocast('cuda', dtype=torch.float16):\n    out = self.model(batch['x'])\n"
         "    out = F.linear(out, self.head)\n"
@@ -468,12 +376,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
         "    out = F.linear(out, self.head)\n"
         "loss = nn.CrossEntropyLoss()(out.float(), batch['y'])\nself.grad_scaler.scale(loss).backward()\n"
         + STEP,
-    ),
-    "AMP843": (
-        TRAINER + "            self.check()\n\n    @torch.no_grad()\n    def check(self):\n"
-        "        for batch in self.loader:\n            <2>\n",
-        f"{LOOP}\n{STEP}<2>print(self.model(batch['x']).argmax())",
-        f"{LOOP}\n{STEP}<2>print(self.loss_of(batch))",
     ),
     "AMP844": (
         PLAIN,
@@ -541,26 +443,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "            print(model(x).argmax())",
         ),
     ),
-    "AMP848": (
-        PLAIN,
-        script_of("torch.amp.autocast('cuda')", "out = nn.Linear(2, 2)(torch.ones(2))"),
-        script_of("with torch.amp.autocast('cuda'):", "    out = nn.Linear(2, 2)(torch.ones(2))"),
-    ),
-    "AMP849": (
-        PLAIN,
-        script_of(
-            "def main(loader):",
-            "    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half().cuda()",
-            "    with torch.inference_mode(), torch.autocast('cuda'):",
-            "        return [model(x) for x in loader]",
-        ),
-        script_of(
-            "def main(loader):",
-            "    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half().cuda()",
-            "    with torch.inference_mode():",
-            "        return [model(x) for x in loader]",
-        ),
-    ),
     "AMP850": (
         PLAIN,
         script_of(
@@ -599,31 +481,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "    Linear.apply(torch.ones(2, 2), torch.ones(2, 2))",
         ),
     ),
-    "AMP851": (
-        PLAIN,
-        "from threading import Thread\n"
-        + script_of(
-            "def work(model, x, out):",
-            "    out.append(model(x).half())",
-            "",
-            "",
-            "def main(models, x, out):",
-            "    with torch.autocast('cuda', dtype=torch.float16):",
-            "        for model in models:",
-            "            Thread(target=work, args=(model, x, out)).start()",
-        ),
-        "from threading import Thread\n"
-        + script_of(
-            "def work(model, x, out):",
-            "    with torch.autocast('cuda', dtype=torch.float16):",
-            "        out.append(model(x).half())",
-            "",
-            "",
-            "def main(models, x, out):",
-            "    for model in models:",
-            "        Thread(target=work, args=(model, x, out)).start()",
-        ),
-    ),
     "AMP860": (
         PLAIN,
         _MODULE.format("x = x + (1.0 - mask) * -1e9"),
@@ -652,11 +509,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "        F.mse_loss(model(x), y).backward()",
             "        optimizer.step()",
         ),
-    ),
-    "AMP863": (
-        TRAINER,
-        f"{LOOP}\n{STEP}\nprint(float(loss))",
-        f"{LOOP}\n{STEP}\nif i % 9 == 0:\n    print(float(loss))",
     ),
     "AMP864": (
         PLAIN,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import file_number
 from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_calls
-from ampaudit.linter.flow.events import SchedulerStep, ThreadStarted
 from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
@@ -80,9 +79,6 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, Tensor) and base is UNSCALED_TENSOR and isinstance(node.func, ast.Attribute):
         base = interpreter.infer_from_usage(base, dotted_name(node.func.value))
     arguments = _arguments(interpreter, node)
-    if name == "submit":
-        target = next((value for value in arguments.all() if isinstance(value, Function | BoundMethod)), None)
-        interpreter.record(ThreadStarted(interpreter.at(node), target, interpreter.autocast))
     if isinstance(base, Scaler):
         return scalers.scaler_method(interpreter, node, base, name, arguments)
     if isinstance(base, Optimizer):
@@ -90,8 +86,6 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, Model):
         return objects.model_method(interpreter, node, base, name, arguments)
     if isinstance(base, Scheduler):
-        if name == "step" and not arguments.all():  # a step with arguments is not one of torch's schedulers
-            interpreter.record(SchedulerStep(interpreter.at(node)))
         return UNKNOWN
     if isinstance(base, LossGradients):
         return gradient_norm(interpreter, node, base) if name in NORM_FUNCTIONS else base

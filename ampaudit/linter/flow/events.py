@@ -10,9 +10,7 @@ from typing import TypeVar
 from ampaudit.linter.flow.values import Autocast, DictLiteral, Managed, Model, Tensor, Value
 
 __all__ = [
-    "AutocastDropped",
     "AutocastEntered",
-    "AutogradGrad",
     "Backward",
     "CheckpointSaved",
     "Clip",
@@ -21,7 +19,6 @@ __all__ = [
     "GradientRead",
     "Guard",
     "HalfLayer",
-    "HalfUnderAutocast",
     "LossInside",
     "ManagedBackward",
     "ManagedClip",
@@ -46,9 +43,7 @@ __all__ = [
     "ScalerStep",
     "ScalerUnscale",
     "ScalerUpdate",
-    "SchedulerStep",
     "StepEvent",
-    "ThreadStarted",
     "UnknownBackward",
     "UnknownEffect",
     "ZeroGrad",
@@ -127,11 +122,9 @@ def of_type(events: Iterable[Event], *types: type[E]) -> list[E]:
 
 @dataclass(frozen=True, slots=True)
 class Backward(Event):
-    """A backward pass; ``synchronizes`` unless it is under ``no_sync``."""
+    """A backward pass."""
 
     loss: Tensor
-    retains_graph: bool
-    synchronizes: bool
     autocast: Autocast
 
 
@@ -143,11 +136,6 @@ class UnknownBackward(Event):
 @dataclass(frozen=True, slots=True)
 class UnknownEffect(Event):
     """A call of unknown code that may step, zero or replace gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class AutogradGrad(Event):
-    """A call of ``torch.autograd.grad``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +245,6 @@ class ZeroGrad(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerStep(Event):
-    """The step of a learning-rate scheduler."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelCall(Event):
     """A call of a model; ``is_called`` if it is ``model(...)`` and not another method."""
 
@@ -279,11 +262,6 @@ class ModelCall(Event):
 @dataclass(frozen=True, slots=True)
 class PrecisionChosen(Event):
     """A choice that a condition may decide: a cast to float16, one of two functions, an apex model."""
-
-
-@dataclass(frozen=True, slots=True)
-class HalfUnderAutocast(Event):
-    """A model that is called under autocast was cast to float16 here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,11 +285,6 @@ class AutocastEntered(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class AutocastDropped(Event):
-    """An autocast context is created but not entered."""
-
-
-@dataclass(frozen=True, slots=True)
 class NumberRead(Event):
     """``loss.item()`` and the like."""
 
@@ -323,14 +296,6 @@ class CheckpointSaved(Event):
     """``torch.save`` of a dict."""
 
     entries: DictLiteral
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadStarted(Event):
-    """A thread is started with a function, if it is known."""
-
-    target: Value | None
-    autocast: Autocast
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ __all__ = [
     "BFLOAT16_WEIGHTS",
     "CAST_BY_DTYPE",
     "DEVICE",
-    "FREED",
     "FRESH",
     "FROZEN",
     "HALF_WEIGHTS",
@@ -26,13 +25,11 @@ __all__ = [
     "UNUSED",
     "UPDATED",
     "UPDATED_EARLY",
-    "ZEROED",
     "EarlyUpdate",
     "FactKind",
     "Perhaps",
     "PerhapsHalf",
     "Stepped",
-    "Zeroed",
 ]
 
 T = TypeVar("T")
@@ -63,14 +60,6 @@ class EarlyUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Zeroed:
-    """The zeroing that discarded the gradients of an optimizer."""
-
-    optimizer: str
-    node: ast.AST
-
-
-@dataclass(frozen=True, slots=True)
 class PerhapsHalf:
     """A cast of a model to a dtype that a setting chooses, and that may be float16."""
 
@@ -96,7 +85,6 @@ FRESH: Final = FactKind[Literal[True]]("fresh")  # a backward followed the last 
 IDLE: Final = FactKind[Literal[True]]("idle")  # there are none
 LEFTOVER: Final = FactKind[Literal[True]]("leftover")  # unscaled ones remain after an update
 STEPPED_LAST: Final = FactKind[str]("stepped last")  # the optimizer that a scaler stepped last
-ZEROED: Final = FactKind[Zeroed]("zeroed")
 TOUCHED: Final = FactKind[Literal[True]]("touched")  # unknown code had access to a scaler or an optimizer
 # per model
 HALF_WEIGHTS: Final = FactKind[ast.AST | PerhapsHalf]("half")  # what has cast its parameters to float16
@@ -104,7 +92,5 @@ BFLOAT16_WEIGHTS: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16
 FROZEN: Final = FactKind[Literal[True]]("frozen")  # its parameters require no gradients
 HALVED_IN_LOOP: Final = FactKind[ast.AST]("halved in loop")  # a cast to float16 in only some iterations
 DEVICE: Final = FactKind[str]("device")
-# per call of a model
-FREED: Final = FactKind[ast.AST]("freed")  # the backward that has freed its graph
 
 CAST_BY_DTYPE: Final[dict[str, FactKind[Any]]] = {"float16": HALF_WEIGHTS, "bfloat16": BFLOAT16_WEIGHTS}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, line_of
 from ampaudit.linter.flow.events import GradientRead, UnknownEffect
-from ampaudit.linter.flow.facts import FRESH, IDLE, LEFTOVER, UNSCALED_AT, UNUSED, UPDATED, ZEROED
+from ampaudit.linter.flow.facts import FRESH, IDLE, LEFTOVER, UNSCALED_AT, UNUSED, UPDATED
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
@@ -72,13 +72,6 @@ def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradie
             f"these gradients{location_suffix(node, place)} are scaled by the loss scale, "
             "so the penalty measures the scale and not the model",
             "multiply them by 1 / scaler.get_scale() first",
-        )
-    elif interpreter.autocast.enabled is False and gradients.computed_under and interpreter.scalers:
-        interpreter.report(
-            "AMP838",
-            node,
-            "the penalty is computed outside autocast, although the rest of the loss is computed inside",
-            "compute the penalty and add it to the loss under 'with torch.autocast(...)'",
         )
     return Tensor(scaler_key=gradients.scaler_key, node=node)
 
@@ -166,7 +159,7 @@ def replace_gradients(interpreter: Interpreter, node: ast.AST) -> None:
     """Set the facts after ``p.grad = ...``, which may be of any scale."""
     interpreter.record(UnknownEffect(interpreter.at(node)))
     interpreter.state.gradients = UNKNOWN_GRADIENTS
-    interpreter.state.invalidate(IDLE, FRESH, UNUSED, UPDATED, LEFTOVER, ZEROED)
+    interpreter.state.invalidate(IDLE, FRESH, UNUSED, UPDATED, LEFTOVER)
 
 
 def clear_gradients(interpreter: Interpreter) -> None:

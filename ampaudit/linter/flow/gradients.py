@@ -6,9 +6,8 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, Fix
-from ampaudit.linter.flow.events import AutogradGrad, Backward, Clip, UnknownBackward
+from ampaudit.linter.flow.events import Backward, Clip, UnknownBackward
 from ampaudit.linter.flow.facts import (
-    FREED,
     FRESH,
     IDLE,
     LEFTOVER,
@@ -18,7 +17,6 @@ from ampaudit.linter.flow.facts import (
     UNSCALED_AT,
     UPDATED,
     UPDATED_EARLY,
-    ZEROED,
     Stepped,
 )
 from ampaudit.linter.flow.gradient_uses import (
@@ -34,7 +32,6 @@ from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, Cont
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     following_step,
-    is_handled,
     location_suffix,
 )
 from ampaudit.linter.flow.values import (
@@ -48,7 +45,6 @@ from ampaudit.linter.flow.values import (
     ScaleReading,
     Tensor,
     Value,
-    literal_of,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +59,6 @@ def unknown_backward(interpreter: Interpreter) -> None:
     state = interpreter.state
     state.gradients = UNKNOWN_GRADIENTS
     state.clear(UPDATED)
-    state.clear(ZEROED)
     state.set_fact(STEPPED_LAST, None)
     state.set_fact(IDLE, PERHAPS)
     state.set_fact(FRESH, PERHAPS)
@@ -73,15 +68,8 @@ def unknown_backward(interpreter: Interpreter) -> None:
 def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: Arguments) -> Value:
     """Interpret ``loss.backward()``."""
     state = interpreter.state
-    retain = arguments.get(1, "retain_graph")
-    retained = literal_of(retain) is True
-    synchronizes = "no_sync" not in interpreter.grad_modes
-    interpreter.record(Backward(interpreter.at(node), loss, retained, synchronizes, interpreter.autocast))
+    interpreter.record(Backward(interpreter.at(node), loss, interpreter.autocast))
     _check_accumulated(interpreter, node, loss)
-    if "create_graph" not in arguments.keywords:
-        _check_graph(
-            interpreter, node, loss, retained or (retain is not None and not isinstance(retain, LiteralValue))
-        )
     if loss.scaler_key == MAYBE:
         state.gradients = UNKNOWN_GRADIENTS
     elif loss.scaler_key != UNSCALED or not is_unscaled(interpreter):
@@ -94,7 +82,6 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
             interpreter, f"the backward at line {node.lineno}, whose loss has another scale", stepped=False
         )
     state.clear(UPDATED)
-    state.clear(ZEROED)
     state.clear(UPDATED_EARLY)
     state.set_fact(IDLE, None)
     state.set_fact(FRESH, True)
@@ -124,20 +111,6 @@ def _check_accumulated(interpreter: Interpreter, node: ast.Call, loss: Tensor) -
             "scaled gradients are added to gradients that have already been unscaled",
             "call unscale_() once, after the last backward before the step",
         )
-
-
-def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retained: bool) -> None:
-    for root in loss.model_calls or ():
-        freed = interpreter.state.get(FREED, root)
-        if isinstance(freed, ast.AST) and freed is not node:
-            interpreter.report(
-                "AMP835",
-                freed,
-                f"this backward frees the graph that the backward at line {node.lineno} needs again",
-                "add the losses and call backward once, or pass retain_graph=True to the first call",
-            )
-        if not retained:
-            interpreter.state.set_fact(FREED, node, root)
 
 
 def check_sharded(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
@@ -179,19 +152,6 @@ def clip(
             _unscale_first(interpreter) if place is node else None,
             certainty,
         )
-    contributions = gradient_contributions(interpreter)
-    raises = arguments.keywords.get("error_if_nonfinite")
-    scaled = bool(contributions) and any(item.scaler for item in contributions or ())
-    handled = is_handled(interpreter.linked, node)
-    if scaled and not handled and literal_of(raises) is True:
-        interpreter.report(
-            "AMP819",
-            node,
-            "clipping raises on infinite gradients, which are normal "
-            "under a loss scale: the scaler skips such steps",
-            "remove error_if_nonfinite",
-            Fix.at(node, "remove keyword", "error_if_nonfinite"),
-        )
     return UNKNOWN
 
 
@@ -228,10 +188,9 @@ def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments
     """Interpret ``torch.autograd.grad``; with ``create_graph`` its result becomes part of a loss."""
     outputs = arguments.get(0, "outputs")
     create = arguments.get(4, "create_graph")
-    interpreter.record(AutogradGrad(interpreter.at(node)))
     if not isinstance(create, LiteralValue) or create.value is not True:
         return UNKNOWN
     first = item_of(outputs) if isinstance(outputs, KnownItems) else outputs
     if isinstance(first, Tensor):
-        return LossGradients(first.scaler_key, first.computed_under, node)
-    return LossGradients(MAYBE, "", node)
+        return LossGradients(first.scaler_key, node)
+    return LossGradients(MAYBE, node)

@@ -51,11 +51,9 @@ __all__ = [
 STEPS_AT_ONCE: Final = 16
 _MAX_STEPS: Final = 60_000  # per entry point; the rest of a longer one is skipped
 _MAX_STEPS_ELSEWHERE: Final = 20_000  # per script, in files that it imports
-_FACTS_PER_STEP: Final = 16  # that cost as much as a step
+_SIZE_PER_STEP: Final = 16  # facts, names and events that cost as much as a step
 _MAX_WORK: Final = 2_500_000  # per script, which is not read beyond it: some seconds
-_OF_DTYPES: Final = frozenset(
-    "AMP842 AMP844 AMP845 AMP846 AMP860 AMP861 AMP868 AMP869 AMP872 AMP873 AMP874".split()
-)
+_OF_DTYPES: Final = frozenset("AMP844 AMP854 AMP845 AMP846 AMP860 AMP861 AMP868 AMP869 AMP873 AMP874".split())
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
 _BUILTINS = frozenset(
@@ -263,9 +261,9 @@ class Interpreter(Recorder):
         self._expressions += 1
         if not self._expressions % STEPS_AT_ONCE:
             state = self.path_state
-            # each branch copies and joins the facts and names
+            # each branch copies and joins the facts and names, and rules compare the events
             size = 0 if state is None else len(state.facts) + len(state.scopes.get(self.frame, ()))
-            self.budget.spend(size, self.script is not self.linked.main)
+            self.budget.spend(size + len(self.events), self.script is not self.linked.main)
         handler = self.expressions.get(type(node))
         value: Value = handler(self, node) if handler is not None else UNKNOWN
         return value
@@ -409,8 +407,8 @@ class StepBudget:
         """Begin another entry point, which may take as many steps."""
         self._steps = 0
 
-    def spend(self, facts: int, is_elsewhere: bool) -> None:
-        """Take ``STEPS_AT_ONCE`` steps, in a state with a number of facts that each branch copies and joins.
+    def spend(self, size: int, is_elsewhere: bool) -> None:
+        """Take ``STEPS_AT_ONCE`` steps, each of which costs the more the larger the state is.
 
         Raises:
             ImportsTooLong: A limit is reached while imports are followed.
@@ -419,7 +417,7 @@ class StepBudget:
         """
         self._steps += STEPS_AT_ONCE
         self._elsewhere += STEPS_AT_ONCE * is_elsewhere
-        self._work += STEPS_AT_ONCE * (1 + facts // _FACTS_PER_STEP)
+        self._work += STEPS_AT_ONCE * (1 + size // _SIZE_PER_STEP)
         if self._steps <= _MAX_STEPS and self._work <= _MAX_WORK and self._elsewhere <= _MAX_STEPS_ELSEWHERE:
             return
         if self.follows_imports:

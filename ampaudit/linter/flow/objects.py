@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
-from ampaudit.linter.flow.events import HalfUnderAutocast, ModelCall, PrecisionChosen, ZeroGrad
+from ampaudit.linter.flow.events import ModelCall, PrecisionChosen, ZeroGrad
 from ampaudit.linter.flow.facts import (
     BFLOAT16_WEIGHTS,
     CAST_BY_DTYPE,
     DEVICE,
-    FREED,
     HALF_WEIGHTS,
     HALVED_IN_LOOP,
     PERHAPS,
@@ -23,7 +22,7 @@ from ampaudit.linter.flow.gradient_uses import clear_gradients
 from ampaudit.linter.flow.gradients import clip, unknown_backward
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
 from ampaudit.linter.flow.state import flattened
-from ampaudit.linter.flow.syntax import dotted_name, keyword_value
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import (
     autocast_dtype,
     check_rounded_timesteps,
@@ -198,7 +197,6 @@ def call_model(
     tensors = [value for value in flattened(arguments.all()) if isinstance(value, Tensor)]
     is_unsure = any(tensor.model_calls is None and tensor.node is not None for tensor in tensors)
     model_calls = None if is_unsure else frozenset({root}).union(*(t.model_calls or () for t in tensors))
-    interpreter.state.set_fact(FREED, None, root)
     called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
     called = called or interpreter.script.usage.is_model(dotted_name(node.func))
     for value in arguments.all() if model.instance is None else ():
@@ -206,9 +204,6 @@ def call_model(
     _check_input(interpreter, node, model, arguments)
     modes = tuple(interpreter.grad_modes)
     interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
-    halved = interpreter.state.trained_cast(HALF_WEIGHTS, model.key)
-    if cast and halved is not None and not _has_own_switch(interpreter):
-        interpreter.record(HalfUnderAutocast(interpreter.at(halved)))
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, node, model, arguments, method)
     info = method_of(model, method)
@@ -274,15 +269,6 @@ def _weights_dtype(interpreter: Interpreter, model: Model) -> str:
         return ""
     cast = interpreter.state.weights_cast(model.key)
     return "" if cast is None else cast[0]
-
-
-def _has_own_switch(interpreter: Interpreter) -> bool:
-    """Return whether a condition other than the assumed one enables autocast."""
-    call = interpreter.autocast.node
-    if not interpreter.assumptions or not interpreter.autocast.conditional or not isinstance(call, ast.Call):
-        return False
-    enabled = keyword_value(call, "enabled")
-    return enabled is None or ast.unparse(enabled) not in interpreter.assumptions
 
 
 def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, node: ast.Call) -> Value:

@@ -21,9 +21,7 @@ from ampaudit.linter.flow.facts import (
     STEPPED,
     STEPPED_LAST,
     UNSCALED_AT,
-    ZEROED,
     Stepped,
-    Zeroed,
 )
 from ampaudit.linter.flow.gradient_uses import (
     clear_gradients,
@@ -31,7 +29,6 @@ from ampaudit.linter.flow.gradient_uses import (
     has_single_optimizer,
     is_unscaled,
 )
-from ampaudit.linter.flow.scalers import check_zeroed
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution, item_of
 from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.syntax import dotted_name
@@ -64,17 +61,10 @@ def optimizer_method(
     interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
 ) -> Value:
     """Interpret a method of an optimizer."""
-    state = interpreter.state
     if name == "step":
         _step(interpreter, node, optimizer, arguments)
     elif name == "zero_grad":
         interpreter.record(ZeroGrad(interpreter.at(node), optimizer.key))
-        if (
-            gradient_contributions(interpreter)
-            and has_single_optimizer(interpreter)
-            and not state.may_hold(STEPPED)
-        ):
-            state.set_fact(ZEROED, Zeroed(optimizer.key, node))
         clear_gradients(interpreter)
     elif name == "state_dict":
         return StateDict("optimizer", optimizer.key)
@@ -89,7 +79,6 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
     if arguments.all():  # a closure runs backward
         state.gradients = UNKNOWN_GRADIENTS
         return
-    check_zeroed(interpreter, optimizer)
     contributions = gradient_contributions(interpreter)
     scalers = {item.scaler for item in contributions or ()}  # empty for a loss that is not scaled
     if state.get(STEPPED_LAST) == optimizer.key and not optimizer.one_of_several:

@@ -34,10 +34,8 @@ from ampaudit.linter.flow.facts import (
     UNUSED,
     UPDATED,
     UPDATED_EARLY,
-    ZEROED,
     EarlyUpdate,
     Stepped,
-    Zeroed,
 )
 from ampaudit.linter.flow.gradient_uses import are_distinct, gradient_contributions, has_single_optimizer
 from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
@@ -63,7 +61,7 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
     from ampaudit.linter.flow.values import Arguments
 
-__all__ = ["check_adapters", "check_early", "check_zeroed", "scaler_method"]
+__all__ = ["check_adapters", "check_early", "scaler_method"]
 
 
 def scaler_method(
@@ -150,7 +148,6 @@ def _step(
     check_unscaled_by_another(interpreter, scaler, optimizer, node)
     check_order(interpreter, scaler, node)
     check_repeated(interpreter, scaler, optimizer, node)
-    check_zeroed(interpreter, optimizer)
     state.set_fact(STEPPED, Stepped.BY_SCALER, scaler.key, optimizer.key)
     state.set_fact(UNSCALED_AT, Stepped.BY_SCALER, scaler.key, optimizer.key)
     state.set_fact(STEPPED_LAST, optimizer.key)
@@ -175,7 +172,7 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
     key = (scaler.key, optimizer.key)
     if first and not optimizer.one_of_several and state.get(STEPPED, *key) is Stepped.BY_SCALER:
         interpreter.report(
-            "AMP811",
+            "AMP809",
             node,
             "unscale_() runs after the step of this optimizer, which has already unscaled the gradients",
             "call unscale_() between backward and step",
@@ -190,7 +187,7 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
         )
     elif not optimizer.one_of_several and True in (state.get(IDLE), state.get(UNUSED, scaler.key)):
         interpreter.report(
-            "AMP826",
+            "AMP809",
             node,
             "unscale_() runs before there are gradients of a scaled loss",
             "call it after backward, and before the step",
@@ -425,7 +422,7 @@ def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
     for _, early in interpreter.state.matching(UPDATED_EARLY):
         if isinstance(early, EarlyUpdate) and (stepped or not early.looked):
             interpreter.report(
-                "AMP805",
+                "AMP806",
                 early.node,
                 f"update() runs before {what}",
                 "call update() once per iteration, after every step",
@@ -437,7 +434,7 @@ def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimize
     is_unused = interpreter.state.get(UNUSED, scaler.key) is True
     if is_unused and gradient_contributions(interpreter) == NO_CONTRIBUTIONS:
         interpreter.report(
-            "AMP826",
+            "AMP809",
             node,
             "step() runs before any loss was scaled",
             "call it after backward on a scaled loss",
@@ -446,7 +443,7 @@ def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimize
     is_current = interpreter.is_first_iteration or has_update(interpreter, scaler)
     if stepped and not optimizer.one_of_several and is_current:
         interpreter.report(
-            "AMP824",
+            "AMP809",
             node,
             "the scaler has already stepped this optimizer since the last update()",
             "step each optimizer once, then call update()",
@@ -467,22 +464,10 @@ def check_update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> No
     again = state.known_at(UPDATED, scaler.key) is not None and not stepped and not looked
     if again or (state.get(UNUSED, scaler.key) is True and not stepped):
         interpreter.report(
-            "AMP825",
+            "AMP806",
             node,
             "update() runs again, although no optimizer has been stepped since the last one"
             if again
             else "update() runs before any loss was scaled",
             "call it once per iteration, after the steps",
-        )
-
-
-def check_zeroed(interpreter: Interpreter, optimizer: Optimizer) -> None:
-    """Report gradients that were zeroed right before the step."""
-    fact = interpreter.state.get(ZEROED)
-    if isinstance(fact, Zeroed) and fact.optimizer == optimizer.key and not optimizer.one_of_several:
-        interpreter.report(
-            "AMP832",
-            fact.node,
-            "the gradients are zeroed between backward and the step that should use them",
-            "call zero_grad() before backward or after the step",
         )

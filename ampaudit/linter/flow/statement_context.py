@@ -16,7 +16,6 @@ __all__ = [
     "enclosing_function",
     "following_step",
     "in_same_function",
-    "is_handled",
     "location_suffix",
     "nodes_around",
     "scaler_in_scope",
@@ -82,13 +81,6 @@ def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
         if isinstance(n, ast.If) and covers_line(n, line)
         for text in (ast.unparse(n.test), *assigned_texts(linked, node, n.test))
     ]
-
-
-def is_handled(linked: LinkedScript, node: ast.AST) -> bool:
-    """Return whether a node is in a block whose errors its function handles."""
-    line = line_of(node)
-    blocks = (n for n in nodes_around(linked, node) if isinstance(n, ast.Try) and n.handlers)
-    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in blocks)
 
 
 def assigned_texts(linked: LinkedScript, node: ast.AST, condition: ast.expr) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.events import AutocastDropped, AutocastEntered, Guard
+from ampaudit.linter.flow.events import AutocastEntered, Guard
 from ampaudit.linter.flow.expressions import truth_of
 from ampaudit.linter.flow.gradient_uses import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
@@ -111,9 +111,7 @@ def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -
 
 
 def _expression(interpreter: Interpreter, node: ast.Expr) -> None:
-    value = interpreter.evaluate(node.value)
-    if isinstance(value, Autocast) and value.explicit and isinstance(node.value, ast.Call):
-        interpreter.record(AutocastDropped(interpreter.at(node.value)))
+    interpreter.evaluate(node.value)
 
 
 def _assign(interpreter: Interpreter, node: ast.Assign) -> None:

@@ -384,7 +384,7 @@ def check_log_probabilities(interpreter: Interpreter, node: ast.Call, value: Val
     if dtype and is_off and interpreter.linked.mentions(r"\.backward\("):
         bits = 8 if dtype == "bfloat16" else 11
         interpreter.report(
-            "AMP872",
+            "AMP868",
             node,
             f"the model computes in {dtype}, and so does this outside autocast: log-probabilities have {bits}"
             " significant bits, too few for a ratio or a difference of them",

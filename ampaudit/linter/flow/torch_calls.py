@@ -16,7 +16,6 @@ from ampaudit.linter.flow.events import (
     LossInside,
     NumberRead,
     ScalerMade,
-    ThreadStarted,
     UnknownEffect,
 )
 from ampaudit.linter.flow.facts import (
@@ -33,7 +32,6 @@ from ampaudit.linter.flow.facts import (
     UNUSED,
     UPDATED,
     UPDATED_EARLY,
-    ZEROED,
 )
 from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
 from ampaudit.linter.flow.inlining import follow_callback
@@ -270,12 +268,6 @@ def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Val
     return UNKNOWN
 
 
-def _start_thread(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    target = arguments.get(1, "target")
-    interpreter.record(ThreadStarted(interpreter.at(node), target, interpreter.autocast))
-    return UNKNOWN
-
-
 def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "mode")
     return ContextManager("no_grad" if literal_of(value) is False else "unsure")
@@ -306,7 +298,6 @@ _BY_PATH: Final[dict[str, Handler]] = {
     "torch.save": _save,
     "torch.device": _device,
     "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
-    "threading.Thread": _start_thread,
     "functools.partial": _partial,
     "itertools.chain": lambda interpreter, node, arguments: _chain(arguments),
 }
@@ -403,7 +394,7 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
             state.set_fact(UNSCALED_AT, PERHAPS if unscaled is not None else None, *key)
     if reaches or trains:
         interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
-        state.invalidate(STEPPED, UPDATED_EARLY, ZEROED, STEPPED_LAST, UNUSED, LEFTOVER)
+        state.invalidate(STEPPED, UPDATED_EARLY, STEPPED_LAST, UNUSED, LEFTOVER)
         state.set_fact(TOUCHED, PERHAPS)
 
 
@@ -462,7 +453,7 @@ def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Argu
         (imports or isinstance(node.func, ast.Attribute)) and not has_more and (first is None or is_flag)
     ) or names_index:
         interpreter.report(
-            "AMP853",
+            "AMP847",
             node,
             'torch.autocast needs the device type as a string, such as "cuda", and raises without it',
             'write torch.autocast("cuda", ...), or torch.autocast(device.type, ...)',
@@ -529,7 +520,7 @@ def call_loss_function(
         _check_binary_cross_entropy(interpreter, node, loss, first)
     elif autocast.enabled is False and isinstance(first, Tensor) and first.cast:
         interpreter.report(
-            "AMP842",
+            "AMP854",
             node,
             f"the model's output is {first.cast} under autocast, and this loss, "
             f"computed outside, stays in {first.cast}",

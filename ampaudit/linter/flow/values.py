@@ -355,7 +355,6 @@ class LossGradients:
     """The result of ``torch.autograd.grad(..., create_graph=True)``, which becomes part of a loss."""
 
     scaler_key: str
-    computed_under: str
     node: ast.AST
 
 

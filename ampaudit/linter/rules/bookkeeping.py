@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import Certainty, Fix, file_number
 from ampaudit.linter.flow.events import (
-    AutocastEntered,
-    AutogradGrad,
     Backward,
     CheckpointSaved,
     Event,
@@ -18,7 +16,6 @@ from ampaudit.linter.flow.events import (
     OptimizerMade,
     OptimizerRestored,
     ScaleCompared,
-    ScaleRead,
     ScalerEvent,
     ScalerMade,
     ScalerReplaced,
@@ -27,8 +24,6 @@ from ampaudit.linter.flow.events import (
     ScalerScale,
     ScalerStep,
     ScalerUpdate,
-    SchedulerStep,
-    UnknownBackward,
     of_type,
 )
 from ampaudit.linter.flow.syntax import last_component, receiver_name
@@ -37,13 +32,12 @@ from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_loops", "check_retained_graphs", "check_updates_and_checkpoints"]
+__all__ = ["check_loops", "check_updates_and_checkpoints"]
 
 
 def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
     """Check the loops of one entry point."""
     _check_created_in_loop(interpreter, events)
-    _check_scheduler(interpreter, events)
     for replaced in of_type(events, ScalerReplaced):
         _check_replaced(interpreter, replaced)
     for read in of_type(events, NumberRead):
@@ -115,24 +109,6 @@ def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
     return [guard for guard in guards if guard.kind == "call"]
 
 
-def _check_scheduler(interpreter: Interpreter, events: list[Event]) -> None:
-    steps = of_type(events, ScalerStep)
-    for event in of_type(events, SchedulerStep):
-        loop = event.loop
-        beside = [step for step in steps if loop is not None and step.loop is loop]
-        checked = any(e.loop is loop for e in of_type(events, ScaleRead))
-        if not beside or checked or loop is None:
-            continue
-        if _as_often(event, beside[0], loop):
-            interpreter.report(
-                "AMP822",
-                event.node,
-                "the scheduler steps even when the scaler has skipped the optimizer's step",
-                "step it only if the scale did not decrease: scale = scaler.get_scale(); scaler.update(); if"
-                " scaler.get_scale() >= scale: scheduler.step()",
-            )
-
-
 def _check_item(interpreter: Interpreter, events: list[Event], event: NumberRead) -> None:
     value = event.value
     if value.scaler_key not in (UNSCALED, MAYBE):
@@ -141,19 +117,6 @@ def _check_item(interpreter: Interpreter, events: list[Event], event: NumberRead
             event.node,
             "this number includes the loss scale, which changes during training",
             "read the loss before it is scaled",
-        )
-        return
-    loop = event.loop
-    mixed = bool(interpreter.scalers) or bool(of_type(events, AutocastEntered))
-    beside = [e for e in of_type(events, Backward) if loop is not None and e.loop is loop]
-    if not mixed or not beside or loop is None or not (value.loss or value.model_calls):
-        return
-    if _as_often(event, beside[0], loop):
-        interpreter.report(
-            "AMP863",
-            event.node,
-            "every step waits here for the GPU to finish",
-            "accumulate loss.detach() on the device, and read the number only for logging",
         )
 
 
@@ -275,25 +238,8 @@ def _check_restored(interpreter: Interpreter, events: list[Event]) -> None:
         return
     for event in of_type(events, OptimizerRestored):
         interpreter.report(
-            "AMP821",
+            "AMP820",
             _place_here(event, event.node),
             "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
             "restore it as well: scaler.load_state_dict(checkpoint[...])",
-        )
-
-
-def check_retained_graphs(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check ``retain_graph=True`` where no later backward uses the graph."""
-    uses: list[Event] = of_type(events, Backward, UnknownBackward, AutogradGrad)
-    for index, event in enumerate(uses):
-        if not isinstance(event, Backward) or not event.retains_graph or not event.loss.model_calls:
-            continue
-        if any(other.loop is event.loop for other in uses[index + 1 :]):
-            continue
-        interpreter.report(
-            "AMP836",
-            event.node,
-            "retain_graph=True keeps every activation, but no later backward uses this graph",
-            "remove retain_graph",
-            Fix.at(event.node, "remove keyword", "retain_graph"),
         )

@@ -119,7 +119,7 @@ def _check_updated(interpreter: Interpreter, event: ManagedUpdate) -> None:
     managed = event.managed
     if managed.framework is not None and managed.scales:
         interpreter.report(
-            "AMP825",
+            "AMP806",
             event.node,
             f"update() runs again: the step of an optimizer that {managed.framework.name} has prepared "
             "calls it already, and a second call raises",
@@ -304,7 +304,7 @@ def _check_states(script: Script) -> Iterator[Diagnostic]:
         restores = isinstance(node, ast.Expr) and _OPTIMIZER_RESTORED.search(text) is not None
         if restores and "amp.load_state_dict" not in script.code:
             yield Diagnostic(
-                "AMP821",
+                "AMP820",
                 node,
                 "the optimizer resumes from a checkpoint, but apex's loss scale starts over, at one that "
                 "overflows",

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import ast
-import re
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix, line_of, position_of
+from ampaudit.linter.diagnostic import Certainty, Fix, line_of
 from ampaudit.linter.flow.events import (
-    AutocastDropped,
     AutocastEntered,
     Backward,
     Event,
-    HalfUnderAutocast,
     LossInside,
     ModelCall,
     ScalerScale,
     StepEvent,
-    ThreadStarted,
     UnknownBackward,
     of_type,
 )
 from ampaudit.linter.flow.syntax import has_name, simple_name
-from ampaudit.linter.flow.values import Autocast, BoundMethod, Function
+from ampaudit.linter.flow.values import Autocast
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_cached_without_gradients", "check_regions", "check_validation", "check_weight_cache"]
+__all__ = ["check_cached_without_gradients", "check_regions", "check_weight_cache"]
 
 
 # calls after the backward that need no autocast
@@ -56,18 +52,15 @@ def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
         context = step.autocast
         if context.is_certain and context.node not in late:
             interpreter.report(
-                "AMP841",
+                "AMP840",
                 step.node,
                 "the optimizer steps inside autocast, which is for the forward pass and the loss",
                 "end the autocast block after the loss",
                 _end_block_fix(events, step, context),
             )
             late.add(context.node)
-    _check_never_entered(interpreter, events)
     _check_scaler_device(interpreter, events)
     _check_model_outside(interpreter, events)
-    _check_half(interpreter, events)
-    _check_threads(interpreter, events)
 
 
 def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix | None:
@@ -82,16 +75,6 @@ def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix 
     calls = {simple_name(node.func) for node in nodes if isinstance(node, ast.Call)}
     casts = any(isinstance(node, ast.MatMult | ast.Pow) for node in nodes)  # operators that autocast casts
     return Fix.at(block, "end block", str(index)) if calls <= _NEEDS_NO_AUTOCAST and not casts else None
-
-
-def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
-    for event in of_type(events, AutocastDropped):
-        interpreter.report(
-            "AMP848",
-            event.node,
-            "this creates an autocast context but does not enter it",
-            "enter it with 'with', around the forward pass and the loss",
-        )
 
 
 def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
@@ -132,94 +115,8 @@ def _check_scaler_device(interpreter: Interpreter, events: list[Event]) -> None:
             )
 
 
-def _check_half(interpreter: Interpreter, events: list[Event]) -> None:
-    refused = {place[1:] for place in interpreter.diagnostics if place[0] == "AMP801"}
-    for event in of_type(events, HalfUnderAutocast):
-        node = event.node
-        if position_of(node) not in refused:
-            interpreter.report(
-                "AMP849",
-                node,
-                "these parameters are float16, but autocast, under which the model is called, "
-                "expects float32: what it would keep in float32 is already rounded",
-                "remove half(): autocast chooses the dtype of each op",
-            )
-
-
-def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
-    for event in events:
-        if isinstance(event, ThreadStarted) and event.autocast.enabled is True:
-            target = event.target
-            text = ast.unparse(target.info.node) if isinstance(target, Function | BoundMethod) else "autocast"
-            if "autocast" not in text and _CALLS_A_MODEL.search(text):
-                cause = "autocast applies to the current thread; the new thread starts without it"
-                _report_thread(interpreter, event, cause)
-        elif isinstance(event, ModelCall) and event.model.wrapper == "DataParallel":
-            info = interpreter.script.classes.get(event.model.origin)
-            # a class of another file may enter autocast itself
-            unknown = info is None and not event.model.origin.startswith(("torch.", "torchvision."))
-            enters_autocast = unknown or (info is not None and "autocast" in ast.unparse(info.node))
-            if event.autocast.enabled is True and event.autocast.dtype == "bfloat16" and not enters_autocast:
-                cause = (
-                    "DataParallel's threads inherit that autocast is enabled, "
-                    "but not its dtype: the replicas run in float16"
-                )
-                _report_thread(interpreter, event, cause)
-
-
-_CALLS_A_MODEL = re.compile(r"(?:model|net|replica|module)\w*\(", re.IGNORECASE)
-
-
-def _report_thread(interpreter: Interpreter, event: Event, cause: str) -> None:
-    interpreter.report(
-        "AMP851",
-        event.node,
-        cause,
-        "enter autocast in the code that the thread runs, such as the model's forward",
-    )
-
-
-def _is_also_evaluated_in_16_bits(other: ModelCall, event: ModelCall) -> bool:
-    """Return whether the model is also evaluated under autocast, by a setting for instance."""
-    evaluates = other.model.key == event.model.key and "no_grad" in other.grad_modes
-    return evaluates and other.autocast.enabled is not False
-
-
-def check_validation(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
-    """Check that validation runs in the same precision as training."""
-    trained = {
-        event.model.key
-        for events in events_by_entry
-        if any(isinstance(e, Backward | UnknownBackward) for e in events)
-        for event in of_type(events, ModelCall)
-        if event.autocast.enabled is True and not event.grad_modes
-    }
-    for events in events_by_entry:
-        _check_evaluated(interpreter, of_type(events, ModelCall), trained)
-
-
-def _check_evaluated(interpreter: Interpreter, forwards: list[ModelCall], trained: set[str]) -> None:
-    for event in forwards:
-        off = event.autocast.enabled is False and event.autocast.node is None
-        if (
-            off
-            and event.is_called
-            and event.grad_modes == ("no_grad",)
-            and event.loop is not None
-            and event.model.key in trained
-            and not any(_is_also_evaluated_in_16_bits(other, event) for other in forwards)
-        ):
-            interpreter.report(
-                "AMP843",
-                event.node,
-                "the model is trained under autocast but evaluated in float32, "
-                "which is slower and measures another model",
-                "evaluate under the same autocast",
-            )
-
-
 def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
-    """Report steps in a loop inside one autocast block, instead of the milder AMP840 and AMP841.
+    """Report steps in a loop inside one autocast block, instead of the milder AMP840.
 
     Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
     ``aten/src/ATen/autocast_mode.cpp``: ``cached_cast`` and ``clear_cache``).
@@ -232,7 +129,7 @@ def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
             continue
         stale = {id(e.node) for e in events if isinstance(e, StepEvent | Backward) and e.is_inside(block)}
         for key, diagnostic in list(interpreter.diagnostics.items()):
-            if key[0] in ("AMP840", "AMP841") and id(diagnostic.node) in stale:
+            if key[0] == "AMP840" and id(diagnostic.node) in stale:
                 del interpreter.diagnostics[key]
         interpreter.report(
             "AMP852",

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty, file_number
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.events import AutocastEntered, Backward, Event, ScalerScale, of_type
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.statement_context import in_same_function, nodes_around, tests_around
-from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
+from ampaudit.linter.flow.statement_context import tests_around
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -28,39 +28,9 @@ def check_settings(interpreter: Interpreter, events: list[Event]) -> None:
     for scale in of_type(events, ScalerScale):
         scaler = interpreter.scalers.get(scale.scaler)
         if scaler is not None and isinstance(scaler.node, ast.Call) and len(entered) == 1:
-            _check_switches(interpreter, entered[0], scaler.node)
             _check_bfloat16(interpreter, entered[0], scaler.node)
     for event in entered:
         _check_dtype(interpreter, event, events)
-
-
-def _check_switches(interpreter: Interpreter, entered: AutocastEntered, scaler: ast.Call) -> None:
-    """Report a scaler that another setting switches than the one that switches autocast."""
-    autocast = entered.context.node
-    assert isinstance(autocast, ast.Call)
-    switch, other = _switch(interpreter, scaler), _switch(interpreter, autocast)
-    if not switch or "scal" in switch.lower() or not entered.context.computes_float16:
-        return
-    if file_number(scaler) or file_number(autocast):
-        return  # another file may name the same setting otherwise
-    tests = " ".join(tests_around(interpreter.linked, autocast))
-    name = last_component(switch)
-    if "." not in switch and not in_same_function(interpreter.linked, scaler, autocast):
-        return  # a parameter of the function that makes it
-    choices = (n for n in nodes_around(interpreter.linked, autocast) if isinstance(n, ast.IfExp))
-    if any(inner is autocast for choice in choices for inner in ast.walk(choice)):
-        return  # another condition chooses between it and no context
-    is_always_on = other is None and not re.search(rf"\b{re.escape(name)}\b", tests)
-    if is_always_on or (other and last_component(other) != name):
-        interpreter.report(
-            "AMP855",
-            scaler,
-            f"this scaler is switched by {switch}, but autocast at line {autocast.lineno}"
-            + (f" by {other}" if other else " is always on")
-            + ": with one on and the other off, float16 gradients are not scaled",
-            "give both the same enabled=",
-            certainty=Certainty.LIKELY,
-        )
 
 
 def _check_bfloat16(interpreter: Interpreter, entered: AutocastEntered, scaler: ast.Call) -> None:
@@ -81,21 +51,6 @@ def _check_bfloat16(interpreter: Interpreter, entered: AutocastEntered, scaler: 
             f"create it with enabled={name} == torch.float16",
             certainty=Certainty.LIKELY,
         )
-
-
-def _switch(interpreter: Interpreter, call: ast.Call) -> str | None:
-    """Return the setting that switches a call on; ``None`` without, empty if it is more than a name."""
-    enabled = keyword_value(call, "enabled")
-    if enabled is None:
-        has_flag = len(call.args) > 1 or any(not isinstance(a, ast.Constant) for a in call.args)
-        return "" if has_flag or any(k.arg is None for k in call.keywords) else None
-    if isinstance(enabled, ast.Constant):
-        return ""
-    name = dotted_name(enabled)
-    values = interpreter.script.assigned.get(name)
-    if not values:
-        return name
-    return dotted_name(values[0]) if len(values) == 1 else ""  # an expression that is no name
 
 
 def _choices(script: Script) -> Iterator[tuple[str, ast.expr]]:
