@@ -17,13 +17,17 @@ from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.fix_safety import with_safety
 from ampaudit.linter.flow.events import (
     Backward,
+    BranchesFollowed,
+    ClassFollowed,
     Clip,
+    EntryPointFollowed,
     Event,
     ModelCall,
     PrecisionChosen,
     ScalerScale,
     ScalerStep,
     ScalerUnscale,
+    ScriptFollowed,
 )
 from ampaudit.linter.flow.expressions import EXPRESSIONS
 from ampaudit.linter.flow.inlining import inline_call, instance_of_class
@@ -70,6 +74,7 @@ from ampaudit.linter.rules.regions import (
     check_regions,
     check_weight_cache,
 )
+from ampaudit.linter.rules.rule import RULES
 from ampaudit.linter.rules.settings import check_settings
 from ampaudit.linter.source_tree import LinkedScript
 
@@ -108,7 +113,7 @@ def _analyze(
     linked: LinkedScript, earlier_names: Mapping[str, Value]
 ) -> tuple[list[Diagnostic], dict[str, Value]]:
     script = linked.main
-    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, earlier_names)
+    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, earlier_names, RULES)
     events_by_entry: list[list[Event]] = []
     start = _imported(interpreter)
     end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, start))
@@ -119,6 +124,7 @@ def _analyze(
         _follow_class(interpreter, events_by_entry, end, class_info)
     check_updates_and_checkpoints(interpreter, events_by_entry)
     check_half_layers(interpreter, events_by_entry)
+    interpreter.judge(ScriptFollowed(events_by_entry))
     diagnostics = dict(interpreter.diagnostics)
     constants = check_constants(script, interpreter.dtype_uses)
     for item in (*constants, *(item for check in _SYNTAX_RULES for item in check(script))):
@@ -176,6 +182,7 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
             _follow_once(interpreter, entry, runs)
         check_zeroed_either_way(interpreter, *runs)
         check_stepped_either_way(interpreter, *runs)
+        interpreter.judge(BranchesFollowed(*runs))
     interpreter.assumptions = {}
     return end
 
@@ -236,6 +243,7 @@ def _follow_class(
     if info.derives("LightningModule"):
         check_lightning_module(interpreter, info, events)
     check_training_step(interpreter, info, events)
+    interpreter.judge(ClassFollowed(info, events))
 
 
 _STEPS_OF_LIGHTNING = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -263,6 +271,7 @@ def _finish(
     if not interpreter.managed:
         for check in _ENTRY_POINT_RULES:
             check(interpreter, events)
+        interpreter.judge(EntryPointFollowed(events))
     else:
         interpreter.diagnostics = {
             key: item

@@ -13,6 +13,7 @@ __all__ = [
     "Certainty",
     "Diagnostic",
     "Fix",
+    "Mistake",
     "file_number",
     "key_of",
     "line_of",
@@ -89,6 +90,25 @@ def remove_statement(statement: ast.stmt | None, node: ast.AST) -> Fix | None:
     """Return the fix that removes a statement which consists of one expression only."""
     alone = isinstance(statement, ast.Expr) and statement.value is node
     return Fix.at(node, "remove statement") if alone else None
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """What a rule says of one place; the rule has the code.
+
+    Attributes:
+        node: Node at which to report it.
+        cause: Description of the mistake in one sentence.
+        advice: Remedy.
+        fix: Change that resolves it, if there is one.
+        certainty: Certainty of the mistake.
+    """
+
+    node: ast.AST
+    cause: str
+    advice: str
+    fix: Fix | None = None
+    certainty: Certainty = Certainty.KNOWN
 
 
 @dataclass(frozen=True, slots=True)

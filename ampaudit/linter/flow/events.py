@@ -7,13 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ampaudit.linter.flow.values import Autocast, DictLiteral, Managed, Model, Tensor, Value
+from ampaudit.linter.flow.values import Autocast, ClassInfo, DictLiteral, Managed, Model, Tensor, Value
 
 __all__ = [
     "AutocastEntered",
     "Backward",
+    "BranchesFollowed",
     "CheckpointSaved",
+    "ClassFollowed",
     "Clip",
+    "EntryPointFollowed",
     "Event",
     "EventPlace",
     "GradientRead",
@@ -43,6 +46,7 @@ __all__ = [
     "ScalerStep",
     "ScalerUnscale",
     "ScalerUpdate",
+    "ScriptFollowed",
     "StepEvent",
     "UnknownBackward",
     "UnknownEffect",
@@ -110,6 +114,41 @@ class Event:
             if guard.node is loop and guard.kind == "loop":
                 return self.guards[index + 1 :]
         return self.guards
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPointFollowed:
+    """A function that no other calls, or the module, was followed to its end."""
+
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchesFollowed:
+    """An entry point was followed with a condition assumed to be true, and to be false."""
+
+    one: list[Event]
+    other: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFollowed:
+    """All methods of a class were followed."""
+
+    info: ClassInfo
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptFollowed:
+    """All entry points of a script were followed, each with its events."""
+
+    events_by_entry: list[list[Event]]
+
+    @property
+    def events(self) -> list[Event]:
+        """The events of all entry points."""
+        return [event for events in self.events_by_entry for event in events]
 
 
 E = TypeVar("E", bound=Event)

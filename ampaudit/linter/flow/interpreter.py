@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, key_of, position_of
 from ampaudit.linter.flow.events import Event, EventPlace, Guard, ScalerReplaced
@@ -38,6 +38,9 @@ from ampaudit.linter.flow.values import (
     literal_of,
 )
 from ampaudit.linter.source_tree import LinkedScript
+
+if TYPE_CHECKING:
+    from ampaudit.linter.rules.rule import Rules
 
 __all__ = [
     "NO_AUTOCAST",
@@ -101,10 +104,6 @@ class Recorder:
         """Return the place of a node in the flow."""
         return EventPlace(self.placed(node), self.guards, self.statement)
 
-    def record(self, event: Event) -> None:
-        """Record an event, once per type, node and guards."""
-        self.events.setdefault((type(event), event.node, event.guards), event)
-
     def placed(self, node: ast.AST) -> ast.AST:
         """Return where to report a node."""
         return node
@@ -139,6 +138,7 @@ class Interpreter(Recorder):
         statements: Handlers by kind of statement.
         expressions: Handlers by kind of expression.
         imported: Values of names that earlier code defines, such as the imports of another cell.
+        rules: Rules by what they listen to.
     """
 
     def __init__(
@@ -147,8 +147,10 @@ class Interpreter(Recorder):
         statements: Handlers,
         expressions: Handlers,
         imported: Mapping[str, Value],
+        rules: Rules,
     ) -> None:
         super().__init__()
+        self.rules = rules
         self.linked, self.script = linked, linked.main  # the script that the flow is in
         self.statements, self.expressions = statements, expressions
         self.assumptions: dict[str, bool] = {}  # the assumed truth of conditions, by their text
@@ -237,6 +239,17 @@ class Interpreter(Recorder):
     def placed(self, node: ast.AST) -> ast.AST:
         """Return where to report a node: one in a known module, where that is called."""
         return self.linked.in_linted_file(node, self.calls)
+
+    def record(self, event: Event) -> None:
+        """Record an event, once per type, node and guards, before it takes effect on the state."""
+        self.events.setdefault((type(event), event.node, event.guards), event)
+        self.judge(event)
+
+    def judge(self, subject: object) -> None:
+        """Report what the rules that listen to this kind of event say of one."""
+        for code, check in self.rules.get(type(subject), ()):
+            for item in check(self, subject):
+                self.report(code, item.node, item.cause, item.advice, item.fix, item.certainty)
 
     # execution
 

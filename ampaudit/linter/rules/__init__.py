@@ -1,3 +1,1 @@
-"""Rules on the events of one entry point, on those of a whole file, or on the syntax alone."""
-
-from __future__ import annotations
+"""The rules, one file for each family."""
