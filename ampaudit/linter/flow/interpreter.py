@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, key_of, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, key_of, position_of
 from ampaudit.linter.flow.events import Event, EventPlace, Guard, ScalerReplaced
 from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.state import LoopExits, State, item_of
@@ -39,15 +39,13 @@ from ampaudit.linter.flow.values import (
 )
 from ampaudit.linter.source_tree import LinkedScript
 
-if TYPE_CHECKING:
-    from ampaudit.linter.rules.rule import Rules
-
 __all__ = [
     "NO_AUTOCAST",
     "UNKNOWN_AUTOCAST",
     "DtypeUses",
     "ImportsTooLong",
     "Interpreter",
+    "RulesBySubject",
     "StepLimitReached",
 ]
 
@@ -65,6 +63,9 @@ _BUILTINS = frozenset(
 )
 
 
+RulesBySubject: TypeAlias = Mapping[
+    type, Sequence[tuple[str, Callable[["Interpreter", Any], Iterator[Mistake]]]]
+]
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
@@ -147,7 +148,7 @@ class Interpreter(Recorder):
         statements: Handlers,
         expressions: Handlers,
         imported: Mapping[str, Value],
-        rules: Rules,
+        rules: RulesBySubject,
     ) -> None:
         super().__init__()
         self.rules = rules

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ampaudit.linter.diagnostic import Mistake
+from ampaudit.linter.flow.interpreter import Interpreter, RulesBySubject
 
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
+__all__ = ["RULES", "rule"]
 
-__all__ = ["RULES", "Check", "Rules", "rule"]
-
-Check: TypeAlias = Callable[["Interpreter", Any], Iterator[Mistake]]
-Rules: TypeAlias = Mapping[type, Sequence[tuple[str, Check]]]
-C = TypeVar("C", bound=Check)
-
-_by_subject: dict[type, list[tuple[str, Check]]] = {}
-RULES: Rules = _by_subject  # by what each rule listens to, in the order of their definition
+R = TypeVar("R", bound=Callable[[Interpreter, Any], Iterator[Mistake]])
+_by_subject: dict[type, list[tuple[str, Callable[[Interpreter, Any], Iterator[Mistake]]]]] = {}
+RULES: RulesBySubject = _by_subject
 
 
-def rule(code: str, *subjects: type) -> Callable[[C], C]:
+def rule(code: str, *subjects: type) -> Callable[[R], R]:
     """Register a function that yields the mistakes of one code.
 
     The function gets the interpreter, whose state is the one before the event takes effect, and the event.
@@ -31,7 +26,7 @@ def rule(code: str, *subjects: type) -> Callable[[C], C]:
             ``ClassFollowed`` and ``ScriptFollowed``, which end the analysis of a part of the script.
     """
 
-    def register(check: C) -> C:
+    def register(check: R) -> R:
         for subject in subjects:
             _by_subject.setdefault(subject, []).append((code, check))
         return check
