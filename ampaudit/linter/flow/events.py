@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ampaudit.linter.flow.values import Autocast, ClassInfo, DictLiteral, Managed, Model, Tensor, Value
+from ampaudit.linter.flow.values import (
+    Autocast,
+    ClassInfo,
+    DictLiteral,
+    LossFunction,
+    Managed,
+    Model,
+    Tensor,
+    Value,
+)
 
 __all__ = [
     "AutocastEntered",
@@ -22,6 +31,7 @@ __all__ = [
     "GradientRead",
     "Guard",
     "HalfLayer",
+    "LossCalled",
     "LossInside",
     "ManagedBackward",
     "ManagedClip",
@@ -30,6 +40,7 @@ __all__ = [
     "ManagedZeroGrad",
     "ModelCall",
     "NumberRead",
+    "OpCalled",
     "OptimizerMade",
     "OptimizerRestored",
     "OptimizerStep",
@@ -328,6 +339,34 @@ class NumberRead(Event):
     """``loss.item()`` and the like."""
 
     value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OpCalled(Event):
+    """A call of an op of torch, by its function's dotted name also where it is a method or an operator."""
+
+    path: str
+    operands: tuple[Value, ...]
+    autocast: Autocast
+
+    @property
+    def name(self) -> str:
+        """The name of the op, without its module."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The operands that are tensors."""
+        return [value for value in self.operands if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class LossCalled(Event):
+    """A call of a loss function of torch."""
+
+    loss: LossFunction
+    operands: tuple[Value, ...]
+    autocast: Autocast
 
 
 @dataclass(frozen=True, slots=True)

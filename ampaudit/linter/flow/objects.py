@@ -23,13 +23,7 @@ from ampaudit.linter.flow.gradients import clip, unknown_backward
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
 from ampaudit.linter.flow.state import flattened
 from ampaudit.linter.flow.syntax import dotted_name
-from ampaudit.linter.flow.tensors import (
-    autocast_dtype,
-    check_rounded_timesteps,
-    check_same_dtype,
-    dtype_named,
-    requested_dtype,
-)
+from ampaudit.linter.flow.tensors import autocast_dtype, call_op, dtype_named, requested_dtype
 from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -199,8 +193,8 @@ def call_model(
     model_calls = None if is_unsure else frozenset({root}).union(*(t.model_calls or () for t in tensors))
     called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
     called = called or interpreter.script.usage.is_model(dotted_name(node.func))
-    for value in arguments.all() if model.instance is None else ():
-        check_rounded_timesteps(interpreter, value)
+    if model.instance is None:
+        call_op(interpreter, node, "torch.nn.Module", arguments.all())
     _check_input(interpreter, node, model, arguments)
     modes = tuple(interpreter.grad_modes)
     interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
@@ -260,7 +254,7 @@ def _check_input(interpreter: Interpreter, node: ast.Call, model: Model, argumen
     first = arguments.first
     by_autocast = isinstance(first, Tensor) and first.computed_under != ""
     if interpreter.autocast.enabled is False and is_plain and not is_cast and by_autocast:
-        check_same_dtype(interpreter, node, "this layer", [first, Tensor(dtype="float32")])
+        call_op(interpreter, node, f"torch.nn.{model.layers[0]}", [first, Tensor(dtype="float32")])
 
 
 def _weights_dtype(interpreter: Interpreter, model: Model) -> str:

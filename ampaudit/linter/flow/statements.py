@@ -11,7 +11,7 @@ from ampaudit.linter.flow.gradient_uses import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
 from ampaudit.linter.flow.state import LoopExits, State, item_of, join, join_all
 from ampaudit.linter.flow.syntax import dotted_name, module_of
-from ampaudit.linter.flow.tensors import check_same_dtype
+from ampaudit.linter.flow.tensors import call_op
 from ampaudit.linter.flow.torch_names import canonical_name
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -120,7 +120,7 @@ def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
         interpreter.assign(target, value)
         if isinstance(target, ast.Subscript) and _selects_by_tensor(interpreter, target.slice):
             owner = interpreter.evaluate(target.value)
-            check_same_dtype(interpreter, target, "an assignment by index or mask", [owner, value])
+            call_op(interpreter, target, "torch.Tensor.__setitem__", [owner, value])
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
             owner = interpreter.evaluate(target.value)
             for model in (owner.models or ()) if isinstance(owner, Parameters) else ():

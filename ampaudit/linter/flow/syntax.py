@@ -18,6 +18,7 @@ __all__ = [
     "last_component",
     "module_aliases",
     "module_of",
+    "names_in",
     "nested_blocks",
     "parameter_defaults",
     "receiver_name",
@@ -95,6 +96,20 @@ def has_name(node: ast.AST, text: str) -> bool:
     """Return whether a name or attribute in a node contains a text."""
     parts = (part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute))
     return any(text in simple_name(part) for part in parts)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names and attributes in an expression but for methods, in lower case."""
+    methods = {
+        id(part.func)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
+    }
+    return {
+        simple_name(part).lower()
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name | ast.Attribute) and id(part) not in methods
+    }
 
 
 def calls_method(node: ast.AST, name: str) -> bool:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, line_of
-from ampaudit.linter.flow.events import NumberRead
+from ampaudit.linter.flow.events import NumberRead, OpCalled
 from ampaudit.linter.flow.gradient_uses import gradient_norm
 from ampaudit.linter.flow.gradients import backward
+from ampaudit.linter.flow.syntax import names_in
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
     DTYPES,
     KEEPS_DTYPE,
-    LOG_PROBABILITIES,
+    MAKES_LIKE,
     WRITES_SAME_DTYPE,
 )
 from ampaudit.linter.flow.values import (
@@ -39,14 +38,7 @@ __all__ = [
     "ON_ANY_TENSOR",
     "all_model_calls",
     "autocast_dtype",
-    "check_half_exp",
-    "check_half_fft",
-    "check_half_kernel",
-    "check_half_sum",
-    "check_log_probabilities",
-    "check_rounded_angles",
-    "check_rounded_timesteps",
-    "check_same_dtype",
+    "call_op",
     "combine",
     "common_scale",
     "dtype_named",
@@ -63,6 +55,10 @@ __all__ = [
 ON_ANY_TENSOR: Final = frozenset(
     {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
 )
+_DEFAULT_DTYPES: Final = {"cuda": "float16", "cpu": "bfloat16"}
+# parts of names, and names, of positions, times and frequencies
+_POSITIONS: Final = ("freq", "posit", "timestep", "time_step", "sigma", "theta", "omega", "angle", "coord")
+_POSITION_NAMES: Final = frozenset({"pos", "time", "times", "mz"})
 
 
 def dtype_named(value: Value) -> str:
@@ -79,31 +75,25 @@ def autocast_dtype(interpreter: Interpreter) -> str:
     return autocast.dtype or default or "16-bit"
 
 
-_DEFAULT_DTYPES: Final = {"cuda": "float16", "cpu": "bfloat16"}
+def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
+    """Let the rules see a call of an op; there are too many of them to record."""
+    interpreter.judge(OpCalled(interpreter.at(node), path, tuple(operands), interpreter.autocast))
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
     """Interpret a matrix product, which autocast computes in 16 bits whatever its operands are."""
+    call_op(interpreter, node, "torch.matmul", values)
     cast = autocast_dtype(interpreter)
-    for value in values:
-        if isinstance(value, Tensor) and value.upcast is not None and cast:
-            interpreter.report(
-                "AMP845",
-                value.upcast,
-                f"autocast casts this float32 tensor back to {cast} at line {line_of(node)}",
-                "compute what needs float32 under 'with torch.autocast(device_type, enabled=False):'",
-            )
-    roots = all_model_calls(values)
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
     dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
     implied = "" if "float32" in dtypes else next(iter(interpreter.weights[-1:]), "")
-    rounded = node if (cast or implied) and rounds_positions(*operands) else first_rounded(values)
+    rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
     if interpreter.autocast.enabled is False and len(values) > 1:
         cast = _dtype_of_pair(*values[:2])
     return Tensor(
         dtype=cast,
         computed_under=cast,
-        model_calls=roots,
+        model_calls=all_model_calls(values),
         scaler_key=_scale_of_product(values),
         rounded=rounded,
         node=node,
@@ -114,7 +104,7 @@ def outer_product(interpreter: Interpreter, node: ast.Call, values: list[Value])
     """Interpret an ``einsum`` that sums nothing: autocast leaves its dtype alone, 16-bit buffers do not."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     implied = next(iter(interpreter.weights[-1:]), "") if all(v.dtype != "float32" for v in tensors) else ""
-    rounded = node if implied and rounds_positions(*node.args) else first_rounded(tensors)
+    rounded = node if implied and _are_positions(*node.args) else first_rounded(tensors)
     return Tensor(model_calls=all_model_calls(tensors), rounded=rounded, node=node)
 
 
@@ -140,13 +130,6 @@ def _scale_of_product(values: list[Value]) -> str:
     return MAYBE if len(kinds) > 1 else next(iter(kinds), UNSCALED)
 
 
-def _check_summed(interpreter: Interpreter, node: ast.BinOp, values: Sequence[Value]) -> None:
-    """Record a scaled loss without a graph that is added to others, which only a report can use."""
-    for value in values if isinstance(node.op, ast.Add) else ():
-        if isinstance(value, Tensor) and value.is_detached and value.scaler_key not in (UNSCALED, MAYBE):
-            interpreter.record(NumberRead(interpreter.at(node), value))
-
-
 def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter) -> Value:
     """Interpret a sum, difference, product, quotient or power of two values."""
     gradients = [value for value in (left, right) if isinstance(value, LossGradients)]
@@ -157,48 +140,56 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
         is_known = all(isinstance(value, Tensor | LossGradients | LiteralValue) for value in (left, right))
         scaled = gradients[0].scaler_key
         return replace(gradients[0], scaler_key=scaled if is_known or scaled == UNSCALED else MAYBE)
-    _check_summed(interpreter, node, (left, right))
+    for value in (left, right) if isinstance(node.op, ast.Add) else ():
+        # only a report can use the sum of scaled losses that have no graph
+        if isinstance(value, Tensor) and value.is_detached and value.scaler_key not in (UNSCALED, MAYBE):
+            interpreter.record(NumberRead(interpreter.at(node), value))
     tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
     if not tensors:
         return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
-    first = tensors[0]
+    result = replace(
+        tensors[0],
+        rounded=first_rounded(tensors),
+        upcast=None,
+        model_calls=all_model_calls([left, right]),
+        dtype=_dtype_of_pair(left, right),
+        node=node,
+    )
     if isinstance(node.op, ast.Mult | ast.Div):
         # an unscaled factor or divisor: gradients have the scale still, unless it is the scale itself
         has_number = any(isinstance(value, LiteralValue) for value in (left, right))
-        is_unsure = len(tensors) == 1 and first.scaler_key != UNSCALED and not has_number
+        is_unsure = len(tensors) == 1 and result.scaler_key != UNSCALED and not has_number
         return replace(
-            first,
-            scaler_key=MAYBE if is_unsure else first.scaler_key,
-            rounded=first_rounded(tensors),
-            divided=first.divided if _is_weight(node, left) else True,
-            upcast=None,
-            model_calls=all_model_calls([left, right]),
-            dtype=_dtype_of_pair(left, right),
-            node=node,
+            result,
+            scaler_key=MAYBE if is_unsure else result.scaler_key,
+            divided=result.divided if _is_weight(node, left) else True,
         )
-    divided: bool | None = any(t.divided for t in tensors) or (
-        False if any(t.divided is False for t in tensors) else None
-    )
+    divided = {t.divided for t in tensors}
     return replace(
-        first,
+        result,
         scaler_key=common_scale([left, right]),
-        dtype=_dtype_of_pair(left, right),
-        upcast=None,
-        model_calls=all_model_calls([left, right]),
-        divided=divided,
-        rounded=first_rounded(tensors),
+        divided=True if True in divided else False if False in divided else None,
         loss=next((t.loss for t in tensors if t.loss), ""),
-        node=node,
     )
 
 
 def _is_weight(node: ast.BinOp, left: Value) -> bool:
     """Return whether a factor is the weight of a loss, and no inverse of a number of batches."""
     factor = node.right if isinstance(left, Tensor) else node.left
-    return isinstance(node.op, ast.Mult) and _WEIGHTS.search(ast.unparse(factor)) is not None
+    is_complement = (
+        isinstance(factor, ast.BinOp)
+        and isinstance(factor.op, ast.Sub)
+        and isinstance(factor.left, ast.Constant)
+        and factor.left.value == 1
+    )
+    return isinstance(node.op, ast.Mult) and (
+        is_complement or bool(_WEIGHTS & {word for name in names_in(factor) for word in name.split("_")})
+    )
 
 
-_WEIGHTS: Final = re.compile(r"^1(?:\.0)? - |mix|alpha|beta|lambda|\blam\b|weight|coef|temperature|gamma")
+_WEIGHTS: Final = frozenset(
+    "mix alpha beta lambda lam weight weights w coef coefficient temperature gamma".split()
+)
 
 
 def _dtype_of_pair(left: Value, right: Value) -> str:
@@ -237,35 +228,30 @@ def tensor_method(
     if base is UNSCALED_TENSOR and name in ("to", "cuda", "cpu") and not dtype:
         return base  # it may be a model of another file as well
     if dtype:
-        up = node if dtype == "float32" else None
-        cast = dtype if dtype in ("float16", "bfloat16") else ""
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
-        rounded = node if cast and rounds_positions(receiver) else base.rounded
+        rounded = node if dtype in ("float16", "bfloat16") and _are_positions(receiver) else base.rounded
+        up = node if dtype == "float32" else None
         return replace(base, dtype=dtype, weights_dtype="", upcast=up, rounded=rounded, node=node)
-    if name == "sigmoid":
-        return replace(base, sigmoid=node, upcast=None, node=node)
-    if name in WRITES_SAME_DTYPE:
-        check_same_dtype(interpreter, node, f"{name}()", [base, *arguments.all()])
-        return base
-    if name == "numpy" and base.dtype == "bfloat16":
-        check_half_kernel(interpreter, node, "numpy", base)
-    if name == "sum":
-        check_half_sum(interpreter, node, base)
-    if name in LOG_PROBABILITIES:
-        check_log_probabilities(interpreter, node, base)
-    if name in ("sin", "cos"):
-        check_rounded_angles(interpreter, base)
-    if name == "exp" and check_half_exp(interpreter, node, base):
-        return replace(base, dtype="", upcast=None, node=node)  # what follows has the same cause
     if name in ("matmul", "mm", "bmm"):
         return matrix_product(interpreter, node, [base, *arguments.positional])
+    call_op(interpreter, node, f"torch.{name}", [base, *arguments.all()])
+    if name == "sigmoid":
+        return replace(base, sigmoid=node, upcast=None, node=node)
+    if name in MAKES_LIKE:
+        dtype_argument = arguments.keywords.get("dtype")
+        dtype = base.dtype if dtype_argument is None else dtype_named(dtype_argument)
+        return Tensor(dtype=dtype, node=node)
+    if name in WRITES_SAME_DTYPE:
+        return base
     if name in ("div", "mul", "div_", "mul_"):
         return replace(base, divided=True, upcast=None, node=node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return replace(base, upcast=None, node=node)
     keeps = name in KEEPS_DTYPE or (name in AUTOCAST_FLOAT32 and interpreter.autocast.enabled is False)
-    result = base if keeps else replace(base, dtype=dtype_of_result(interpreter, name), loss="", sigmoid=None)
-    return replace(result, upcast=base.upcast if keeps else None, node=node)
+    if keeps and name != "exp":  # after exp, what follows has the same cause
+        return replace(base, node=node)
+    dtype = dtype_of_result(interpreter, name)
+    return replace(base, dtype=dtype, loss="", sigmoid=None, upcast=None, node=node)
 
 
 def dtype_of_result(interpreter: Interpreter, name: str) -> str:
@@ -283,125 +269,11 @@ def requested_dtype(name: str, arguments: Arguments) -> str:
     return next((dtype for value in arguments.all() if (dtype := dtype_named(value))), "")
 
 
-def check_half_exp(interpreter: Interpreter, node: ast.Call, value: Value) -> bool:
-    """Report an exponential of unbounded values in float16; return whether it is one."""
-    if not isinstance(value, Tensor) or value.cast != "float16" or interpreter.autocast.enabled is not False:
-        return False
-    method = node.func.value if isinstance(node.func, ast.Attribute) and not node.args else None
-    is_bounded = _BOUNDED.search(ast.unparse(method or node.args[0])) is not None
-    if not is_bounded:
-        interpreter.report(
-            "AMP868",
-            node,
-            "exp of more than 11 overflows in float16, the dtype of these values, which autocast would cast",
-            "compute it from float32 values: write .float() first, or use log_softmax or cross_entropy",
-            certainty=Certainty.LIKELY,
-        )
-    return not is_bounded
-
-
-# negative, shifted by the maximum, or the logarithm of a variance
-_BOUNDED: Final = re.compile(r"^-|^\(-|max|clamp|clip|sigmoid|tanh|var|std|sigma")
-
-
-def check_half_kernel(interpreter: Interpreter, node: ast.Call, path: str, value: Value | None) -> None:
-    """Check an op that has no 16-bit kernel."""
-    # autocast on the CPU computes these in float32
-    cast_here = interpreter.autocast.enabled is not False and interpreter.autocast.device == "cpu"
-    if isinstance(value, Tensor) and value.cast and not cast_here:
-        interpreter.report(
-            "AMP846",
-            node,
-            f"{path} has no {value.cast} kernel, and its input is {value.cast} under autocast",
-            "compute it from float32 inputs under 'with torch.autocast(device_type, enabled=False):'",
-        )
-
-
-def check_half_fft(interpreter: Interpreter, node: ast.Call, path: str, value: Value | None) -> None:
-    """Check a Fourier transform; cuFFT takes no bfloat16, and float16 only in sizes that are powers of 2."""
-    cast = value.cast if isinstance(value, Tensor) else ""
-    if cast in ("float16", "bfloat16") and interpreter.autocast.device != "cpu":
-        refused = "any bfloat16 input" if cast == "bfloat16" else "a size that is no power of two in float16"
-        interpreter.report(
-            "AMP846",
-            node,
-            f"{path} refuses {refused}, and its input is {cast} under autocast, which does not cast it",
-            "transform x.float(), under 'with torch.autocast(device_type, enabled=False):'",
-            certainty=Certainty.KNOWN if cast == "bfloat16" else Certainty.LIKELY,
-        )
-
-
-def rounds_positions(*operands: ast.AST) -> bool:
-    """Return whether values that are cast to 16 bits are, by their names, positions, times or frequencies."""
-    return any(_POSITIONS.search(ast.unparse(operand).lower()) for operand in operands)
-
-
-_POSITIONS: Final = re.compile(
-    r"freq|posit|\bpos\b|pos_|time_?step|\btimes?\b|^t$|sigma|theta|omega|angle|\bmz\b|coord"
-)
-
-
-def check_rounded_angles(interpreter: Interpreter, value: Value) -> None:
-    """Check that sines and cosines are not those of positions that were rounded to 16 bits."""
-    if isinstance(value, Tensor) and value.rounded is not None:
-        interpreter.report(
-            "AMP869",
-            value.rounded,
-            "positions or times are rounded to 16 bits here, to 8 significant bits in bfloat16 and 11 in "
-            "float16: the sines and cosines of neighbors become equal",
-            "compute them in float32 under 'with torch.autocast(device_type, enabled=False):', then cast",
-            certainty=Certainty.LIKELY,
-        )
-
-
-def check_rounded_timesteps(interpreter: Interpreter, value: Value) -> None:
-    """Report times in 16 bits that are passed to a model, which takes sines and cosines of them."""
-    cast = value.rounded if isinstance(value, Tensor) else None
-    is_cast = isinstance(cast, ast.Call) and _TIMES.search(ast.unparse(cast.func).lower()) is not None
-    if is_cast and interpreter.linked.mentions(r"\.backward\("):
-        check_rounded_angles(interpreter, value)
-
-
-_TIMES: Final = re.compile(r"time_?step|\btimes?\b|sigma")
-
-
-def check_half_sum(interpreter: Interpreter, node: ast.Call, value: Value) -> None:
-    """Check that no sum of float16 values is computed outside autocast, which would compute it in float32."""
-    if isinstance(value, Tensor) and value.cast == "float16" and interpreter.autocast.enabled is False:
-        interpreter.report(
-            "AMP873",
-            node,
-            "these values are float16 under autocast, and so is their sum outside: above 65504 it is inf",
-            "compute it inside the autocast block, or from values.float()",
-            certainty=Certainty.LIKELY,
-        )
-
-
-def check_log_probabilities(interpreter: Interpreter, node: ast.Call, value: Value) -> None:
-    """Check that no log-probabilities are computed from the output of a model whose weights are 16-bit."""
-    dtype = value.weights_dtype if isinstance(value, Tensor) else ""
-    is_off = interpreter.autocast.enabled is False or not interpreter.linked.mentions("autocast")
-    if dtype and is_off and interpreter.linked.mentions(r"\.backward\("):
-        bits = 8 if dtype == "bfloat16" else 11
-        interpreter.report(
-            "AMP868",
-            node,
-            f"the model computes in {dtype}, and so does this outside autocast: log-probabilities have {bits}"
-            " significant bits, too few for a ratio or a difference of them",
-            "write logits.float() first",
-            certainty=Certainty.LIKELY,
-        )
-
-
-def check_same_dtype(interpreter: Interpreter, node: ast.AST, what: str, values: Sequence[Value]) -> None:
-    """Check that an op that converts nothing is not given a 16-bit and a float32 tensor."""
-    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.dtype]
-    casts = [dtype for dtype in dtypes if dtype in ("float16", "bfloat16")]
-    if casts and "float32" in dtypes:
-        interpreter.report(
-            "AMP874",
-            node,
-            f"{what} takes tensors of one dtype and raises, as one is {casts[0]} by autocast and the other "
-            "float32",
-            "cast one to the dtype of the other, as in x.to(y.dtype)",
-        )
+def _are_positions(*operands: ast.AST) -> bool:
+    """Return whether values are, by their names, positions, times or frequencies."""
+    names = {name for operand in operands for name in names_in(operand)}
+    is_t = any(isinstance(operand, ast.Name) and operand.id == "t" for operand in operands)
+    return is_t or any(
+        name in _POSITION_NAMES or name.startswith("pos_") or any(part in name for part in _POSITIONS)
+        for name in names
+    )

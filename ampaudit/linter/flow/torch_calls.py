@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix, key_of
+from ampaudit.linter.diagnostic import Certainty, key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.events import (
     CheckpointSaved,
     HalfLayer,
+    LossCalled,
     LossInside,
     NumberRead,
     ScalerMade,
@@ -38,21 +39,12 @@ from ampaudit.linter.flow.inlining import follow_callback
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.objects import device_of
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, flattened, item_of
-from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component
-from ampaudit.linter.flow.tensors import (
-    check_half_exp,
-    check_half_fft,
-    check_half_kernel,
-    check_half_sum,
-    check_log_probabilities,
-    check_rounded_angles,
-)
+from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
     AUTOCASTS,
     HARMLESS_METHODS,
     KEEPS_DTYPE,
-    LOG_PROBABILITIES,
     LOSS_FUNCTIONS,
     MAKES_TENSORS,
     MATRIX_PRODUCTS,
@@ -154,14 +146,14 @@ def _call_torch(
     if path in MATRIX_PRODUCTS:
         return tensors.matrix_product(interpreter, node, arguments.all())
     if path in WITHOUT_HALF_KERNEL:
-        check_half_kernel(interpreter, node, path, arguments.get(0, "input"))
+        tensors.call_op(interpreter, node, path, [arguments.get(0, "input") or UNKNOWN])
         return UNSCALED_TENSOR
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
         return call_loss_function(
             interpreter, node, LossFunction(name, None, reduction_of(arguments)), arguments
         )
     if path.startswith("torch.fft."):
-        check_half_fft(interpreter, node, path, arguments.get(0, "input"))
+        tensors.call_op(interpreter, node, path, [arguments.get(0, "input") or UNKNOWN])
         return UNSCALED_TENSOR
     if path == "torch.nn.ModuleList" and isinstance(modules := arguments.get(0, "modules"), KnownItems):
         return modules
@@ -196,16 +188,9 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         return gradient_method(interpreter, node, name)
     if name.startswith("_foreach_"):
         average_in_list(interpreter, node, name, arguments)
-    if path == "torch.sum":
-        check_half_sum(interpreter, node, first)
-    if name in LOG_PROBABILITIES:
-        check_log_probabilities(interpreter, node, first)
-    if path in ("torch.sin", "torch.cos"):
-        check_rounded_angles(interpreter, first)
+    tensors.call_op(interpreter, node, path, values)
     if name in MAKES_TENSORS and path == f"torch.{name}":
         return _made_tensor(node, name, arguments)
-    if path == "torch.exp" and check_half_exp(interpreter, node, first):
-        return UNSCALED_TENSOR
     if name == "sigmoid":
         operand = inner if isinstance(inner, Tensor) else Tensor(model_calls=None)
         return Tensor(sigmoid=node, model_calls=operand.model_calls, dtype=operand.dtype, node=node)
@@ -508,24 +493,9 @@ def call_loss_function(
 ) -> Value:
     """Interpret a loss function of torch."""
     tensor_arguments = [value for value in arguments.all() if isinstance(value, Tensor)]
-    first = arguments.first
-    autocast = interpreter.autocast
     record_loss(interpreter, node, tensor_arguments)
-    if (
-        loss.name in ("BCELoss", "binary_cross_entropy")
-        and autocast.enabled is True
-        and autocast.device != "cpu"
-        and not (autocast.conditional and _is_off_by_default(interpreter, autocast.node))
-    ):
-        _check_binary_cross_entropy(interpreter, node, loss, first)
-    elif autocast.enabled is False and isinstance(first, Tensor) and first.cast:
-        interpreter.report(
-            "AMP854",
-            node,
-            f"the model's output is {first.cast} under autocast, and this loss, "
-            f"computed outside, stays in {first.cast}",
-            "move the loss into the autocast block, or pass it output.float()",
-        )
+    event = LossCalled(interpreter.at(node), loss, (arguments.first, *arguments.all()), interpreter.autocast)
+    interpreter.judge(event)
     computed_under = tensors.autocast_dtype(interpreter) or next(
         (t.computed_under for t in tensor_arguments if t.computed_under), ""
     )
@@ -542,26 +512,3 @@ def reduction_of(arguments: Arguments) -> str:
     if value is None:
         return "mean"
     return str(value.value) if isinstance(value, LiteralValue) else "?"
-
-
-def _is_off_by_default(interpreter: Interpreter, autocast: ast.AST | None) -> bool:
-    """Return whether the setting that enables autocast has a default somewhere, which is false."""
-    switch = keyword_value(autocast, "enabled") if isinstance(autocast, ast.Call) else None
-    name = last_component(dotted_name(switch)) if switch is not None else ""
-    return name != "" and interpreter.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
-
-
-def _check_binary_cross_entropy(
-    interpreter: Interpreter, node: ast.Call, loss: LossFunction, first: Value
-) -> None:
-    argument = node.args[0] if node.args else None
-    direct = isinstance(first, Tensor) and first.sigmoid is argument and argument is not None
-    is_fixable = direct and loss.name == "binary_cross_entropy" and isinstance(argument, ast.Call)
-    interpreter.report(
-        "AMP844",
-        node,
-        "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
-        "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
-        Fix.at(node, "with logits") if is_fixable else None,
-        certainty=Certainty.LIKELY if interpreter.autocast.conditional else Certainty.KNOWN,
-    )

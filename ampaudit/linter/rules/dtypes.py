@@ -1,0 +1,225 @@
+"""Rules on the dtypes of operands: what 16 bits cannot compute, or not accurately enough."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
+from ampaudit.linter.flow.events import LossCalled, OpCalled
+from ampaudit.linter.flow.interpreter import Interpreter
+from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component, names_in
+from ampaudit.linter.flow.tensors import autocast_dtype
+from ampaudit.linter.flow.torch_names import (
+    LOG_PROBABILITIES,
+    MATRIX_LAYERS,
+    WITHOUT_HALF_KERNEL,
+    WRITES_SAME_DTYPE,
+)
+from ampaudit.linter.flow.values import Tensor
+from ampaudit.linter.rules.rule import rule
+
+_IN_FLOAT32: Final = "under 'with torch.autocast(device_type, enabled=False):'"
+
+
+@rule("AMP844", LossCalled)
+def _probabilities(flow: Interpreter, event: LossCalled) -> Iterator[Mistake]:
+    """Binary cross entropy of probabilities, which CUDA's autocast refuses."""
+    autocast, node = event.autocast, event.node
+    is_on = autocast.enabled is True and autocast.device != "cpu"
+    if event.loss.name not in ("BCELoss", "binary_cross_entropy") or not is_on:
+        return
+    if autocast.conditional and _is_off_by_default(flow, autocast.node):
+        return
+    first = event.operands[0] if event.operands else None
+    argument = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    direct = isinstance(first, Tensor) and first.sigmoid is argument and isinstance(argument, ast.Call)
+    yield Mistake(
+        node,
+        "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
+        "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
+        Fix.at(node, "with logits") if direct and event.loss.name == "binary_cross_entropy" else None,
+        Certainty.LIKELY if autocast.conditional else Certainty.KNOWN,
+    )
+
+
+def _is_off_by_default(flow: Interpreter, autocast: ast.AST | None) -> bool:
+    """Return whether the setting that enables autocast has a default somewhere, which is false."""
+    switch = keyword_value(autocast, "enabled") if isinstance(autocast, ast.Call) else None
+    name = last_component(dotted_name(switch)) if switch is not None else ""
+    return name != "" and flow.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
+
+
+@rule("AMP854", LossCalled)
+def _loss_outside(flow: Interpreter, event: LossCalled) -> Iterator[Mistake]:
+    """A loss outside autocast of what a model returned under it."""
+    del flow
+    first = event.operands[0] if event.operands else None
+    is_probable = event.loss.name in ("BCELoss", "binary_cross_entropy") and event.autocast.enabled is True
+    if event.autocast.enabled is False and isinstance(first, Tensor) and first.cast and not is_probable:
+        yield Mistake(
+            event.node,
+            f"the model's output is {first.cast} under autocast, and this loss, "
+            f"computed outside, stays in {first.cast}",
+            "move the loss into the autocast block, or pass it output.float()",
+        )
+
+
+@rule("AMP845", OpCalled)
+def _undone(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+    """A tensor that is cast to float32 for a matrix product, before which autocast casts it back."""
+    cast = autocast_dtype(flow) if event.name == "matmul" else ""
+    for value in event.tensors if cast else ():
+        if value.upcast is not None:
+            yield Mistake(
+                value.upcast,
+                f"autocast casts this float32 tensor back to {cast} at line {line_of(event.node)}",
+                f"compute what needs float32 {_IN_FLOAT32}",
+            )
+
+
+@rule("AMP846", OpCalled)
+def _without_kernel(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+    """An op that has no 16-bit kernel."""
+    del flow
+    first = event.tensors[0] if event.tensors else None
+    if first is None or not first.cast:
+        return
+    is_numpy = event.name == "numpy" and first.dtype == "bfloat16"
+    # autocast on the CPU computes these in float32
+    cast_here = event.autocast.enabled is not False and event.autocast.device == "cpu"
+    if (event.path in WITHOUT_HALF_KERNEL or is_numpy) and not cast_here:
+        yield Mistake(
+            event.node,
+            f"{'numpy' if is_numpy else event.path} has no {first.cast} kernel, and its input is "
+            f"{first.cast} under autocast",
+            f"compute it from float32 inputs {_IN_FLOAT32}",
+        )
+    is_known = first.cast in ("float16", "bfloat16")
+    if event.path.startswith("torch.fft.") and is_known and event.autocast.device != "cpu":
+        # cuFFT takes no bfloat16, and float16 only in sizes that are powers of 2
+        is_bfloat16 = first.cast == "bfloat16"
+        refused = "any bfloat16 input" if is_bfloat16 else "a size that is no power of two in float16"
+        yield Mistake(
+            event.node,
+            f"{event.path} refuses {refused}, and its input is {first.cast} under autocast, which does not "
+            "cast it",
+            f"transform x.float(), {_IN_FLOAT32}",
+            certainty=Certainty.KNOWN if is_bfloat16 else Certainty.LIKELY,
+        )
+
+
+@rule("AMP868", OpCalled)
+def _exp(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+    """An exponential of unbounded values in float16."""
+    del flow
+    value = event.tensors[0] if event.tensors else None
+    is_half = value is not None and value.cast == "float16" and event.autocast.enabled is False
+    if event.path == "torch.exp" and is_half and not _is_bounded(event.node):
+        yield Mistake(
+            event.node,
+            "exp of more than 11 overflows in float16, the dtype of these values, which autocast would cast",
+            "compute it from float32 values: write .float() first, or use log_softmax or cross_entropy",
+            certainty=Certainty.LIKELY,
+        )
+
+
+def _is_bounded(node: ast.AST) -> bool:
+    """Return whether exp is of what is negative, shifted by the maximum, or the logarithm of a variance."""
+    assert isinstance(node, ast.Call)
+    argument = (
+        node.args[0] if node.args else node.func.value if isinstance(node.func, ast.Attribute) else node
+    )
+    start = argument
+    while isinstance(start, ast.BinOp):
+        start = start.left
+    is_negative = isinstance(start, ast.UnaryOp) and isinstance(start.op, ast.USub)
+    names = {part for part in ast.walk(argument) if isinstance(part, ast.Name | ast.Attribute)}
+    texts = {part.attr if isinstance(part, ast.Attribute) else part.id for part in names}
+    return is_negative or any(word in text.lower() for text in texts for word in _BOUNDS)
+
+
+_BOUNDS: Final = ("max", "clamp", "clip", "sigmoid", "tanh", "var", "std", "sigma")
+
+
+@rule("AMP868", OpCalled)
+def _log_probabilities(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+    """Log-probabilities of the output of a model whose weights are 16-bit."""
+    dtype = event.tensors[0].weights_dtype if event.tensors else ""
+    if event.name not in LOG_PROBABILITIES or not dtype:
+        return
+    is_off = event.autocast.enabled is False or not flow.linked.mentions("autocast")
+    if is_off and flow.linked.mentions(r"\.backward\("):
+        bits = 8 if dtype == "bfloat16" else 11
+        yield Mistake(
+            event.node,
+            f"the model computes in {dtype}, and so does this outside autocast: log-probabilities have {bits}"
+            " significant bits, too few for a ratio or a difference of them",
+            "write logits.float() first",
+            certainty=Certainty.LIKELY,
+        )
+
+
+@rule("AMP869", OpCalled)
+def _angles(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+    """Sines and cosines of positions that were rounded to 16 bits, also in a model that takes times."""
+    for value in event.tensors:
+        if value.rounded is None:
+            continue
+        is_angle = event.path in ("torch.sin", "torch.cos")
+        is_time = (
+            event.path == "torch.nn.Module"
+            and isinstance(value.rounded, ast.Call)
+            and any(_names_time(name) for name in names_in(value.rounded.func))
+            and flow.linked.mentions(r"\.backward\(")
+        )
+        if is_angle or is_time:
+            yield Mistake(
+                value.rounded,
+                "positions or times are rounded to 16 bits here, to 8 significant bits in bfloat16 and 11 in "
+                "float16: the sines and cosines of neighbors become equal",
+                f"compute them in float32 {_IN_FLOAT32}, then cast",
+                certainty=Certainty.LIKELY,
+            )
+
+
+def _names_time(name: str) -> bool:
+    return name in ("time", "times") or "timestep" in name or "time_step" in name or "sigma" in name
+
+
+@rule("AMP873", OpCalled)
+def _sum(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+    """A sum of float16 values outside autocast, which would compute it in float32."""
+    del flow
+    is_half = bool(event.tensors) and event.tensors[0].cast == "float16"
+    if event.path == "torch.sum" and is_half and event.autocast.enabled is False:
+        yield Mistake(
+            event.node,
+            "these values are float16 under autocast, and so is their sum outside: above 65504 it is inf",
+            "compute it inside the autocast block, or from values.float()",
+            certainty=Certainty.LIKELY,
+        )
+
+
+@rule("AMP874", OpCalled)
+def _two_dtypes(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+    """An op that converts nothing and takes a 16-bit and a float32 tensor."""
+    del flow
+    what = _SAME_DTYPE.get(event.name)
+    dtypes = [value.dtype for value in event.tensors if value.dtype]
+    casts = [dtype for dtype in dtypes if dtype in ("float16", "bfloat16")]
+    if what is not None and casts and "float32" in dtypes:
+        yield Mistake(
+            event.node,
+            f"{what} takes tensors of one dtype and raises, as one is {casts[0]} by autocast and the other "
+            "float32",
+            "cast one to the dtype of the other, as in x.to(y.dtype)",
+        )
+
+
+_SAME_DTYPE: Final = {
+    **{name: f"{name}()" for name in WRITES_SAME_DTYPE},
+    **dict.fromkeys(MATRIX_LAYERS, "this layer"),
+    "__setitem__": "an assignment by index or mask",
+}
