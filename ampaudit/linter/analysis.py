@@ -228,7 +228,7 @@ def _follow_class(
     owner, before = Instance(f"class {info.node.name}", info), len(events_by_entry)
     interpreter.managed = info.derives("LightningModule", "LightningLite", "Callback")
     start = info.method("__init__")
-    if start is not None and (start.relevant or info.derives("Module")):
+    if start is not None and info.is_relevant:
         end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
     if start is None and info.fields:
         interpreter.path_state = end = end.fork()

@@ -174,6 +174,7 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: 
     if isinstance(function, LossFunction):
         return call_loss_function(interpreter, node, function, arguments)
     if isinstance(function, Managed):
+        tensors.call_op(interpreter, node, "torch.nn.Module", arguments.all())
         return Tensor(model_calls=None, node=node)
     if isinstance(function, Instance):
         methods = (interpreter.bound_method(function, name) for name in ("__call__", "forward"))

@@ -24,9 +24,10 @@ from ampaudit.linter.flow.inlining import bind_fields, inline_call
 from ampaudit.linter.flow.state import flattened
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import autocast_dtype, call_op, dtype_named, requested_dtype
-from ampaudit.linter.flow.torch_names import LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
+from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
+    Arguments,
     ClassInfo,
     ContextManager,
     DeviceValue,
@@ -44,7 +45,6 @@ from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
-    from ampaudit.linter.flow.values import Arguments
 
 __all__ = ["MODULE_METHODS", "call_model", "device_of", "make_instance", "make_model", "model_method"]
 
@@ -65,8 +65,14 @@ _TRAINS: Final = re.compile(r"backward|train_|_step$|optimi[sz]e_|learn")
 
 def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
     """Create a model that is constructed or loaded here."""
+    modules = [v for v in flattened(arguments.positional) if isinstance(v, Model)]
+    is_followed = origin == "torch.nn.Sequential" and any(module.instance for module in modules)
     model = Model(
-        key_of(node) + interpreter.call_path, node, origin=origin, layers=_layers(origin, arguments)
+        key_of(node) + interpreter.call_path,
+        node,
+        origin=origin,
+        layers=_layers(origin, arguments),
+        modules=tuple(modules) if is_followed else (),
     )
     is_quantized = "quantization_config" in arguments.keywords  # which is trained through adapters
     for name in () if is_quantized else ("dtype", "torch_dtype"):
@@ -168,7 +174,7 @@ def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arg
     is_module = info.derives("Module", "LightningModule")
     instance = Instance(f"{info.node.name} {key_of(node)}{interpreter.call_path}", info)
     start, half = info.method("__init__"), None
-    if start is not None and (start.relevant or is_module):
+    if start is not None and info.is_relevant:
         half, interpreter.half_parameter = interpreter.half_parameter, None
         inline_call(interpreter, start, node, arguments.named(), instance)
         half, interpreter.half_parameter = interpreter.half_parameter, half
@@ -200,6 +206,11 @@ def call_model(
     interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, node, model, arguments, method)
+    value: Value = arguments.first
+    for module in model.modules:
+        value = call_model(interpreter, node, module, Arguments([value], {}, node))
+    if model.modules:
+        return value
     info = method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
         outer = interpreter.weights[-1:] or [""]
@@ -212,7 +223,7 @@ def call_model(
         interpreter.weights.pop()
         return _from_model(returned, cast, model_calls, node)
     return Tensor(
-        dtype=cast if _ends_in_product(model, arguments) or _is_known_network(interpreter, model) else "",
+        dtype=_dtype_of_output(interpreter, model, arguments, cast),
         weights_dtype=_weights_dtype(interpreter, model),
         computed_under=cast,
         model_calls=model_calls,
@@ -281,15 +292,18 @@ def _from_model(returned: Value, cast: str, model_calls: frozenset[str] | None, 
     )
 
 
-def _ends_in_product(model: Model, arguments: Arguments) -> bool:
-    """Return whether the output certainly has autocast's dtype, as that of a linear layer has."""
+def _dtype_of_output(interpreter: Interpreter, model: Model, arguments: Arguments, cast: str) -> str:
+    """Return the dtype of what a model returns by its last layer that has one; empty if it is not certain."""
     for layer in reversed(model.layers):
         if layer in MATRIX_LAYERS:
-            return True
+            return cast
+        if layer in FLOAT32_LAYERS:
+            return "float32" if cast else ""
         if layer not in LAYERS_WITHOUT_DTYPE:
-            return False
-    first = arguments.first
-    return bool(model.layers) and isinstance(first, Tensor) and bool(first.cast)
+            return ""
+    if model.layers:
+        return arguments.first.dtype if isinstance(arguments.first, Tensor) else ""
+    return cast if _is_known_network(interpreter, model) else ""
 
 
 def method_of(model: Model, name: str) -> FunctionInfo | None:

@@ -94,6 +94,11 @@ class ClassInfo:
         return [*(self.base.fields if self.base is not None else ()), *annotated]
 
     @property
+    def is_relevant(self) -> bool:
+        """Whether anything in it matters, so that what its constructor makes does as well."""
+        return self.derives("Module", "LightningModule") or any(m.relevant for m in self.methods.values())
+
+    @property
     def ancestry(self) -> list[ClassInfo]:
         """The class and its base classes that are followed."""
         return [self, *(self.base.ancestry if self.base is not None else ())]
@@ -259,6 +264,7 @@ class Model:
         origin: Dotted name of its class.
         layers: Classes of its torch layers in order, or its own class if it is a layer; empty if unknown.
         instance: Instance, if a linted file defines its class.
+        modules: Modules of a ``Sequential`` of which a linted file defines some, in order.
     """
 
     key: str
@@ -267,6 +273,7 @@ class Model:
     origin: str = ""
     layers: tuple[str, ...] = ()
     instance: Instance | None = None
+    modules: tuple[Model, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
