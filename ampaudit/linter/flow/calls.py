@@ -39,6 +39,7 @@ from ampaudit.linter.flow.values import (
     Partial,
     Scaler,
     Scheduler,
+    StateDict,
     Tensor,
     Value,
 )
@@ -87,6 +88,8 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return objects.model_method(interpreter, node, base, name, arguments)
     if isinstance(base, Scheduler):
         return UNKNOWN
+    if isinstance(base, StateDict):  # a copy, or a part of it
+        return base
     if isinstance(base, LossGradients):
         return gradient_norm(interpreter, node, base) if name in NORM_FUNCTIONS else base
     if isinstance(base, GradAttribute):

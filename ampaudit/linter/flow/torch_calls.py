@@ -337,6 +337,9 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
         gradients.clip(interpreter, node, arguments, certainty=Certainty.LIKELY)
     if last not in HARMLESS_METHODS:
         assume_any_effect(interpreter, name, values)
+    state_dict = next((value for value in values if isinstance(value, StateDict)), None)
+    if state_dict is not None:
+        return state_dict  # moved or converted
     touched = any(isinstance(value, Scaler | Instance) for value in values)
     return UNKNOWN if touched else _unknown_result(interpreter, values)
 

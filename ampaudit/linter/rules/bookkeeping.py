@@ -26,8 +26,8 @@ from ampaudit.linter.flow.events import (
     ScalerUpdate,
     of_type,
 )
-from ampaudit.linter.flow.syntax import last_component, receiver_name
-from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
+from ampaudit.linter.flow.syntax import calls_method, last_component, receiver_name
+from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, Parameters, StateDict
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
@@ -199,9 +199,11 @@ def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -
         sorted(interpreter.scalers[key].text for key in missing if interpreter.scalers[key].text)
     )
     whose = f"that of {names}" if saved and names else "the scaler's"
+    resumes = bool(of_type(every, OptimizerRestored))
     for event, events in ((e, entry) for entry in events_by_entry for e in of_type(entry, CheckpointSaved)):
         entries = event.entries
-        if any(isinstance(value, StateDict) and value.kind == "optimizer" for value in entries.items):
+        saved_here = {value.kind for value in entries.items if isinstance(value, StateDict)}
+        if "optimizer" in saved_here and (resumes or _has_weights(entries)):
             interpreter.report(
                 "AMP820",
                 _place_here(event, entries.node),
@@ -210,6 +212,13 @@ def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -
                 f"save {names if saved and names else 'scaler'}.state_dict() as well",
                 None if saved else _save_scaler_fix(interpreter, events, event, entries.node),
             )
+
+
+def _has_weights(entries: DictLiteral) -> bool:
+    """Return whether a checkpoint has the weights of a model, without which no run can resume from it."""
+    of_others = sum(calls_method(value, "state_dict") for value in getattr(entries.node, "values", ()))
+    has_parameters = any(isinstance(value, Parameters) for value in entries.items)
+    return has_parameters or of_others > sum(isinstance(value, StateDict) for value in entries.items)
 
 
 def _place_here(event: Event, node: ast.AST) -> ast.AST:
