@@ -51,6 +51,7 @@ from ampaudit.linter.flow.values import (
     LiteralValue,
     Value,
 )
+from ampaudit.linter.rules import devices as devices
 from ampaudit.linter.rules import dtypes as dtypes
 from ampaudit.linter.rules.accumulation import (
     check_accumulation,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ampaudit.linter.flow.values import (
+    Arguments,
     Autocast,
     ClassInfo,
     DictLiteral,
@@ -20,6 +21,7 @@ from ampaudit.linter.flow.values import (
 
 __all__ = [
     "AutocastEntered",
+    "AutocastMade",
     "Backward",
     "BranchesFollowed",
     "CheckpointSaved",
@@ -324,6 +326,13 @@ class LossInside(Event):
     """A loss under autocast; ``outputs`` identify the calls outside of it that returned its inputs."""
 
     outputs: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastMade(Event):
+    """``torch.autocast(...)``, which takes a device type."""
+
+    arguments: Arguments
 
 
 @dataclass(frozen=True, slots=True)

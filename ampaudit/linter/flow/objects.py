@@ -46,7 +46,15 @@ from ampaudit.linter.flow.weight_copies import freeze
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["MODULE_METHODS", "call_model", "device_of", "make_instance", "make_model", "model_method"]
+__all__ = [
+    "MODULE_METHODS",
+    "applies_to_device",
+    "call_model",
+    "device_of",
+    "make_instance",
+    "make_model",
+    "model_method",
+]
 
 
 MODULE_METHODS: Final = frozenset(
@@ -192,7 +200,7 @@ def call_model(
     interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments, method: str = "forward"
 ) -> Value:
     """Interpret a forward pass, or another method, under the current autocast context."""
-    cast = autocast_dtype(interpreter) if applies_to_device(interpreter, node, model) else ""
+    cast = autocast_dtype(interpreter) if applies_to_device(interpreter, model) else ""
     root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
     tensors = [value for value in flattened(arguments.all()) if isinstance(value, Tensor)]
     is_unsure = any(tensor.model_calls is None and tensor.node is not None for tensor in tensors)
@@ -332,23 +340,13 @@ def move_model(interpreter: Interpreter, model: Model, arguments: Arguments) -> 
             interpreter.state.set_fact(DEVICE, PERHAPS, model.key)
 
 
-def applies_to_device(interpreter: Interpreter, node: ast.Call, model: Model) -> bool:
+def applies_to_device(interpreter: Interpreter, model: Model) -> bool:
     """Return whether autocast applies to the model's device, as far as is known."""
     autocast, device = interpreter.autocast, interpreter.state.get(DEVICE, model.key)
-    if (
-        interpreter.assumptions  # as of cuda's absence, where autocast may be off for the same reason
+    return (
+        bool(interpreter.assumptions)  # as of cuda's absence, where autocast may be off for the same reason
         or autocast.enabled is not True
         or not autocast.device
         or not isinstance(device, str)
         or device == autocast.device
-    ):
-        return True
-    place = autocast.node if autocast.node is not None else node
-    interpreter.report(
-        "AMP847",
-        place,
-        f"autocast is for {autocast.device}, but the model called at line {node.lineno} is on {device}, so"
-        " nothing is cast",
-        f'use torch.autocast("{device}")',
     )
-    return False

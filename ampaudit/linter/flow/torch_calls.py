@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.diagnostic import Certainty, key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.events import (
+    AutocastMade,
     CheckpointSaved,
     HalfLayer,
     LossCalled,
@@ -409,7 +410,7 @@ def make_autocast(
 ) -> Autocast:
     """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
     if device is None:
-        _check_device_type(interpreter, node, arguments)
+        interpreter.judge(AutocastMade(interpreter.at(node), arguments))
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     values: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
     device_type = device_of(values.get("device_type")) if device is None else device
@@ -427,25 +428,6 @@ def make_autocast(
     cache = arguments.keywords.get("cache_enabled", LiteralValue(True))
     caches = literal_of(cache) is True
     return Autocast(enabled, device_type or None, dtype, node, conditional=conditional, caches=caches)
-
-
-def _check_device_type(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
-    """Report a call that leaves out the device type, which only the older names have by themselves."""
-    first = arguments.get(0, "device_type")
-    imports = interpreter.script.imports & {"torch.amp.autocast", "torch.autocast"}
-    is_flag = isinstance(first, DeviceValue) or isinstance(literal_of(first), bool)
-    has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
-    text = literal_of(first)
-    names_index = isinstance(text, str) and ":" in text  # a device, and not its type
-    if (
-        (imports or isinstance(node.func, ast.Attribute)) and not has_more and (first is None or is_flag)
-    ) or names_index:
-        interpreter.report(
-            "AMP847",
-            node,
-            'torch.autocast needs the device type as a string, such as "cuda", and raises without it',
-            'write torch.autocast("cuda", ...), or torch.autocast(device.type, ...)',
-        )
 
 
 def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr | None) -> bool | None:
