@@ -92,10 +92,12 @@ def covers_line(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def has_name(node: ast.AST, text: str) -> bool:
-    """Return whether a name or attribute in a node contains a text."""
-    parts = (part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute))
-    return any(text in simple_name(part) for part in parts)
+def has_name(node: ast.AST, *texts: str) -> bool:
+    """Return whether a name or attribute in a node contains one of some texts in lower case."""
+    names = [
+        simple_name(part).lower() for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)
+    ]
+    return any(text in name for name in names for text in texts)
 
 
 def names_in(node: ast.AST) -> set[str]:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-import re2
-
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, line_of, position_of
 from ampaudit.linter.flow.events import Event, HalfLayer, ScalerStep, ScalerUnscale, of_type
 from ampaudit.linter.flow.interpreter import DtypeUses
-from ampaudit.linter.flow.script import Script, matching_lines
-from ampaudit.linter.flow.syntax import covers_line, dotted_name, keyword_value, nested_blocks, simple_name
+from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.syntax import (
+    covers_line,
+    dotted_name,
+    has_name,
+    keyword_value,
+    last_component,
+    nested_blocks,
+    simple_name,
+)
 from ampaudit.linter.flow.torch_names import (
     BFLOAT16_ROUNDS_TO_ONE,
     DTYPES,
@@ -34,6 +39,7 @@ __all__ = ["check_constants", "check_half_accumulators", "check_half_layers", "n
 
 
 _FLOAT16_MAX: Final = 65504.0
+_SMALL: Final = 2.0**-8
 
 
 # autocast computes these in float32, and so what is added to them
@@ -57,15 +63,18 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     """
     if "torch" not in script.text:
         return
-    lines = matching_lines(_EXTREME, script.text)
+    lines = _lines_of(script, lambda node: isinstance(node, _NUMBERS) and _is_extreme(number_of(node)))
     if not lines:
         return
     float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
     by_dtype = {"float16": float16, "bfloat16": bfloat16}
     finder = ConstantFinder(_named_constants(script, lines), bfloat16)
     if finder.named:
-        names = "|".join(map(re.escape, finder.named))
-        lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
+        named = _lines_of(
+            script,
+            lambda node: isinstance(node, ast.Name | ast.Attribute) and dotted_name(node) in finder.named,
+        )
+        lines = sorted({*lines, *named})
     modules = [c.node for c in script.classes.values() if c.derives("Module", "LightningModule")]
     for statement in _innermost_statements(script.tree.body, lines):
         module = any(covers_line(node, statement.lineno) for node in modules)
@@ -83,13 +92,25 @@ def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
 
 def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -> Certainty:
     """Return the highest certainty without a known dtype; most eps are in norms, which stay float32."""
-    in_log = "log(" in ast.unparse(statement) and statement.lineno in half_lines
+    calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
+    in_log = statement.lineno in half_lines and any(simple_name(call.func) == "log" for call in calls)
     return Certainty.LIKELY if diagnostic.code == "AMP860" or in_log else Certainty.UNKNOWN
 
 
-_BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
-# how numbers that may be too large or too small are written
-_EXTREME = re2.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}|\d ?\*\* ?\d|finfo\(")
+_OF_DTYPES: Final = ("float16", "half", "dtype", "fp16", "autocast")
+_NUMBERS: Final = (ast.Constant, ast.BinOp, ast.Attribute)
+
+
+def _lines_of(script: Script, is_meant: Callable[[ast.AST], bool]) -> list[int]:
+    """Return the lines, in order, of the nodes that a function selects."""
+    return sorted({line_of(node) for node in script.nodes() if is_meant(node)})
+
+
+def _is_extreme(value: float | None) -> bool:
+    """Return whether a number may be too large for float16, too small, or too close to 1."""
+    return value is not None and (
+        abs(value) > _FLOAT16_MAX or 0 < abs(value) < _SMALL or 1 - _SMALL < value < 1
+    )
 
 
 def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[ast.stmt]:
@@ -101,7 +122,9 @@ def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[as
         blocks = nested_blocks(statement)
         if not blocks:
             yield statement
-        if isinstance(statement, ast.If) and _BY_DTYPE.search(ast.unparse(statement.test)):
+        if isinstance(statement, ast.If) and has_name(
+            statement.test, "float16", "half", "dtype", "fp16", "autocast"
+        ):
             continue  # it handles 16 bits explicitly
         for block in blocks:
             yield from _innermost_statements(block, lines)
@@ -150,8 +173,11 @@ def number_of(node: ast.AST) -> float | None:
             return None
         return _OPERATORS[type(node.op)](left, right)
     if isinstance(node, ast.Attribute) and node.attr in ("min", "max"):
-        limit = _FINFO.fullmatch(ast.unparse(node.value))
-        return (-_FLOAT32_MAX if node.attr == "min" else _FLOAT32_MAX) if limit is not None else None
+        call = node.value
+        if not isinstance(call, ast.Call) or dotted_name(call.func) not in _FINFO or len(call.args) != 1:
+            return None
+        is_float32 = last_component(dotted_name(call.args[0])) in ("float", "float32")
+        return (-_FLOAT32_MAX if node.attr == "min" else _FLOAT32_MAX) if is_float32 else None
     return None
 
 
@@ -182,7 +208,7 @@ _MAX_OPERAND: Final = 1e12
 _FLOAT32_MAX: Final = float.fromhex("0x1.fffffep127")
 
 
-_FINFO: Final = re.compile(r"(?:torch|np|numpy)\.finfo\((?:torch|np|numpy)\.float(?:32)?\)")
+_FINFO: Final = frozenset({"torch.finfo", "np.finfo", "numpy.finfo"})
 
 
 _OPERATORS: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
@@ -200,7 +226,7 @@ def _is_float32(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     name = simple_name(node.func)
-    if name in _FLOAT32_FUNCTIONS or "float32" in ast.unparse(node):
+    if name in _FLOAT32_FUNCTIONS or has_name(node, "float32"):
         return True
     return (
         isinstance(node.func, ast.Attribute)
@@ -281,7 +307,7 @@ class ConstantFinder:
                 receiver = node.args[0] if index == 2 and node.args else node.func.value
                 if self._too_large(value) and not _is_float32(receiver):
                     yield self._mask_diagnostic(value, dotted_name(receiver))
-        elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
+        elif name == "where" and node.args and has_name(node.args[0], "mask"):
             for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
                 # two numbers create a float32 tensor, which promotes what it is added to
                 if self._too_large(value) and self._literal(other) is None and not _is_float32(other):
@@ -289,13 +315,13 @@ class ConstantFinder:
 
     def _check_product(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
-            if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_float32(other):
+            if self._too_large(value) and has_name(other, "mask") and not _is_float32(other):
                 yield self._mask_diagnostic(value, node=node)
 
     def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[UnfitNumber]:
         # a large positive number initializes the search for a minimum, mostly outside 16 bits
         low = (self._literal(node.value) or 0) < 0
-        if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
+        if low and self._too_large(node.value) and has_name(target.slice, "mask"):
             name = dotted_name(target.value)
             if name and not name.startswith("np"):
                 yield self._mask_diagnostic(node.value, name)
