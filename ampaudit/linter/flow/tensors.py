@@ -44,6 +44,7 @@ __all__ = [
     "dtype_named",
     "dtype_of_result",
     "first_rounded",
+    "keeps_dtype",
     "matrix_product",
     "outer_product",
     "requested_dtype",
@@ -247,11 +248,19 @@ def tensor_method(
         return replace(base, divided=True, upcast=None, node=node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return replace(base, upcast=None, node=node)
-    keeps = name in KEEPS_DTYPE or (name in AUTOCAST_FLOAT32 and interpreter.autocast.enabled is False)
-    if keeps and name != "exp":  # after exp, what follows has the same cause
+    if keeps_dtype(interpreter, name):
         return replace(base, node=node)
     dtype = dtype_of_result(interpreter, name)
     return replace(base, dtype=dtype, loss="", sigmoid=None, upcast=None, node=node)
+
+
+def keeps_dtype(interpreter: Interpreter, name: str) -> bool:
+    """Return whether the result of an op has the dtype of its operands.
+
+    That of exp counts as unknown, since mistakes that follow from its overflow have the same cause.
+    """
+    is_off = interpreter.autocast.enabled is False
+    return name in KEEPS_DTYPE or (is_off and name in AUTOCAST_FLOAT32 and name != "exp")
 
 
 def dtype_of_result(interpreter: Interpreter, name: str) -> str:

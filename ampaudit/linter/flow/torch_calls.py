@@ -42,7 +42,6 @@ from ampaudit.linter.flow.objects import device_of
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, flattened, item_of
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
-    AUTOCAST_FLOAT32,
     AUTOCASTS,
     HARMLESS_METHODS,
     KEEPS_DTYPE,
@@ -238,9 +237,9 @@ def _dtype(interpreter: Interpreter, name: str, operands: list[Tensor]) -> str:
     """Return the dtype of what a function returns for some tensors; empty if it is not certain."""
     by_autocast = tensors.dtype_of_result(interpreter, name)
     dtypes = {value.dtype for value in operands}
-    off = interpreter.autocast.enabled is False
-    keeps = name in KEEPS_DTYPE or (off and name in AUTOCAST_FLOAT32)
-    return by_autocast or (dtypes.pop() if keeps and len(dtypes) == 1 else "")
+    return by_autocast or (
+        dtypes.pop() if len(dtypes) == 1 and tensors.keeps_dtype(interpreter, name) else ""
+    )
 
 
 def _context(kind: str) -> Handler:
