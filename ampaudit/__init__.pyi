@@ -186,12 +186,11 @@ def lint(
     select: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     per_file_ignores: Mapping[str, Sequence[str]] | Sequence[str] = ...,
-    notes: bool = ...,
     exclude: Sequence[str] = ...,
     gitignore: bool = ...,
     unsafe_fixes: bool = ...,
     baseline: str | Path | None = ...,
-    fail_on: Literal["error", "warning", "note", "never"] = ...,
+    fail_on: Literal["error", "warning", "never"] = ...,
 ) -> LintReport: ...
 def plan(
     model: ModelLike,

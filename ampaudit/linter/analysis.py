@@ -59,12 +59,12 @@ from ampaudit.linter.rules.accumulation import (
     check_stepped_either_way,
     check_zeroed_either_way,
 )
+from ampaudit.linter.rules.autograd_functions import check_autograd_functions
 from ampaudit.linter.rules.bookkeeping import (
     check_loops,
     check_updates_and_checkpoints,
 )
 from ampaudit.linter.rules.constants import check_constants, check_half_accumulators, check_half_layers
-from ampaudit.linter.rules.deprecated_names import check_autograd_functions, check_deprecated_names
 from ampaudit.linter.rules.managed_loops import (
     check_apex_loops,
     check_lightning_module,
@@ -83,7 +83,7 @@ from ampaudit.linter.source_tree import LinkedScript
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
-_SYNTAX_RULES = (check_apex_loops, check_deprecated_names, check_autograd_functions, check_half_accumulators)
+_SYNTAX_RULES = (check_apex_loops, check_autograd_functions, check_half_accumulators)
 _ENTRY_POINT_RULES = (
     check_accumulation,
     check_branches,

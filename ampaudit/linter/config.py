@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from ampaudit.core.config import Config, FilePath, Option, Texts
 from ampaudit.core.pyproject import read_options
-from ampaudit.report.finding import FailOn
 
 __all__ = ["LintConfig", "read_lint_config"]
 
@@ -36,7 +35,6 @@ class LintConfig(Config):
             accepts="Mapping[str, Sequence[str]] | Sequence[str]",
         ),
     ] = ()
-    notes: Annotated[bool, Option("Also report notes.")] = False
     exclude: Annotated[Texts, Option("Files or directories to skip (repeatable).", metavar="GLOB")] = ()
     gitignore: Annotated[bool, Option("Also lint files that git ignores.", flags=("--no-gitignore",))] = True
     unsafe_fixes: Annotated[bool, Option("Let --fix and --diff also make changes that need a review.")] = (
@@ -45,7 +43,9 @@ class LintConfig(Config):
     baseline: Annotated[
         FilePath | None, Option("JSON report of lint whose findings are left out.", metavar="FILE")
     ] = None
-    fail_on: Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")] = "warning"
+    fail_on: Annotated[
+        Literal["error", "warning", "never"], Option("Lowest severity that makes the exit code 1.")
+    ] = "warning"
 
 
 def read_lint_config(path: Path) -> dict[str, Any]:

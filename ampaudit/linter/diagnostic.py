@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Final
 
 __all__ = [
     "LINES_PER_FILE",
-    "Applicability",
     "Certainty",
     "Diagnostic",
     "Fix",
@@ -46,19 +45,11 @@ def key_of(node: ast.AST) -> str:
 
 
 class Certainty(IntEnum):
-    """Certainty of a fact: a likely mistake is at most a warning, an uncertain one at most a note."""
+    """Certainty of a fact: a likely mistake is at most a warning, and an unknown one is not reported."""
 
     UNKNOWN = 0
     LIKELY = 1
     KNOWN = 2
-
-
-class Applicability(Enum):
-    """Whether a fix is applied by ``--fix``, only with ``--unsafe-fixes``, or not at all."""
-
-    NONE = 0
-    UNSAFE = 1
-    SAFE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +62,7 @@ class Fix:
         column: Column of the node in UTF-8 bytes, from 0, as ``ast`` counts.
         details: Arguments of the change; for ``replace expression`` the new code, and line and column
             (in characters) of the old expression's end.
-        is_safe: Whether the new code certainly works there.
+        is_safe: Whether ``--fix`` applies it; if not, ``--unsafe-fixes`` does.
     """
 
     kind: str

@@ -13,9 +13,6 @@ from pathspec import GitIgnoreSpec
 from ampaudit.core.errors import InputError, UsageError, did_you_mean
 from ampaudit.core.untrusted import describe, read_bounded
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.diagnostic import Applicability, Fix
-from ampaudit.linter.fix_safety import UNDECLARED, DeclaredTorch, applicability, declared_torch
-from ampaudit.report.finding import Severity
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
 
@@ -162,18 +159,14 @@ class RuleSelection:
     Attributes:
         select: Codes or prefixes to enable.
         ignore: Codes or prefixes to disable.
-        notes: Whether rules of severity note are enabled without being selected.
         per_file: Globs of files with codes or prefixes to disable there.
         unsafe_fixes: Whether to apply fixes that need review as well.
-        torch: Versions of torch that the file's project allows.
     """
 
     select: tuple[str, ...] = (LINTED,)
     ignore: tuple[str, ...] = ()
-    notes: bool = True
     per_file: tuple[tuple[str, tuple[str, ...]], ...] = ()
     unsafe_fixes: bool = False
-    torch: DeclaredTorch = UNDECLARED
 
     @classmethod
     def of(cls, config: LintConfig) -> RuleSelection:
@@ -182,30 +175,20 @@ class RuleSelection:
         Raises:
             UsageError: A code or prefix matches no rule, or a per-file entry has no codes.
         """
-        selected = tuple(_parse_codes(config.select))
-        notes = config.notes or config.fail_on == "note" or LINTED in selected
+        selected = tuple(_parse_codes(config.select)) or (LINTED,)
         per_file = tuple(map(_parse_entry, config.per_file_ignores))
-        ignored = tuple(_parse_codes(config.ignore))
-        return cls(selected or (LINTED,), ignored, notes, per_file, config.unsafe_fixes)
+        return cls(selected, tuple(_parse_codes(config.ignore)), per_file, config.unsafe_fixes)
 
     def for_file(self, path: Path) -> RuleSelection:
-        """Return the rules that are enabled in a file, with what its project says of torch."""
+        """Return the rules that are enabled in a file."""
         more = tuple(code for glob, codes in self.per_file if matches(path, (glob,)) for code in codes)
-        return replace(self, ignore=(*self.ignore, *more), torch=declared_torch(path.absolute().parent))
+        return replace(self, ignore=(*self.ignore, *more))
 
-    def applies(self, fix: Fix | None) -> bool:
-        """Return whether ``--fix`` applies a fix."""
-        how = applicability(fix, self.torch)
-        return how == Applicability.SAFE or (how == Applicability.UNSAFE and self.unsafe_fixes)
-
-    def includes(self, code: str, severity: Severity | None = None) -> bool:
-        """Return whether a rule is enabled, at a severity if it has several; the longer prefix decides."""
+    def includes(self, code: str) -> bool:
+        """Return whether a rule is enabled: of the prefixes that match, the longest decides."""
         if code == UNUSED_SUPPRESSION:
             return code not in self.ignore
         selected = max((len(prefix) for prefix in self.select if code.startswith(prefix)), default=-1)
-        severity = severity or Severity(all_pages()[code].severity)
-        if selected == len(LINTED) and not self.notes and severity == Severity.NOTE:
-            return False
         ignored = max((len(prefix) for prefix in self.ignore if code.startswith(prefix)), default=-1)
         return selected > ignored
 

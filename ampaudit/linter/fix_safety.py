@@ -1,45 +1,19 @@
-"""Decides which fixes are safe: of a known mistake, with bound names, for every torch that is allowed."""
+"""Decides which fixes are safe: those of a known mistake that write bound names."""
 
 from __future__ import annotations
 
 import ast
-import configparser
-import re
-import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
 
-from ampaudit.core.errors import InputError
-from ampaudit.core.untrusted import read_bounded
-from ampaudit.linter.diagnostic import LINES_PER_FILE, Applicability, Certainty, Diagnostic, Fix
+from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, Fix
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
+__all__ = ["is_bound", "with_safety"]
 
-__all__ = [
-    "UNDECLARED",
-    "DeclaredTorch",
-    "applicability",
-    "declared_torch",
-    "is_bound",
-    "needed_torch",
-    "with_safety",
-]
-
-_MAX_BYTES: Final = 1_000_000
-# the first torch with wheels for a Python, and the last one, from the files of its releases
-_FIRST_TORCH: Final = {"3.11": "1.13", "3.12": "2.2", "3.13": "2.5", "3.14": "2.9"}
-_LAST_TORCH: Final = {"3.6": "1.10", "3.7": "1.13", "3.8": "2.4"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-# the first versions of torch that have a name of torch.amp, with its argument for the device
-_OLD: Final = "1.10"  # which a project that declares nothing is taken to have
-_SINCE: Final = {"autocast": _OLD, "GradScaler": "2.3", "custom_fwd": "2.4", "custom_bwd": "2.4"}
 
 
 def with_safety(script: Script, diagnostic: Diagnostic) -> Diagnostic:
@@ -47,33 +21,9 @@ def with_safety(script: Script, diagnostic: Diagnostic) -> Diagnostic:
     fix = diagnostic.fix
     if fix is None or fix.line >= LINES_PER_FILE:  # that would change an imported file
         return replace(diagnostic, fix=None)
-    is_known = diagnostic.certainty == Certainty.KNOWN
+    is_known = fix.is_safe and diagnostic.certainty == Certainty.KNOWN
     safe = is_known and all(is_bound(script, fix.line, name) for name in _written_names(fix))
     return replace(diagnostic, fix=replace(fix, is_safe=safe))
-
-
-def applicability(fix: Fix | None, torch: DeclaredTorch) -> Applicability:
-    """Return how a fix may be applied in a project with these versions of torch."""
-    if fix is None:
-        return Applicability.NONE
-    needed = needed_torch(fix)
-    allowed = torch.is_at_least(needed) if needed else True
-    if allowed is False:
-        return Applicability.NONE
-    is_likely = allowed or needed == _OLD
-    return Applicability.SAFE if fix.is_safe and is_likely else Applicability.UNSAFE
-
-
-def needed_torch(fix: Fix) -> str:
-    """Return the first version of torch that has the names that a fix writes; empty if it writes none."""
-    names: list[str] = []
-    if fix.kind == "rename import":
-        names = [detail.partition("=")[0].rpartition(".")[2] for detail in fix.details[1:]]
-    elif fix.kind == "rename use":
-        names = [fix.details[1]]
-    elif fix.kind == "decorate":
-        names = ["custom_fwd"]
-    return max((_SINCE[name] for name in names), key=lambda v: tuple(map(int, v.split("."))), default="")
 
 
 def _written_names(fix: Fix) -> set[str]:
@@ -82,7 +32,7 @@ def _written_names(fix: Fix) -> set[str]:
         return {fix.details[0]}
     if fix.kind in ("insert before", "insert after", "add entry"):
         return names_in(fix.details[-1])
-    if fix.kind in ("decorate", "rename use") or (fix.kind == "replace" and "torch." in fix.details[0]):
+    if fix.kind == "replace" and "torch." in fix.details[0]:
         return {"torch"}
     return set()
 
@@ -258,121 +208,3 @@ def _used(statement: ast.stmt) -> Iterator[str]:
 
 def _is_in(block: list[ast.stmt], line: int) -> bool:
     return block[0].lineno <= line <= (block[-1].end_lineno or line)
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredTorch:
-    """The versions of torch that a project allows.
-
-    Attributes:
-        oldest: Lowest allowed version; empty without a lower bound.
-        newest: Upper bound, inclusive or exclusive; empty without one.
-        file: File that declares the bounds.
-    """
-
-    oldest: str = ""
-    newest: str = ""
-    file: str = ""
-
-    def __str__(self) -> str:
-        return f"torch {self.oldest}" if self.oldest else f"torch before {self.newest}"
-
-    def is_at_least(self, version: str) -> bool | None:
-        """Return whether all allowed versions are at least this one; ``None`` if nothing says so."""
-        if self.oldest:
-            return _parts(self.oldest) >= _parts(version)
-        return False if self.newest and _parts(self.newest) <= _parts(version) else None
-
-
-UNDECLARED: Final = DeclaredTorch()
-
-
-@lru_cache(maxsize=4096)
-def declared_torch(directory: Path) -> DeclaredTorch:
-    """Return the versions of torch that the project around a directory allows.
-
-    Files that cannot be read or parsed declare nothing. The search ends where a repository begins.
-    """
-    for name, requirements in _READERS.items():
-        declared = _declared(list(requirements(directory / name)), name)
-        if declared != UNDECLARED:
-            return declared
-    if (directory / ".git").exists() or directory.parent == directory:
-        return UNDECLARED
-    return declared_torch(directory.parent)
-
-
-def _declared(requirements: list[str], file: str) -> DeclaredTorch:
-    """Return the versions of torch that requirements such as ``torch>=2.1`` or ``python>=3.8`` allow."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    by_torch = by_python = UNDECLARED
-    for text in requirements:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        low, high = _bounds(requirement.specifier)
-        if requirement.name.lower() == "torch" and (low or high):
-            by_torch = DeclaredTorch(low, high, file)
-        elif requirement.name == "python" and low:
-            last = [torch for python, torch in _LAST_TORCH.items() if _parts(python) >= _parts(low)[:2]]
-            first = [torch for python, torch in _FIRST_TORCH.items() if _parts(python) == _parts(low)[:2]]
-            by_python = DeclaredTorch(next(iter(last + first), ""), "", file) if last + first else UNDECLARED
-    return by_python if by_torch == UNDECLARED else by_torch
-
-
-def _bounds(specifiers: SpecifierSet) -> tuple[str, str]:
-    """Return the least and the greatest version that specifiers name; empty without."""
-    low = [s.version for s in specifiers if s.operator in (">=", ">", "==", "===", "~=")]
-    high = [s.version for s in specifiers if s.operator in ("<", "<=")]
-    return max(low, key=_parts, default=""), min(high, key=_parts, default="")
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    """Return the first numbers of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_bounded(path, _MAX_BYTES, InputError).decode("utf-8")
-    except (InputError, UnicodeDecodeError):
-        return ""
-
-
-def _pyproject(path: Path) -> Iterator[str]:
-    try:
-        project: Any = tomllib.loads(_text(path)).get("project", {})
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return
-    if not isinstance(project, dict):
-        return
-    if isinstance(python := project.get("requires-python"), str):
-        yield f"python{python}"
-    extras = project.get("optional-dependencies", {})
-    groups = [project.get("dependencies", []), *(extras.values() if isinstance(extras, dict) else ())]
-    for group in groups:
-        yield from (item for item in group if isinstance(item, str)) if isinstance(group, list) else ()
-
-
-def _setup(path: Path) -> Iterator[str]:
-    parser = configparser.ConfigParser(interpolation=None, strict=False)
-    try:
-        parser.read_string(_text(path))
-    except configparser.Error:
-        return
-    if python := parser.get("options", "python_requires", fallback=""):
-        yield f"python{python}"
-    yield from parser.get("options", "install_requires", fallback="").splitlines()
-
-
-def _requirements(path: Path) -> Iterator[str]:
-    yield from (line.partition("#")[0].strip() for line in _text(path).splitlines())
-
-
-_READERS: Final = {
-    "pyproject.toml": _pyproject,
-    "setup.cfg": _setup,
-    "requirements.txt": _requirements,
-}

@@ -14,8 +14,6 @@ from ampaudit.linter.source_text import character_column, split_lines
 
 __all__ = ["apply_every_fix", "apply_fixes"]
 
-# positional arguments of the old names; in the new ones the device comes first, and the order differs
-_POSITIONAL: Final = {"autocast": ("enabled", "dtype", "cache_enabled")}
 Node: TypeAlias = Any  # libcst's leave functions take and return another type for each kind of node
 
 
@@ -59,22 +57,10 @@ class _FixTransformer(cst.CSTTransformer):
         super().__init__()
         self.fixes_at = fixes_at
         self.applied: set[Fix] = set()
-        renames = [f for fixes in fixes_at.values() for f in fixes if f.kind.startswith("rename")]
-        self.renames = AmpRenames(renames)
-        self.decorators = {
-            int(detail.split()[1]): detail.split()[0]
-            for fixes in fixes_at.values()
-            for fix in fixes
-            if fix.kind == "decorate"
-            for detail in fix.details
-        }
 
     def on_leave(self, original: Node, updated: Node) -> Node:
         """Apply the fixes of a node after its children were visited."""
         result = super().on_leave(original, updated)
-        if isinstance(original, cst.FunctionDef):
-            return self._decorate(original, result)
-        result = self.renames.apply(original, result)
         if not isinstance(original, _KINDS):
             return result
         place = self.get_metadata(metadata.PositionProvider, original)
@@ -98,17 +84,11 @@ class _FixTransformer(cst.CSTTransformer):
                 result = changed
         return result
 
-    def _decorate(self, original: cst.FunctionDef, updated: Node) -> Node:
-        line = self.get_metadata(metadata.PositionProvider, original.name).start.line
-        if line not in self.decorators or not isinstance(updated, cst.FunctionDef):
-            return updated
-        call = cst.parse_expression(f'torch.amp.{self.decorators[line]}(device_type="cuda")')
-        return updated.with_changes(decorators=[*updated.decorators, cst.Decorator(call)])
-
 
 _KINDS = (
     cst.BinaryOperation,
     cst.Call,
+    cst.ClassDef,
     cst.SimpleStatementLine,
     cst.With,
     cst.Dict,
@@ -232,6 +212,24 @@ def _add_entry(original: Node, node: Node, fix: Fix) -> Node:
     return node.with_changes(elements=[*elements[:-1], last.with_changes(comma=between), new])
 
 
+_DECORATORS: Final = {"forward": "custom_fwd", "backward": "custom_bwd"}
+
+
+def _decorate(original: Node, node: Node, fix: Fix) -> Node:
+    """Decorate the methods of an autograd function."""
+    body = [
+        method.with_changes(decorators=[*method.decorators, _decorator(_DECORATORS[method.name.value])])
+        if isinstance(method, cst.FunctionDef) and method.name.value in _DECORATORS
+        else method
+        for method in node.body.body
+    ]
+    return node.with_changes(body=node.body.with_changes(body=body))
+
+
+def _decorator(name: str) -> cst.Decorator:
+    return cst.Decorator(cst.parse_expression(f'torch.amp.{name}(device_type="cuda")'))
+
+
 # the changes by kind of fix, each for nodes of some types
 _CHANGE_BY_KIND: dict[str, tuple[type | UnionType, Callable[[Node, Node, Fix], Node]]] = {
     "scale loss": (cst.Call, _scale_loss),
@@ -245,83 +243,8 @@ _CHANGE_BY_KIND: dict[str, tuple[type | UnionType, Callable[[Node, Node, Fix], N
     "replace": (cst.UnaryOperation | cst.Float | cst.Integer | cst.Name, _replace),
     "end block": (cst.With, _end_block),
     "add entry": (cst.Dict, _add_entry),
+    "decorate": (cst.ClassDef, _decorate),
 }
 
 
-class AmpRenames:
-    """The renames in one script: whole imports with every use of their names, and single uses.
-
-    Args:
-        fixes: Fixes of kind ``rename import`` and ``rename use``.
-    """
-
-    def __init__(self, fixes: Sequence[Fix]) -> None:
-        self.imported: dict[str, tuple[str, str]] = {}  # name in the script: name in torch.amp, device
-        self.uses: dict[str, tuple[str, str]] = {}  # dotted text: the same
-        for fix in fixes:
-            device = fix.details[0]
-            if fix.kind == "rename use":
-                self.uses[fix.details[2]] = (fix.details[1], device)
-            else:
-                for detail in fix.details[1:]:
-                    name, _, local = detail.partition("=")
-                    self.imported[local] = (name, device)
-
-    def apply(self, original: Node, node: Node) -> Node:
-        """Return a node with the new names."""
-        if not self.imported and not self.uses:
-            return node
-        if isinstance(original, cst.ImportFrom):
-            return self._import(node)
-        if isinstance(original, cst.Call):
-            return self._call(original, node)
-        if isinstance(original, cst.Decorator) and not isinstance(original.decorator, cst.Call):
-            new_name = self._new_name(original.decorator)
-            if new_name is not None:
-                return node.with_changes(decorator=self._call_new(node.decorator, new_name, []))
-        return node
-
-    def _import(self, node: Node) -> Node:
-        if isinstance(node.names, cst.ImportStar) or not self.imported:
-            return node
-        local = [(a.asname.name.value if a.asname else a.name.value) for a in node.names]
-        module = _dotted(node.module) if node.module is not None else ""
-        if all(name in self.imported for name in local) and module.startswith(
-            ("torch.cuda.amp", "torch.cpu.amp")
-        ):
-            return node.with_changes(module=cst.parse_expression("torch.amp"))
-        return node
-
-    def _new_name(self, func: Node) -> tuple[str, str] | None:
-        text = _dotted(func)
-        return self.uses.get(text) or (self.imported.get(text) if isinstance(func, cst.Name) else None)
-
-    def _call(self, original: cst.Call, node: Node) -> Node:
-        new_name = self._new_name(original.func)
-        return node if new_name is None else self._call_new(node.func, new_name, list(node.args))
-
-    def _call_new(self, func: Node, new_name: tuple[str, str], arguments: list[cst.Arg]) -> cst.Call:
-        name, device = new_name
-        if not isinstance(func, cst.Name):
-            func = cst.parse_expression(f"torch.amp.{name}")
-        value = cst.SimpleString(f'"{device}"')
-        if name.startswith("custom_"):
-            bare = cst.Arg(value, keyword=cst.Name("device_type"), equal=_EQUAL)
-            return cst.Call(func, [*arguments, bare])
-        order = _POSITIONAL.get(name, ())
-        fresh: list[cst.Arg] = []
-        for index, argument in enumerate(arguments):
-            if argument.keyword is None and not argument.star and index < len(order):
-                argument = argument.with_changes(keyword=cst.Name(order[index]), equal=_EQUAL)
-            fresh.append(argument)
-        return cst.Call(func, [cst.Arg(value), *fresh])
-
-
 _EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-
-
-def _dotted(node: Node) -> str:
-    if isinstance(node, cst.Attribute):
-        base = _dotted(node.value)
-        return f"{base}.{node.attr.value}" if base else ""
-    return node.value if isinstance(node, cst.Name) else ""

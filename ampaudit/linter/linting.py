@@ -23,9 +23,8 @@ from ampaudit.core.session import Progress, silent
 from ampaudit.core.text import Comment, comments_of
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.diagnostic import Applicability, Certainty, Diagnostic, Fix
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix
 from ampaudit.linter.discovery import UNUSED_SUPPRESSION, RuleSelection, find_files, leaves_tree
-from ampaudit.linter.fix_safety import applicability, needed_torch
 from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, read_script
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.source_text import (
@@ -252,7 +251,7 @@ class _Analyzer:
 
         linked = LinkedScript(read_script(text), self.path, self.tree)
         ordered, self.defined = analyze(linked, self.names)
-        by_file = linked.group_by_file(ordered)
+        by_file = linked.group_by_file([item for item in ordered if item.certainty != Certainty.UNKNOWN])
         self.elsewhere = [
             (self.tree.paths[number - 1], script.text, by_file[number])
             for number, script in linked.imported.items()
@@ -369,8 +368,8 @@ def _fixes(now: _Analyzed, selection: RuleSelection) -> list[Fix]:
         item.fix
         for item in now.diagnostics
         if item.fix is not None
-        and selection.applies(item.fix)
-        and selection.includes(item.code, severity_of(item))
+        and (item.fix.is_safe or selection.unsafe_fixes)
+        and selection.includes(item.code)
         and not suppressions.matching(item)
     ]
 
@@ -527,9 +526,9 @@ def to_findings(
     findings = []
     for diagnostic in diagnostics:
         comment = suppressions.matching(diagnostic)
-        if selection.includes(diagnostic.code, severity_of(diagnostic)) and definitions is not None:
+        if selection.includes(diagnostic.code) and definitions is not None:
             function = definitions.name_at(getattr(diagnostic.node, "lineno", 1))
-            finding = _to_finding(path, block, lines, diagnostic, function, selection)
+            finding = _to_finding(path, block, lines, diagnostic, function)
             findings.append(replace(finding, suppressed=f"comment: {comment.reason}") if comment else finding)
     if selection.includes(UNUSED_SUPPRESSION):
         findings += [_unused_suppression(path, block, comment) for comment in suppressions.unused()]
@@ -555,10 +554,8 @@ def _unused_suppression(path: str, block: CodeBlock, comment: Comment) -> LintFi
     )
 
 
-def severity_of(diagnostic: Diagnostic) -> Severity:
-    """Return the severity of a diagnostic: at most a warning if it is likely, a note if it is uncertain."""
-    if diagnostic.certainty == Certainty.UNKNOWN:
-        return Severity.NOTE
+def _severity_of(diagnostic: Diagnostic) -> Severity:
+    """Return the severity of a diagnostic, which is at most a warning if it is only likely."""
     severity = Severity(all_pages()[diagnostic.code].severity)
     is_weaker = diagnostic.certainty == Certainty.LIKELY and severity == Severity.ERROR
     return Severity.WARNING if is_weaker else severity
@@ -570,9 +567,8 @@ def _to_finding(
     lines: list[str],
     diagnostic: Diagnostic,
     function: str,
-    selection: RuleSelection,
 ) -> LintFinding:
-    node, how = diagnostic.node, applicability(diagnostic.fix, selection.torch)
+    node, fix = diagnostic.node, diagnostic.fix
     first = int(getattr(node, "lineno", 1))
     last = int(getattr(node, "end_lineno", first) or first)
     column = character_column(lines[first - 1], getattr(node, "col_offset", 0))
@@ -580,7 +576,7 @@ def _to_finding(
     line, cell = block.locate(first)
     return LintFinding(
         code=diagnostic.code,
-        severity=severity_of(diagnostic),
+        severity=_severity_of(diagnostic),
         file=path,
         line=line,
         column=column + block.indent + 1,
@@ -589,18 +585,11 @@ def _to_finding(
         cell=cell,
         function=function,
         cause=diagnostic.cause,
-        advice=diagnostic.advice + _version_conflict(diagnostic.fix, selection),
-        fixable=how == Applicability.SAFE,
-        fixable_unsafely=how == Applicability.UNSAFE,
+        advice=diagnostic.advice,
+        fixable=fix is not None and fix.is_safe,
+        fixable_unsafely=fix is not None and not fix.is_safe,
         source=lines[first - 1].strip("\r"),
     )
-
-
-def _version_conflict(fix: Fix | None, selection: RuleSelection) -> str:
-    """Return why a fix is not offered, if the project allows versions of torch that it does not support."""
-    if fix is None or applicability(fix, selection.torch) != Applicability.NONE:
-        return ""
-    return f"; that needs torch {needed_torch(fix)}, and {selection.torch.file} allows {selection.torch}"
 
 
 class _Definitions:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ampaudit.report.pages import all_pages
 from tests.support.signals import end_by_signal
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks at processes in /proc")
@@ -119,12 +120,12 @@ def test_a_signal_that_an_exception_does_not_carry(tmp_path: Path, model_file: W
 
 
 def test_what_was_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("import torch\nwith torch.cuda.amp.autocast():\n    pass\n")
+    (tmp_path / "a.py").write_text(all_pages()["AMP803"].bad.code)
     code = """
         import signal, sys
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
         import ampaudit.core.files as files
-        sys.argv = ["ampaudit", "lint", "--fix", "--notes", "a.py"]
+        sys.argv = ["ampaudit", "lint", "--fix", "a.py"]
         swap = files.Path.replace
         def replace(path, target):
             signal.raise_signal(signal.SIGINT)  # in the middle of putting the result into place
@@ -142,7 +143,7 @@ def test_what_was_written_is_said(tmp_path: Path) -> None:
     )
     assert done.returncode == 130
     assert done.stderr == "ampaudit: interrupted; a.py was written\n"
-    assert "torch.amp" in (tmp_path / "a.py").read_text()
+    assert "scaler.step(optimizer)" in (tmp_path / "a.py").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
 
 

@@ -1,4 +1,4 @@
-"""``ampaudit lint`` on whole projects: what git ignores, notes, baselines, notebooks, several processes."""
+"""``ampaudit lint`` on whole projects: what git ignores, baselines, notebooks, several processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.linter.examples import UNSURE, notebook
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]
 BAD = all_pages()["AMP803"].bad.code
-NOTE = UNSURE
 
 PATTERNS = [
     *("*.py", "!keep.py", "out/", "/a/b.py", "a/**/c.py", "# none", "", "deep", "!deep/", "[ab].py"),
@@ -56,16 +55,9 @@ def test_a_file_of_the_repository_counts_below_it_and_a_named_file_is_read(tmp_p
     assert lint(tmp_path / "src" / "made.py").findings
 
 
-def test_notes_are_grouped_and_asked_for(tmp_path: Path, cli: CLI) -> None:
-    (tmp_path / "a.py").write_text(NOTE + NOTE)
-    (tmp_path / "b.py").write_text(NOTE)
-    assert cli("lint", cwd=tmp_path).stdout == "PASS  no findings in 2 files\n"
-    shown = cli("lint", "--notes", cwd=tmp_path).stdout
-    assert shown.count("note AMP861") == 1
-    assert shown.count(all_pages()["AMP861"].title) == 1
-    assert "  b.py:" in shown
-    assert cli("lint", "--notes", "-v", "b.py", cwd=tmp_path).stdout.startswith("b.py:")
-    assert cli("lint", "--fail-on", "note", cwd=tmp_path).returncode == 1
+def test_what_is_not_known_is_not_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(UNSURE)
+    assert not lint(tmp_path, select=["ALL"]).findings
 
 
 def test_files_have_rules_of_their_own(tmp_path: Path, cli: CLI) -> None:
@@ -129,7 +121,7 @@ def test_positions_in_a_notebook_are_lines_of_its_file(tmp_path: Path, cli: CLI,
 
 def test_several_processes_find_the_same_in_the_same_order(tmp_path: Path) -> None:
     for number in range(100):
-        (tmp_path / f"{number:03}.py").write_text(BAD if number % 3 else f"{NOTE}\n(")
+        (tmp_path / f"{number:03}.py").write_text(BAD if number % 3 else f"{UNSURE}\n(")
 
     def found(jobs: int) -> list[LintedFile]:
         return list(lint_files([str(tmp_path)], LintConfig(), fix=True, jobs=jobs))

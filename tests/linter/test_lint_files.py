@@ -14,11 +14,12 @@ import pytest
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.discovery import RuleSelection
 from ampaudit.linter.linting import lint_bytes, lint_files
+from ampaudit.report.pages import all_pages
 from tests.support.clock import soon
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 HEAD = "import torch\nfrom torch.cuda.amp import autocast, GradScaler\n"
-OLD = "import torch\nwith torch.cuda.amp.autocast():\n    pass\n"
+BAD = all_pages()["AMP803"].bad.code
 
 
 def test_a_directory_that_cannot_be_listed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +59,17 @@ def test_what_is_no_file_is_told_and_not_waited_for(tmp_path: Path, cli: Cli) ->
 
 @pytest.mark.parametrize("given", [".", "inside", "*/*.py"])
 def test_fix_does_not_follow_a_link_out_of_the_tree(tmp_path: Path, cli: Cli, given: str) -> None:
-    (tmp_path / "outside.py").write_text(OLD)
+    (tmp_path / "outside.py").write_text(BAD)
     tree = tmp_path / "tree"
     (tree / "inside").mkdir(parents=True)
     (tree / "inside" / "link.py").symlink_to(tmp_path / "outside.py")
-    (tree / "inside" / "own.py").write_text(OLD)
-    done = cli("lint", "--fix", "--notes", given, cwd=tree)
-    assert (tmp_path / "outside.py").read_text() == OLD
-    assert (tree / "inside" / "own.py").read_text() != OLD
+    (tree / "inside" / "own.py").write_text(BAD)
+    done = cli("lint", "--fix", given, cwd=tree)
+    assert (tmp_path / "outside.py").read_text() == BAD
+    assert (tree / "inside" / "own.py").read_text() != BAD
     assert "link.py: not fixed" in done.stderr
-    cli("lint", "--fix", "--notes", "inside/link.py", cwd=tree)  # the user names it
-    assert (tmp_path / "outside.py").read_text() != OLD
+    cli("lint", "--fix", "inside/link.py", cwd=tree)  # the user names it
+    assert (tmp_path / "outside.py").read_text() != BAD
     assert (tree / "inside" / "link.py").is_symlink()
 
 

@@ -510,26 +510,6 @@ TWINS: dict[str, tuple[str, str, str]] = {
             "        optimizer.step()",
         ),
     ),
-    "AMP864": (
-        PLAIN,
-        script_of(
-            "def predict(model, x):",
-            "    with torch.cuda.amp.autocast(enabled=True):",
-            "        return model(x)",
-        ),
-        script_of(
-            "def predict(model, x):",
-            "    with torch.amp.autocast('cuda', enabled=True):",
-            "        return model(x)",
-        ),
-    ),
-    "AMP865": (
-        PLAIN,
-        "import apex\n"
-        + script_of("def setup(model, opt):", "    return apex.amp.initialize(model, opt, opt_level='O2')"),
-        "import apex\n"
-        + script_of("def setup(model):", "    return apex.parallel.convert_syncbn_model(model)"),
-    ),
 }
 
 

@@ -57,7 +57,7 @@ def test_quiet_and_verbose_text(golden: Golden, name: str, verbosity: int) -> No
 
 
 def linted() -> LintReport:
-    """Findings of every severity, one with a repair, one suppressed, one in Markdown; what was not read."""
+    """Errors and warnings, one with a repair, one suppressed, one in Markdown; what was not read."""
     pages = all_pages()
     hidden = pages["AMP807"].bad.code.replace("1.0)", "1.0)  # ampaudit: ignore[AMP807] sign only")
     names = {
@@ -68,7 +68,7 @@ def linted() -> LintReport:
     names |= {
         "hidden.py": hidden,
         "weights.py": pages["AMP820"].bad.code,
-        "notes.md": "```python\nimport apex.amp\n```\n",
+        "notes.md": f"```python\n{pages['AMP840'].bad.code}```\n",
     }
     files = [lint_text(text, name, RuleSelection()) for name, text in names.items()]
     return lint_report(files, LintConfig())

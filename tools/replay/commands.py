@@ -282,16 +282,16 @@ def rules() -> Iterator[tuple[str, Run]]:
 @family
 def lint() -> Iterator[tuple[str, Run]]:
     for name in SETS:
-        yield name, session("lint {} --notes -v --format json", prepare=partial(_corpus, name))
+        yield name, session("lint {} -v --format json", prepare=partial(_corpus, name))
         if name.startswith("mistakes"):
             yield f"{name}-fixed", session("lint {} --diff --unsafe-fixes", prepare=partial(_corpus, name))
     for name, examples in (("bad", BAD), ("good", GOOD)):
         write = partial(_scripts, examples)
-        yield name, session("lint {} --notes -v --format json", prepare=write)
+        yield name, session("lint {} -v --format json", prepare=write)
         yield f"{name}-fixed", session("lint {} --diff", "lint {} --diff --unsafe-fixes", prepare=write)
     yield (
         "examples",
-        session("lint examples --no-gitignore --notes", "lint examples --select AMP80,AMP86 --format json"),
+        session("lint examples --no-gitignore", "lint examples --select AMP80,AMP86 --format json"),
     )
 
 

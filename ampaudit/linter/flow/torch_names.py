@@ -16,7 +16,6 @@ __all__ = [
     "AUTOCAST_FLOAT32",
     "BFLOAT16_ROUNDS_TO_ONE",
     "CONVENTIONAL_NAMES",
-    "DEPRECATED",
     "DTYPES",
     "FLOAT16_ROUNDS_TO_ONE",
     "FLOAT16_ROUNDS_TO_ZERO",
@@ -61,14 +60,6 @@ SCALERS: Final = frozenset(
         "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
     }
 )
-DEPRECATED: Final = {
-    "torch.cuda.amp.autocast": "cuda",
-    "torch.cuda.amp.GradScaler": "cuda",
-    "torch.cuda.amp.custom_fwd": "cuda",
-    "torch.cuda.amp.custom_bwd": "cuda",
-    "torch.cpu.amp.autocast": "cpu",
-    "torch.cpu.amp.GradScaler": "cpu",
-}
 DTYPES: Final = {
     "torch.float16": "float16",
     "torch.half": "float16",

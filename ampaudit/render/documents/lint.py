@@ -11,7 +11,7 @@ from ampaudit.render.blocks import Line, Section, line
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.verdict import verdict_section
 from ampaudit.render.view import Row, View
-from ampaudit.report.finding import Severity, threshold
+from ampaudit.report.finding import threshold
 from ampaudit.report.lint import LintFinding, LintReport
 from ampaudit.report.pages import title_of
 
@@ -19,7 +19,6 @@ __all__ = ["LintView"]
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _WIDEST = 100
-_PLACES = 20  # notes listed per code
 
 
 class LintView(View[LintReport]):
@@ -35,12 +34,7 @@ class LintView(View[LintReport]):
         report = self.document
         if verbosity >= 0:
             findings = report.findings if verbosity > 0 else report.active
-            for finding in findings:
-                if verbosity > 0 or finding.severity != Severity.NOTE:
-                    yield Section(tuple(_finding(finding)))
-            notes = [f for f in findings if verbosity <= 0 and f.severity == Severity.NOTE]
-            for code in sorted({note.code for note in notes}):
-                yield Section(tuple(_group([note for note in notes if note.code == code])))
+            yield from (Section(tuple(_finding(finding))) for finding in findings)
         unread = (line(str(item), style="yellow", wrap=False) for item in report.unread)
         yield verdict_section(report.verdict, _summary(report), self.gate, before=unread, wrap=False)
 
@@ -83,30 +77,9 @@ def _finding(finding: LintFinding) -> Iterator[Line]:
     yield line(f"{finding.line:>5} | {excerpt}", wrap=False)
     if indent <= _WIDEST:
         yield line(f"{'':>5} | {' ' * max(indent, 0)}{'^' * width}", style="red", wrap=False)
-    fix = _how_to_fix([finding])
+    how = "fixable with --fix" + (" --unsafe-fixes" if finding.fixable_unsafely else "")
+    fix = f"  ({how})" if finding.fixable or finding.fixable_unsafely else ""
     yield line(f"{'':>5} = {escape_control(finding.advice)}{fix}", wrap=False)
-
-
-def _group(notes: list[LintFinding]) -> Iterator[Line]:
-    """Render all notes with one code, followed by the advice of the first."""
-    first, count = notes[0], f" ({len(notes)})" if len(notes) > 1 else ""
-    head = (f"note {first.code}", _STYLES["note"])
-    yield line(head, f" {title_of(first.code, first.code)}{count}", wrap=False)
-    for note in notes[:_PLACES]:
-        cell = f"cell {note.cell}:" if note.cell is not None else ""
-        place = f"{escape_control(note.file)}:{cell}{note.line}:{note.column}"
-        yield line(f"  {place}: {escape_control(note.cause)}", wrap=False)
-    if len(notes) > _PLACES:
-        yield line(f"  and {len(notes) - _PLACES} more: -v shows all", wrap=False)
-    fix = _how_to_fix(notes)
-    yield line(f"  = {escape_control(first.advice)}{fix}", wrap=False)
-
-
-def _how_to_fix(findings: list[LintFinding]) -> str:
-    if any(finding.fixable for finding in findings):
-        return "  (fixable with --fix)"
-    unsafely = any(finding.fixable_unsafely for finding in findings)
-    return "  (fixable with --fix --unsafe-fixes)" if unsafely else ""
 
 
 def _excerpt(finding: LintFinding) -> tuple[str, int, int]:
