@@ -12,7 +12,7 @@ from ampaudit.cli.options import FILE, debug_option, force_option
 from ampaudit.core.text import escape_control
 
 if TYPE_CHECKING:
-    from ampaudit.linter.project_models import ModelClass
+    from ampaudit.cli.project_models import ModelClass
 
 __all__ = ["init_command"]
 
@@ -44,11 +44,11 @@ def init_command(directory: Path, output: Path | None, *, force: bool, debug: bo
     then run 'ampaudit scan' on it.
     """
     del debug  # the program reads it
+    from ampaudit.cli.project_models import models_of
     from ampaudit.core.errors import InputError
     from ampaudit.core.files import check_writable, write_text
     from ampaudit.core.untrusted import describe_path
     from ampaudit.linter.discovery import find_files
-    from ampaudit.linter.project_models import models_of
 
     if not directory.is_dir():
         what = "is no directory" if directory.exists() else "no such directory"
