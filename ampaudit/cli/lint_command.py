@@ -92,15 +92,15 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
 
 def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
     from ampaudit.cli.progress import ProgressBar
-    from ampaudit.linter.linting import RuleSelection, available_cores, lint_bytes, lint_files
+    from ampaudit.linter.linting import available_cores, lint_bytes, lint_files
+    from ampaudit.linter.selection import RuleSelection
 
     change = options["fix"] or options["diff"]
     if _STDIN in paths:
         if len(paths) > 1:
             raise click.UsageError("'-' cannot be combined with other paths")
         name = options["stdin_filename"]
-        selection = RuleSelection.of(config).for_file(Path(name))
-        return [lint_bytes(_read_stdin(), name, selection, fix=change)]
+        return [lint_bytes(_read_stdin(), name, RuleSelection.of(config), fix=change)]
     with ProgressBar(" ".join(paths)) as progress:
         jobs = available_cores()
         return list(lint_files(paths, config, fix=change, jobs=jobs, on_progress=progress.update))

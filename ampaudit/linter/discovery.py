@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-from ampaudit.core.errors import InputError, UsageError, did_you_mean
-from ampaudit.core.untrusted import describe, read_bounded
-from ampaudit.linter.config import LintConfig
-from ampaudit.report.pages import all_pages
-from ampaudit.report.pages.page import LINTED
+from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import read_bounded
 
-__all__ = ["UNUSED_SUPPRESSION", "RuleSelection", "find_files", "leaves_tree", "matches"]
+__all__ = ["find_files", "leaves_tree", "matches"]
 
-UNUSED_SUPPRESSION = "AMP991"
 _MAX_BYTES = 1 << 20
 _SUFFIXES = (".py", ".pyi", ".ipynb", ".md", ".markdown")
 _SKIPPED_DIRECTORIES = frozenset(
@@ -150,68 +145,3 @@ def _read(path: Path) -> GitIgnoreSpec | None:
         return GitIgnoreSpec.from_lines(read_bounded(path, _MAX_BYTES, InputError).decode().splitlines())
     except (InputError, ValueError):  # git reads none of it either
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class RuleSelection:
-    """The rules that are enabled.
-
-    Attributes:
-        select: Codes or prefixes to enable.
-        ignore: Codes or prefixes to disable.
-        per_file: Globs of files with codes or prefixes to disable there.
-        unsafe_fixes: Whether to apply fixes that need review as well.
-    """
-
-    select: tuple[str, ...] = (LINTED,)
-    ignore: tuple[str, ...] = ()
-    per_file: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    unsafe_fixes: bool = False
-
-    @classmethod
-    def of(cls, config: LintConfig) -> RuleSelection:
-        """Parse comma-separated lists such as ``AMP807,AMP82``.
-
-        Raises:
-            UsageError: A code or prefix matches no rule, or a per-file entry has no codes.
-        """
-        selected = tuple(_parse_codes(config.select)) or (LINTED,)
-        per_file = tuple(map(_parse_entry, config.per_file_ignores))
-        return cls(selected, tuple(_parse_codes(config.ignore)), per_file, config.unsafe_fixes)
-
-    def for_file(self, path: Path) -> RuleSelection:
-        """Return the rules that are enabled in a file."""
-        more = tuple(code for glob, codes in self.per_file if matches(path, (glob,)) for code in codes)
-        return replace(self, ignore=(*self.ignore, *more))
-
-    def includes(self, code: str) -> bool:
-        """Return whether a rule is enabled: of the prefixes that match, the longest decides."""
-        if code == UNUSED_SUPPRESSION:
-            return code not in self.ignore
-        selected = max((len(prefix) for prefix in self.select if code.startswith(prefix)), default=-1)
-        ignored = max((len(prefix) for prefix in self.ignore if code.startswith(prefix)), default=-1)
-        return selected > ignored
-
-
-def _parse_entry(text: str) -> tuple[str, tuple[str, ...]]:
-    """Parse an entry such as ``tests/*:AMP86,AMP802``."""
-    glob, _, codes = text.rpartition(":")
-    if not glob or not codes.strip():
-        raise UsageError(
-            f"{describe(text)} is not a glob of files with codes", hint="write it as 'tests/*:AMP86'"
-        )
-    return glob, tuple(_parse_codes([codes]))
-
-
-def _parse_codes(texts: Iterable[str]) -> Iterator[str]:
-    all_codes = [code for code in all_pages() if code.startswith(LINTED)] + [UNUSED_SUPPRESSION]
-    for text in texts:
-        for part in filter(None, map(str.strip, text.split(","))):
-            code = LINTED if part.upper() == "ALL" else part.upper()
-            if not any(name.startswith(code) for name in all_codes):
-                hint = (
-                    did_you_mean(code, all_codes)
-                    + "run 'ampaudit explain' for all codes; lint's begin with AMP8"
-                )
-                raise UsageError(f"{describe(part)!r} matches no lint rule", hint=hint)
-            yield code

@@ -14,8 +14,8 @@ from ampaudit.core.config import given_paths, with_options
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe_path
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.discovery import UNUSED_SUPPRESSION
 from ampaudit.linter.linting import LintedFile, lint_files
+from ampaudit.linter.selection import UNUSED_SUPPRESSION
 from ampaudit.report.documents import read_document
 from ampaudit.report.finding import KNOWN, gate_at
 from ampaudit.report.lint import LintFinding, LintReport

@@ -21,6 +21,7 @@ __all__ = [
     "decode",
     "diff_lines",
     "extract_code_blocks",
+    "lines_of_cells",
     "replace_code_blocks",
     "split_lines",
 ]
@@ -29,6 +30,7 @@ _MARK = "# ampaudit cell "
 _MAGIC = "pass  # ampaudit magic "
 _SHELL = re.compile(r"[\w.]+\?+$|[\w, ]+= *[!%]")  # help, and the result of a command
 _PYTHON_CELL_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"(?:\s*:)?|\n')  # or a key, or the end of a line
 _MARKDOWN = (".md", ".markdown")
 MAX_SOURCE_BYTES: Final = 10_000_000  # what is larger was not written by hand
 _NO_NEWLINE: Final = "\\ No newline at end of file"
@@ -250,3 +252,26 @@ def blank_cell(block: CodeBlock, cell: int) -> CodeBlock:
     for index in range(starts[cell], end):
         lines[index] = f"{_MAGIC}{index - starts[cell]}"
     return replace(block, text="\n".join(lines))
+
+
+def lines_of_cells(notebook: str) -> dict[int, list[int]]:
+    """Return the line in the file of each line of each code cell, by the cell's number from 1."""
+    line = 1
+
+    def with_line(match: re.Match[str]) -> str:
+        """Replace a string that is not a key by a pair of its line and itself."""
+        nonlocal line
+        first, line = line, line + match[0].count("\n")
+        return f"[{first}, {match[0]}]" if match[0].endswith('"') else match[0]
+
+    cells = json.loads(_JSON_STRING.sub(with_line, notebook))["cells"]
+    code = ((i, cell["source"]) for i, cell in enumerate(cells, 1) if cell["cell_type"][1] == "code")
+    return {number: _lines_of(source) for number, source in code}
+
+
+def _lines_of(source: list[Any]) -> list[int]:
+    """Return where each line starts of a source that is one string with its line, or a list of such pairs."""
+    pieces = [source] if source and isinstance(source[0], int) else source
+    text = "".join(piece for _, piece in pieces)
+    of_characters = [line for line, piece in pieces for _ in piece]
+    return [line for i, line in enumerate(of_characters) if i == 0 or text[i - 1] == "\n"]

@@ -28,7 +28,7 @@ from ampaudit.core.session import Session, silent
 from ampaudit.core.text import parse_size
 from ampaudit.export.manifest import read_manifest
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.discovery import RuleSelection
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.report.check import Budgets, Measurements, Request, TargetResult
 from ampaudit.report.model import Report
 from ampaudit.source import Batch, ModelSource

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from ampaudit.linter.linting import LintedFile, RuleSelection, lint_text
+from ampaudit.linter.linting import LintedFile, lint_text
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
 from tests.linter.corpora import read_set

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ampaudit.linter import linting
 from ampaudit.linter.fix_safety import is_bound
 from ampaudit.linter.flow.script import read_script
 from tests.linter.examples import BAD, lint
@@ -138,7 +137,6 @@ def test_a_repair_that_leaves_another_mistake_is_not_kept(monkeypatch: pytest.Mo
     linted = lint(text, fix=True)
     assert linted.after == text
     assert linted.fixed == 0
-    assert linting.repaired(text, [], {}, None) == (text, [], 0)  # type: ignore[arg-type]
 
 
 def test_one_bad_repair_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from ampaudit.linter.config import LintConfig
 from ampaudit.linter.discovery import find_files
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.lint import lint, lint_report
-from ampaudit.linter.linting import RuleSelection, lint_file, lint_files
+from ampaudit.linter.linting import lint_file, lint_files
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_tree import SourceTree
 from ampaudit.report.lint import LintFinding
 

@@ -16,7 +16,8 @@ from junitparser import JUnitXml
 
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.lint import lint_report
-from ampaudit.linter.linting import RuleSelection, lint_text
+from ampaudit.linter.linting import lint_text
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
 from ampaudit.report.documents import parse_document

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.discovery import RuleSelection
 from ampaudit.linter.linting import lint_bytes, lint_files
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.report.pages import all_pages
 from tests.support.clock import soon
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.linter.linting import RuleSelection, lint_file
+from ampaudit.linter.linting import lint_file
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.linter.source_text import Unreadable, decode
 from tests.linter.corpora import Script
 from tests.linter.examples import BAD, CORRECT, lint

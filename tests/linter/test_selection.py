@@ -6,7 +6,8 @@ import pytest
 
 from ampaudit.core.errors import UsageError
 from ampaudit.linter.config import LintConfig
-from ampaudit.linter.linting import RuleSelection, lint_text
+from ampaudit.linter.linting import lint_text
+from ampaudit.linter.selection import RuleSelection
 from tests.linter.examples import BAD
 
 

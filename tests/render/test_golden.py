@@ -18,7 +18,8 @@ from ampaudit.cli.output import as_text
 from ampaudit.cli.program import COMMANDS, main
 from ampaudit.linter.config import LintConfig
 from ampaudit.linter.lint import lint_report
-from ampaudit.linter.linting import RuleSelection, lint_text
+from ampaudit.linter.linting import lint_text
+from ampaudit.linter.selection import RuleSelection
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal
