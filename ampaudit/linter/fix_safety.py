@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, Fix
@@ -13,7 +13,6 @@ from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 __all__ = ["is_bound", "with_safety"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def with_safety(script: Script, diagnostic: Diagnostic) -> Diagnostic:
@@ -54,15 +53,15 @@ def names_in(code: str) -> set[str]:
 def is_bound(script: Script, line: int, name: str) -> bool:
     """Return whether a dotted name is certainly bound at a line.
 
-    A plain name is if a parameter, an import or an assignment on every path binds it. What stands in an
-    attribute is not followed: it has to be used in a statement that runs whenever the line does.
+    A plain name is if a parameter, or a statement that runs before the line, binds it. Any name is if a
+    statement reads it that runs whenever the line does, unless it is bound in between.
     """
     root, _, attribute = name.partition(".")
     blocks = _blocks_around(script.tree.body, line)
     is_known = any(_binds_before(blocks, depth, line, root) for depth in range(len(blocks)))
     if is_known and not attribute:
         return True
-    return (is_known or not _binds_after(blocks, line, root)) and _is_used_beside(blocks, line, name)
+    return (is_known or not _binds_after(blocks, line, root)) and _is_read_beside(blocks, line, name)
 
 
 Blocks = list[tuple[ast.stmt | None, list[ast.stmt]]]  # each with the statement that it is in
@@ -71,19 +70,16 @@ Blocks = list[tuple[ast.stmt | None, list[ast.stmt]]]  # each with the statement
 def _blocks_around(body: list[ast.stmt], line: int) -> Blocks:
     """Return the blocks around a line, outermost first."""
     blocks: Blocks = [(None, body)]
-    while True:
-        inner = next(
-            (
-                (statement, block)
-                for statement in blocks[-1][1]
-                for block in nested_blocks(statement)
-                if block[0].lineno <= line <= (block[-1].end_lineno or line)
-            ),
-            None,
-        )
-        if inner is None:
-            return blocks
-        blocks.append(inner)
+    while inner := next((s for s in blocks[-1][1] if _covers(s, line)), None):
+        block = next((b for b in nested_blocks(inner) if any(_covers(s, line) for s in b)), None)
+        if block is None:
+            break
+        blocks.append((inner, block))
+    return blocks
+
+
+def _covers(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or line)
 
 
 def _binds_before(blocks: Blocks, depth: int, line: int, name: str) -> bool:
@@ -91,82 +87,40 @@ def _binds_before(blocks: Blocks, depth: int, line: int, name: str) -> bool:
     owner, block = blocks[depth]
     if owner is not None and name in _bound_by_head(owner):
         return True
-    inner = [around for around, _ in blocks[depth + 1 :]]
-    if any(isinstance(around, _FUNCTIONS) for around in inner):
+    if any(isinstance(around, _FUNCTIONS) for around, _ in blocks[depth + 1 :]):
         # the function runs later, when the whole block has run; a class's names are not seen in it
-        return not isinstance(owner, ast.ClassDef) and any(_binds(statement, name, {}) for statement in block)
-    conditions = {
-        ast.unparse(around.test): _is_in(around.body, line)
-        for around, _ in blocks
-        if isinstance(around, ast.If) and _is_constant(around.test, blocks)
-    }
-    return any(_binds(s, name, conditions) for s in block if (s.end_lineno or s.lineno) < line)
-
-
-def _is_constant(test: ast.expr, blocks: Blocks) -> bool:
-    """Return whether a condition has one value wherever it is tested: a setting, bound at most once."""
-    if any(isinstance(node, ast.Call | ast.Await | ast.NamedExpr) for node in ast.walk(test)):
-        return False
-    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
-    _, outermost = blocks[0]
-    stored = [
-        node.id
-        for statement in outermost
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names
-    ]
-    return len(stored) == len(set(stored))
+        return not isinstance(owner, ast.ClassDef) and any(_binds(statement, name) for statement in block)
+    return any(_binds(s, name) for s in block if (s.end_lineno or s.lineno) < line)
 
 
 def _bound_by_head(owner: ast.stmt) -> set[str]:
     """Return the names that a statement binds before its block runs."""
     if isinstance(owner, _FUNCTIONS):
-        parameters = owner.args
-        every = (
-            *parameters.posonlyargs,
-            *parameters.args,
-            *parameters.kwonlyargs,
-            parameters.vararg,
-            parameters.kwarg,
-        )
-        return {argument.arg for argument in every if argument is not None}
+        return {node.arg for node in ast.iter_child_nodes(owner.args) if isinstance(node, ast.arg)}
     if isinstance(owner, ast.For | ast.AsyncFor):
-        return _names_of([owner.target])
+        return _stored_in(owner.target)
     if isinstance(owner, ast.With | ast.AsyncWith):
-        return _names_of([item.optional_vars for item in owner.items if item.optional_vars is not None])
+        return _stored_in(*(item.optional_vars for item in owner.items if item.optional_vars is not None))
     return set()
 
 
-def _names_of(targets: Sequence[ast.expr]) -> set[str]:
+def _stored_in(*targets: ast.AST) -> set[str]:
     nodes = (node for target in targets for node in ast.walk(target))
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
-def _binds(statement: ast.stmt, name: str, conditions: dict[str, bool]) -> bool:
+def _binds(statement: ast.stmt, name: str) -> bool:
     """Return whether a statement binds a name on every path that continues after it."""
     if isinstance(statement, ast.Assign):
-        return name in _names_of(statement.targets)
+        return name in _stored_in(*statement.targets)
     if isinstance(statement, ast.AnnAssign):
-        return statement.value is not None and name in _names_of([statement.target])
+        return statement.value is not None and name in _stored_in(statement.target)
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return any((a.asname or a.name.partition(".")[0]) == name for a in statement.names)
     if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
         return statement.name == name
-
-    def block_binds(block: list[ast.stmt]) -> bool:
-        leaves = bool(block) and isinstance(block[-1], _LEAVES)
-        return leaves or any(_binds(inner, name, conditions) for inner in block)
-
     if isinstance(statement, ast.With | ast.AsyncWith):
-        return name in _bound_by_head(statement) or block_binds(statement.body)
-    if isinstance(statement, ast.If):
-        branch_is_taken = conditions.get(ast.unparse(statement.test))
-        if branch_is_taken is not None:
-            return block_binds(statement.body if branch_is_taken else statement.orelse)
-        return block_binds(statement.body) and block_binds(statement.orelse)
-    if isinstance(statement, ast.Try):
-        handled = all(block_binds(handler.body) for handler in statement.handlers)
-        return block_binds(statement.finalbody) or (block_binds(statement.body) and handled)
+        return name in _bound_by_head(statement) or any(_binds(inner, name) for inner in statement.body)
     return False
 
 
@@ -182,29 +136,22 @@ def _binds_after(blocks: Blocks, line: int, name: str) -> bool:
     )
 
 
-def _is_used_beside(blocks: Blocks, line: int, name: str) -> bool:
-    """Return whether a name is used by a statement that runs whenever the line runs."""
+def _is_read_beside(blocks: Blocks, line: int, name: str) -> bool:
+    """Return whether a name is read by a statement that runs whenever the line runs."""
     for owner, block in reversed(blocks):
-        for statement in block:
-            if not _is_in([statement], line) and any(name == used for used in _used(statement)):
-                return True
+        if any(name in _read(statement) for statement in block if not _covers(statement, line)):
+            return True
         if isinstance(owner, (*_FUNCTIONS, ast.ClassDef)):
             return False
     return False
 
 
-def _used(statement: ast.stmt) -> Iterator[str]:
+def _read(statement: ast.stmt) -> Iterator[str]:
     """Yield the dotted names that a statement reads on every path through it."""
     inside = [inner for block in nested_blocks(statement) for inner in block]
-    heads = [node for node in ast.iter_child_nodes(statement) if node not in inside]
+    for head in ast.iter_child_nodes(statement):
+        if head not in inside:
+            yield from {dotted_name(node) for node in ast.walk(head)} - _stored_in(head)
     if isinstance(statement, ast.With | ast.AsyncWith):
-        heads += statement.body
-    for head in heads:
-        if isinstance(head, ast.stmt):
-            yield from _used(head)
-        elif isinstance(head, ast.expr | ast.withitem | ast.keyword):
-            yield from (dotted_name(node) for node in ast.walk(head))
-
-
-def _is_in(block: list[ast.stmt], line: int) -> bool:
-    return block[0].lineno <= line <= (block[-1].end_lineno or line)
+        for inner in statement.body:
+            yield from _read(inner)
