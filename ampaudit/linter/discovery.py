@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -37,9 +38,7 @@ def find_files(
     visited: set[str] = set()
     for text in paths:
         for path in _expand(text):
-            ignored = IgnoredFiles(path) if gitignore and os.path.isdir(path) else None
-            candidates: Iterable[Path] = _walk(path, exclude, ignored) if os.path.isdir(path) else [path]
-            for candidate in candidates:
+            for candidate in _walk(path, exclude, gitignore) if os.path.isdir(path) else [path]:
                 real = os.path.realpath(candidate)
                 if real not in visited and not matches(candidate, exclude):
                     visited.add(real)
@@ -74,7 +73,8 @@ def _base_of(text: str) -> Path:
     return path
 
 
-def _walk(directory: Path, exclude: Sequence[str], ignored: IgnoredFiles | None) -> Iterator[Path]:
+def _walk(directory: Path, exclude: Sequence[str], gitignore: bool) -> Iterator[Path]:
+    ignored = _IgnoredFiles(directory) if gitignore else None
     unreadable: list[OSError] = []
     for parent, directories, names in os.walk(directory, onerror=unreadable.append):
         directories[:] = sorted(
@@ -83,7 +83,7 @@ def _walk(directory: Path, exclude: Sequence[str], ignored: IgnoredFiles | None)
             if name not in _SKIPPED_DIRECTORIES
             and not name.startswith(".")
             and not matches(Path(parent) / name, exclude)
-            and not (ignored and ignored.covers(Path(parent) / name, is_directory=True))
+            and not (ignored and ignored.covers(Path(parent) / name))
         )
         files = (Path(parent) / name for name in sorted(names) if name.endswith(_SUFFIXES))
         yield from (path for path in files if not (ignored and ignored.covers(path)))
@@ -99,49 +99,30 @@ def matches(path: Path, globs: Sequence[str]) -> bool:
     )
 
 
-class IgnoredFiles:
-    """The ``.gitignore`` files of the directories around a path, the innermost of which decides.
-
-    Args:
-        directory: Directory in which the search begins. Files of its parents count up to the one
-            that holds ``.git``.
-    """
+class _IgnoredFiles:
+    """The ``.gitignore`` files below and above a directory, up to the one that holds ``.git``."""
 
     def __init__(self, directory: Path) -> None:
-        self._specs: dict[str, GitIgnoreSpec | None] = {}
-        self._root = os.path.realpath(directory)
-        above = self._root
-        while not os.path.exists(os.path.join(above, ".git")) and (up := os.path.dirname(above)) != above:
-            above = up
-        if os.path.exists(os.path.join(above, ".git")):
-            self._root = above
+        start = Path(os.path.realpath(directory))
+        self._root = next((d for d in (start, *start.parents) if (d / ".git").exists()), start)
+        self._spec = cache(_read_gitignore)
 
-    def covers(self, path: Path, *, is_directory: bool = False) -> bool:
-        """Return whether git ignores a path that is in no ignored directory."""
-        name = os.path.join(os.path.realpath(path.parent), path.name)
-        directory = os.path.dirname(name)
-        while directory.startswith(self._root):
-            spec = self._spec(directory)
-            if spec is not None:
-                inside = os.path.relpath(name, directory).replace(os.sep, "/")
-                check = spec.check_file(f"{inside}/" if is_directory else inside)
-                if check.include is not None:
-                    return check.include
-            if directory == self._root:
-                break
-            directory = os.path.dirname(directory)
+    def covers(self, path: Path) -> bool:
+        """Return whether git ignores a path that is in no ignored directory: the innermost file decides."""
+        path = Path(os.path.realpath(path.parent), path.name)
+        is_directory = path.is_dir() and not path.is_symlink()
+        for directory in path.parents:
+            inside = path.relative_to(directory).as_posix() + "/" * is_directory
+            is_ignored = self._spec(directory).check_file(inside).include
+            if is_ignored is not None or directory == self._root:
+                return bool(is_ignored)
         return False
 
-    def _spec(self, directory: str) -> GitIgnoreSpec | None:
-        if directory not in self._specs:
-            self._specs[directory] = _read(Path(directory, ".gitignore"))
-        return self._specs[directory]
 
-
-def _read(path: Path) -> GitIgnoreSpec | None:
-    if not path.is_file():
-        return None
+def _read_gitignore(directory: Path) -> GitIgnoreSpec:
+    path = directory / ".gitignore"
     try:
-        return GitIgnoreSpec.from_lines(read_bounded(path, _MAX_BYTES, InputError).decode().splitlines())
+        lines = read_bounded(path, _MAX_BYTES, InputError).decode().splitlines() if path.is_file() else []
+        return GitIgnoreSpec.from_lines(lines)
     except (InputError, ValueError):  # git reads none of it either
-        return None
+        return GitIgnoreSpec.from_lines([])
