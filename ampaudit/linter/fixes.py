@@ -61,42 +61,19 @@ class _FixTransformer(cst.CSTTransformer):
     def on_leave(self, original: Node, updated: Node) -> Node:
         """Apply the fixes of a node after its children were visited."""
         result = super().on_leave(original, updated)
-        if not isinstance(original, _KINDS):
-            return result
         place = self.get_metadata(metadata.PositionProvider, original)
+        end = (str(place.end.line), str(place.end.column))
         for fix in self.fixes_at.get((place.start.line, place.start.column), ()):
-            # expressions that start together end apart
-            if fix.kind == "replace expression" and fix.details[1:] == (
-                str(place.end.line),
-                str(place.end.column),
-            ):
-                new = cst.parse_expression(fix.details[0])
-                parentheses = {"lpar": [*result.lpar, *new.lpar], "rpar": [*new.rpar, *result.rpar]}
-                result = new.with_changes(**parentheses)
-                self.applied.add(fix)
+            types, change = _CHANGE_BY_KIND[fix.kind]
+            if not isinstance(original, types) or not isinstance(result, cst.CSTNode):
                 continue
-            types, change = _CHANGE_BY_KIND.get(fix.kind, ((), None))
-            is_node = result is not None and not isinstance(result, cst.FlattenSentinel)
-            if change is not None and is_node and isinstance(original, types):
-                changed = change(original, result, fix)
-                if changed is not result:
-                    self.applied.add(fix)
-                result = changed
+            if fix.kind == "replace expression" and fix.details[1:] != end:
+                continue  # another expression starts there as well
+            changed = change(original, result, fix)
+            if changed is not result:
+                self.applied.add(fix)
+            result = changed
         return result
-
-
-_KINDS = (
-    cst.BinaryOperation,
-    cst.Call,
-    cst.ClassDef,
-    cst.SimpleStatementLine,
-    cst.With,
-    cst.Dict,
-    cst.UnaryOperation,
-    cst.Name,
-    cst.Float,
-    cst.Integer,
-)
 
 
 def _is_call(node: Node, name: str) -> bool:
@@ -173,7 +150,8 @@ def _with_logits(original: Node, node: Node, fix: Fix) -> Node:
 
 
 def _replace(original: Node, node: Node, fix: Fix) -> Node:
-    return cst.parse_expression(fix.details[0])
+    new = cst.parse_expression(fix.details[0])
+    return new.with_changes(lpar=[*node.lpar, *new.lpar], rpar=[*new.rpar, *node.rpar])
 
 
 def _end_block(original: Node, node: Node, fix: Fix) -> Node:
@@ -241,6 +219,7 @@ _CHANGE_BY_KIND: dict[str, tuple[type | UnionType, Callable[[Node, Node, Fix], N
     "set keyword": (cst.Call, _set_keyword),
     "with logits": (cst.Call, _with_logits),
     "replace": (cst.UnaryOperation | cst.Float | cst.Integer | cst.Name, _replace),
+    "replace expression": (cst.BaseExpression, _replace),
     "end block": (cst.With, _end_block),
     "add entry": (cst.Dict, _add_entry),
     "decorate": (cst.ClassDef, _decorate),
