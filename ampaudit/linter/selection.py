@@ -91,14 +91,11 @@ def _parse_entry(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _parse_codes(texts: Iterable[str]) -> Iterator[str]:
-    all_codes = [code for code in all_pages() if code.startswith(LINTED)] + [UNUSED_SUPPRESSION]
-    for text in texts:
-        for part in filter(None, map(str.strip, text.split(","))):
-            code = LINTED if part.upper() == "ALL" else part.upper()
-            if not any(name.startswith(code) for name in all_codes):
-                hint = (
-                    did_you_mean(code, all_codes)
-                    + "run 'ampaudit explain' for all codes; lint's begin with AMP8"
-                )
-                raise UsageError(f"{describe(part)!r} matches no lint rule", hint=hint)
-            yield code
+    known = ["ALL", UNUSED_SUPPRESSION, *(code for code in all_pages() if code.startswith(LINTED))]
+    for code in (part.strip().upper() for text in texts for part in text.split(",") if part.strip()):
+        if not any(name.startswith(code) for name in known):
+            hint = "run 'ampaudit explain' for all codes; lint's begin with AMP8"
+            raise UsageError(
+                f"{describe(code)!r} matches no lint rule", hint=did_you_mean(code, known) + hint
+            )
+        yield LINTED if code == "ALL" else code

@@ -170,12 +170,9 @@ def _from_markdown(text: str) -> list[CodeBlock]:
 
 
 def _from_notebook(text: str) -> list[CodeBlock]:
-    notebook, cells = _code_cells(text)
-    if _language(notebook) not in ("python", "ipython", "python3"):
-        return []
     lines: list[str] = []
     marks: list[tuple[int, int]] = []
-    for number, cell in cells:
+    for number, cell in _python_cells(text)[1]:
         lines.append(f"{_MARK}{number}")
         marks.append((len(lines), number))
         source = _source(cell).split("\n")
@@ -184,14 +181,16 @@ def _from_notebook(text: str) -> list[CodeBlock]:
             if _is_other_language(cell)
             else map(_hide_magic, source, range(len(source)))
         )
-    return [CodeBlock("\n".join(lines) + "\n", 0, marks=tuple(marks))]
+    return [CodeBlock("\n".join(lines) + "\n", 0, marks=tuple(marks))] if marks else []
 
 
-def _code_cells(text: str) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
-    """Return a parsed notebook, and its code cells with their numbers."""
+def _python_cells(text: str) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
+    """Return a parsed notebook, and its code cells with their numbers; none if they are not Python."""
     try:
         notebook = json.loads(text)
+        language = notebook.get("metadata", {}).get("language_info", {}).get("name", "python").lower()
         code = [(i, cell) for i, cell in enumerate(notebook["cells"], 1) if cell["cell_type"] == "code"]
+        code = code if language in ("python", "ipython", "python3") else []
         for _, cell in code:
             _source(cell).encode()  # escapes in JSON may stand for half a character
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -202,12 +201,6 @@ def _code_cells(text: str) -> tuple[dict[str, Any], list[tuple[int, dict[str, An
 def _source(cell: dict[str, Any]) -> str:
     source = cell["source"]
     return "".join(source) if isinstance(source, list) else source
-
-
-def _language(notebook: dict[str, Any]) -> str:
-    metadata = notebook.get("metadata", {})
-    info = metadata.get("language_info", {}) if isinstance(metadata, dict) else {}
-    return str(info.get("name", "python")).lower() if isinstance(info, dict) else "python"
 
 
 def _is_other_language(cell: dict[str, Any]) -> bool:
@@ -228,7 +221,7 @@ def _restore_magic(code: str, source: list[str]) -> str:
 
 
 def _replace_cells(text: str, code: str) -> str:
-    notebook, cells = _code_cells(text)
+    notebook, cells = _python_cells(text)
     parts = re.split(rf"^{_MARK}(\d+)\n", code, flags=re.MULTILINE)
     changed = {int(number): body for number, body in zip(parts[1::2], parts[2::2], strict=True)}
     for number, cell in cells:
@@ -246,11 +239,9 @@ def _replace_cells(text: str, code: str) -> str:
 def blank_cell(block: CodeBlock, cell: int) -> CodeBlock:
     """Return a notebook's code with each line of one cell replaced by a statement that does nothing."""
     lines = block.text.split("\n")
-    starts = {number: mark for mark, number in block.marks}
-    following = [mark for mark, _ in block.marks if mark > starts[cell]]
-    end = (following[0] if following else len(lines)) - 1
-    for index in range(starts[cell], end):
-        lines[index] = f"{_MAGIC}{index - starts[cell]}"
+    start = next(mark for mark, number in block.marks if number == cell)
+    end = next((mark for mark, _ in block.marks if mark > start), len(lines)) - 1
+    lines[start:end] = [f"{_MAGIC}{number}" for number in range(end - start)]
     return replace(block, text="\n".join(lines))
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from typing import Final
 
 from ampaudit.linter.diagnostic import Diagnostic, Fix, position_of
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, enters_autocast, has_name, last_component, simple_name
-from ampaudit.linter.flow.values import FunctionInfo
+from ampaudit.linter.flow.syntax import (
+    calls_method,
+    dotted_name,
+    enters_autocast,
+    has_name,
+    last_component,
+    simple_name,
+)
 
 __all__ = ["check_autograd_functions"]
 
+_DECORATORS: Final = {"forward": "custom_fwd", "backward": "custom_bwd"}
 _PRODUCTS: Final = frozenset(
     "matmul mm bmm einsum addmm baddbmm linear conv1d conv2d conv3d conv_transpose2d mv".split()
 )
-# code that chooses dtypes itself
-_OWN_DTYPES = re.compile(r"autocast|\.to\(|\.float\(|\.type_as\(|dtype")
 
 
 def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
@@ -26,70 +30,66 @@ def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
     if "autocast" not in script.text or "Function" not in script.text:
         return
     for info in script.classes.values():
-        if not any(last_component(base) == "Function" for base in info.bases):
+        methods = {name: info.methods[name] for name in _DECORATORS if name in info.methods}
+        if len(methods) < 2 or "Function" not in map(last_component, info.bases):
             continue
-        forward, backward = info.methods.get("forward"), info.methods.get("backward")
-        if forward is None or backward is None:
-            continue
-        has = [
-            any(has_name(decorator, name) for decorator in method.node.decorator_list)
-            for method, name in ((forward, "custom_fwd"), (backward, "custom_bwd"))
+        missing = [
+            _DECORATORS[name]
+            for name, method in methods.items()
+            if not any(has_name(decorator, _DECORATORS[name]) for decorator in method.node.decorator_list)
         ]
-        if has == [False, True]:  # backward raises, whatever it computes
-            yield _diagnostic(info.node, forward, backward, has)
-            continue
-        chooses_dtypes = not any(has) and _OWN_DTYPES.search(ast.unparse(info.node))
-        if all(has) or chooses_dtypes or not (_multiplies(forward) or _multiplies(backward)):
-            continue
-        if _runs_under_autocast(script, info.node.name):
-            yield _diagnostic(info.node, forward, backward, has)
+        always_raises = missing == ["custom_fwd"]
+        in_other_dtypes = (
+            missing
+            and (len(missing) == 1 or not _chooses_dtypes(info.node))
+            and any(_multiplies(method.node) for method in methods.values())
+            and _runs_under_autocast(script, info.node.name)
+        )
+        if always_raises or in_other_dtypes:
+            is_fixable = len(missing) == 2 and all(method.is_static for method in methods.values())
+            yield Diagnostic(
+                "AMP850",
+                info.node,
+                f"{info.node.name} has no {' and '.join(missing)}: its backward runs without autocast, "
+                "on whatever dtypes the forward saved",
+                'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with'
+                ' torch.amp.custom_bwd(device_type="cuda")',
+                # torch has these decorators since 2.4
+                Fix("decorate", *position_of(info.node), is_safe=False) if is_fixable else None,
+            )
+
+
+def _chooses_dtypes(node: ast.ClassDef) -> bool:
+    return (
+        has_name(node, "autocast")
+        or has_name(node, "dtype")
+        or any(calls_method(node, name) for name in ("to", "float", "type_as"))
+        or any(isinstance(part, ast.keyword) and part.arg == "dtype" for part in ast.walk(node))
+    )
+
+
+def _multiplies(function: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.MatMult) or (isinstance(node, ast.Call) and simple_name(node.func) in _PRODUCTS)
+        for node in ast.walk(function)
+    )
 
 
 def _runs_under_autocast(script: Script, name: str) -> bool:
     """Return whether it is applied in an autocast block, in a module, or by a function called in one."""
-    inside: set[str] = set()
-    applied: list[ast.FunctionDef | ast.ClassDef | ast.Assign] = []
-    for node in script.nodes():
-        if isinstance(node, ast.With) and enters_autocast(node):
-            inside |= {
-                dotted_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)
-            }
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
-            applied += [node] if f"{name}.apply" in ast.unparse(node) else []
-    return f"{name}.apply" in inside or any(_is_entered(script, node, inside) for node in applied)
+    blocks = (node for node in script.nodes() if isinstance(node, ast.With) and enters_autocast(node))
+    inside = {dotted_name(node) for block in blocks for node in ast.walk(block)} - {""}
 
+    def is_entered(node: ast.AST) -> bool:
+        if isinstance(node, ast.Assign):
+            return any(dotted_name(target) in inside for target in node.targets)
+        if isinstance(node, ast.ClassDef):
+            return node.name in script.classes and script.classes[node.name].derives("Module")
+        return isinstance(node, ast.FunctionDef) and (
+            node.name in inside or any(has_name(d, "autocast") for d in node.decorator_list)
+        )
 
-def _is_entered(script: Script, node: ast.FunctionDef | ast.ClassDef | ast.Assign, inside: set[str]) -> bool:
-    if isinstance(node, ast.Assign):
-        return any(dotted_name(target) in inside for target in node.targets)
-    if isinstance(node, ast.ClassDef):
-        info = script.classes.get(node.name)
-        return info is not None and info.derives("Module")
-    return node.name in inside or any(has_name(d, "autocast") for d in node.decorator_list)
+    def applies(node: ast.AST) -> bool:
+        return any(dotted_name(part) == f"{name}.apply" for part in ast.walk(node))
 
-
-def _multiplies(info: FunctionInfo) -> bool:
-    for node in ast.walk(info.node):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            return True
-        if isinstance(node, ast.Call) and simple_name(node.func) in _PRODUCTS:
-            return True
-    return False
-
-
-def _diagnostic(
-    node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, has: list[bool]
-) -> Diagnostic:
-    missing = " and ".join(n for n, there in zip(("custom_fwd", "custom_bwd"), has, strict=True) if not there)
-    static = forward.is_static and backward.is_static
-    # torch has these decorators since 2.4
-    fix = Fix("decorate", *position_of(node), is_safe=False) if static and not any(has) else None
-    return Diagnostic(
-        "AMP850",
-        node,
-        f"{node.name} has no {missing}: its backward runs without autocast, "
-        "on whatever dtypes the forward saved",
-        'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with'
-        ' torch.amp.custom_bwd(device_type="cuda")',
-        fix,
-    )
+    return f"{name}.apply" in inside or any(is_entered(node) and applies(node) for node in script.nodes())
