@@ -27,7 +27,10 @@ def to_findings(
     included = [item for item in diagnostics if selection.includes(item.code)]
     tree = parse(block.text if included else "")
     for item in included:
-        first, column, last, end_column = _range_of(item, lines)
+        first = int(getattr(item.node, "lineno", 1))
+        last = int(getattr(item.node, "end_lineno", first) or first)
+        column = character_column(lines[first - 1], getattr(item.node, "col_offset", 0))
+        end_column = character_column(lines[last - 1], getattr(item.node, "end_col_offset", 0) or 0)
         line, cell = block.locate(first)
         comment = suppression_of(item, comments)
         yield LintFinding(
@@ -47,16 +50,6 @@ def to_findings(
             source=lines[first - 1].strip("\r"),
             suppressed=f"comment: {comment.reason}" if comment else None,
         )
-
-
-def _range_of(diagnostic: Diagnostic, lines: Sequence[str]) -> tuple[int, int, int, int]:
-    """Return the first line, column, last line and end column, with columns in characters from 0."""
-    node = diagnostic.node
-    first = int(getattr(node, "lineno", 1))
-    last = int(getattr(node, "end_lineno", first) or first)
-    column = character_column(lines[first - 1], getattr(node, "col_offset", 0))
-    end_column = character_column(lines[last - 1], getattr(node, "end_col_offset", 0) or 0)
-    return first, column, last, end_column
 
 
 def _function_at(tree: ast.Module, line: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, Fix
@@ -53,23 +52,30 @@ def names_in(code: str) -> set[str]:
 def is_bound(script: Script, line: int, name: str) -> bool:
     """Return whether a dotted name is certainly bound at a line.
 
-    A plain name is if a parameter, or a statement that runs before the line, binds it. Any name is if a
-    statement reads it that runs whenever the line does, unless it is bound in between.
+    It is if a statement that runs before the line binds or reads it, or if one that runs whenever the line
+    does reads it and the function binds it nowhere after the line.
     """
-    root, _, attribute = name.partition(".")
     blocks = _blocks_around(script.tree.body, line)
-    is_known = any(_binds_before(blocks, depth, line, root) for depth in range(len(blocks)))
-    if is_known and not attribute:
+    functions = [depth for depth, (owner, _) in enumerate(blocks) if isinstance(owner, _FUNCTIONS)]
+    own = functions[-1] if functions else 0  # the outermost block in the function around the line
+    if any(name in _bound_by_head(owner) for owner, _ in blocks if owner is not None):
         return True
-    return (is_known or not _binds_after(blocks, line, root)) and _is_read_beside(blocks, line, name)
+    root = name.partition(".")[0]
+    is_bound_later = any(root in _stored_in(s, from_line=line) for s in blocks[own][1])
+    for depth, (owner, block) in enumerate(blocks):
+        if depth < own and (root != name or isinstance(owner, ast.ClassDef)):
+            continue
+        for statement in block:
+            # the function runs later than the code around it
+            counts = depth < own or statement.lineno < line or not is_bound_later
+            if counts and not _covers(statement, line) and name in _mentioned(statement):
+                return True
+    return False
 
 
-Blocks = list[tuple[ast.stmt | None, list[ast.stmt]]]  # each with the statement that it is in
-
-
-def _blocks_around(body: list[ast.stmt], line: int) -> Blocks:
-    """Return the blocks around a line, outermost first."""
-    blocks: Blocks = [(None, body)]
+def _blocks_around(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list[ast.stmt]]]:
+    """Return the blocks around a line, outermost first, each with the statement that it is in."""
+    blocks: list[tuple[ast.stmt | None, list[ast.stmt]]] = [(None, body)]
     while inner := next((s for s in blocks[-1][1] if _covers(s, line)), None):
         block = next((b for b in nested_blocks(inner) if any(_covers(s, line) for s in b)), None)
         if block is None:
@@ -82,15 +88,24 @@ def _covers(statement: ast.stmt, line: int) -> bool:
     return statement.lineno <= line <= (statement.end_lineno or line)
 
 
-def _binds_before(blocks: Blocks, depth: int, line: int, name: str) -> bool:
-    """Return whether one block, or the head of its statement, binds a name before the line is reached."""
-    owner, block = blocks[depth]
-    if owner is not None and name in _bound_by_head(owner):
-        return True
-    if any(isinstance(around, _FUNCTIONS) for around, _ in blocks[depth + 1 :]):
-        # the function runs later, when the whole block has run; a class's names are not seen in it
-        return not isinstance(owner, ast.ClassDef) and any(_binds(statement, name) for statement in block)
-    return any(_binds(s, name) for s in block if (s.end_lineno or s.lineno) < line)
+def _mentioned(statement: ast.stmt) -> set[str]:
+    """Return the dotted names that a statement binds or reads on every path through it."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+    names: set[str] = set()
+    for head in ast.iter_child_nodes(statement):
+        if isinstance(head, ast.expr | ast.withitem | ast.keyword):
+            # comprehensions bind names of their own, and a loop may bind none
+            names |= {dotted_name(node) for node in ast.walk(head)} - _stored_in(head)
+    if isinstance(statement, ast.Assign):
+        names |= _stored_in(*statement.targets)
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        names |= _stored_in(statement.target)
+    elif isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        names.add(statement.name)
+    elif isinstance(statement, ast.With | ast.AsyncWith):
+        names |= _bound_by_head(statement).union(*map(_mentioned, statement.body))
+    return names
 
 
 def _bound_by_head(owner: ast.stmt) -> set[str]:
@@ -104,54 +119,6 @@ def _bound_by_head(owner: ast.stmt) -> set[str]:
     return set()
 
 
-def _stored_in(*targets: ast.AST) -> set[str]:
-    nodes = (node for target in targets for node in ast.walk(target))
-    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def _binds(statement: ast.stmt, name: str) -> bool:
-    """Return whether a statement binds a name on every path that continues after it."""
-    if isinstance(statement, ast.Assign):
-        return name in _stored_in(*statement.targets)
-    if isinstance(statement, ast.AnnAssign):
-        return statement.value is not None and name in _stored_in(statement.target)
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return any((a.asname or a.name.partition(".")[0]) == name for a in statement.names)
-    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-        return statement.name == name
-    if isinstance(statement, ast.With | ast.AsyncWith):
-        return name in _bound_by_head(statement) or any(_binds(inner, name) for inner in statement.body)
-    return False
-
-
-def _binds_after(blocks: Blocks, line: int, name: str) -> bool:
-    """Return whether the function around a line binds a name at this line or later."""
-    functions = [owner for owner, _ in blocks if isinstance(owner, _FUNCTIONS)]
-    body = functions[-1].body if functions else blocks[0][1]
-    nodes = (node for statement in body for node in ast.walk(statement))
-    return any(
-        n.id == name and n.lineno >= line
-        for n in nodes
-        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    )
-
-
-def _is_read_beside(blocks: Blocks, line: int, name: str) -> bool:
-    """Return whether a name is read by a statement that runs whenever the line runs."""
-    for owner, block in reversed(blocks):
-        if any(name in _read(statement) for statement in block if not _covers(statement, line)):
-            return True
-        if isinstance(owner, (*_FUNCTIONS, ast.ClassDef)):
-            return False
-    return False
-
-
-def _read(statement: ast.stmt) -> Iterator[str]:
-    """Yield the dotted names that a statement reads on every path through it."""
-    inside = [inner for block in nested_blocks(statement) for inner in block]
-    for head in ast.iter_child_nodes(statement):
-        if head not in inside:
-            yield from {dotted_name(node) for node in ast.walk(head)} - _stored_in(head)
-    if isinstance(statement, ast.With | ast.AsyncWith):
-        for inner in statement.body:
-            yield from _read(inner)
+def _stored_in(*nodes: ast.AST, from_line: int = 0) -> set[str]:
+    names = (name for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store) and name.lineno >= from_line}

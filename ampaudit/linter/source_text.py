@@ -33,8 +33,6 @@ _PYTHON_CELL_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"(?:\s*:)?|\n')  # or a key, or the end of a line
 _MARKDOWN = (".md", ".markdown")
 MAX_SOURCE_BYTES: Final = 10_000_000  # what is larger was not written by hand
-_NO_NEWLINE: Final = "\\ No newline at end of file"
-_NO_NEWLINE_MARK: Final = "\0no newline"
 
 
 class Unreadable(Exception):
@@ -81,17 +79,11 @@ def character_column(line: str, byte_column: int) -> int:
 
 def diff_lines(path: str, before: str, after: str) -> Iterator[str]:
     """Yield the lines of a unified diff that ``patch`` applies, each without its line end."""
-    old, new = (text.split("\n") for text in (before, after))
-    for line in unified_diff(_mark_last_line(old), _mark_last_line(new), path, path, lineterm=""):
-        body, mark, _ = line.partition(_NO_NEWLINE_MARK)
-        yield body
-        if mark:
-            yield _NO_NEWLINE
-
-
-def _mark_last_line(lines: list[str]) -> list[str]:
-    """Mark a last line that no newline ends, so that the diff tells it from one that ends properly."""
-    return lines[:-1] if lines[-1] == "" else [*lines[:-1], lines[-1] + _NO_NEWLINE_MARK]
+    old, new = (list(io.StringIO(text, newline="\n")) for text in (before, after))
+    for line in unified_diff(old, new, path, path):
+        yield line.removesuffix("\n")
+        if not line.endswith("\n"):
+            yield "\\ No newline at end of file"
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,8 @@ def test_a_name_that_is_called_bound_is_bound_on_every_path(body: list[str]) -> 
         ("if a:\n    scaler = 1\nif a:\n    HERE\n    scaler.update()", "scaler", True),
         ("other = [scaler for scaler in scalers]\nHERE", "scaler", False),
         ("def f(other=lambda scaler: scaler):\n    HERE", "scaler", False),
+        ("try:\n    pass\nexcept E:\n    scaler.update()\nHERE", "scaler", False),
+        ("match a:\n    case 1:\n        scaler.update()\nHERE", "scaler", False),
         ("for scaler in scalers:\n    HERE", "scaler", True),
         ("class A:\n    scaler = 1\n\n    def f(self):\n        HERE", "scaler", False),
         ("def f(self):\n    HERE\n    self.scaler.update()", "self.scaler", True),
