@@ -223,7 +223,7 @@ def lint_text(
     if suffix == ".ipynb" and linted.findings:
         lines = lines_of_cells(linted.after)
         linted.findings = [
-            replace(finding, file_line=lines[finding.cell][finding.line - 1]) if finding.cell else finding
+            replace(finding, file_line=lines.get((finding.cell or 0, finding.line)))
             for finding in linted.findings
         ]
     return linted

@@ -237,8 +237,8 @@ def blank_cell(block: CodeBlock, cell: int) -> CodeBlock:
     return replace(block, text="\n".join(lines))
 
 
-def lines_of_cells(notebook: str) -> dict[int, list[int]]:
-    """Return the line in the file of each line of each code cell, by the cell's number from 1."""
+def lines_of_cells(notebook: str) -> dict[tuple[int, int], int]:
+    """Return lines of a notebook's file by the number of a code cell and the line in it, both from 1."""
     line = 1
 
     def with_line(match: re.Match[str]) -> str:
@@ -248,13 +248,13 @@ def lines_of_cells(notebook: str) -> dict[int, list[int]]:
         return f"[{first}, {match[0]}]" if match[0].endswith('"') else match[0]
 
     cells = json.loads(_JSON_STRING.sub(with_line, notebook))["cells"]
-    code = ((i, cell["source"]) for i, cell in enumerate(cells, 1) if cell["cell_type"][1] == "code")
-    return {number: _lines_of(source) for number, source in code}
-
-
-def _lines_of(source: list[Any]) -> list[int]:
-    """Return where each line starts of a source that is one string with its line, or a list of such pairs."""
-    pieces = [source] if source and isinstance(source[0], int) else source
-    text = "".join(piece for _, piece in pieces)
-    of_characters = [line for line, piece in pieces for _ in piece]
-    return [line for i, line in enumerate(of_characters) if i == 0 or text[i - 1] == "\n"]
+    lines: dict[tuple[int, int], int] = {}
+    for number, cell in enumerate(cells, 1):
+        source = cell["source"] if cell["cell_type"][1] == "code" else []
+        pieces = [source] if source and isinstance(source[0], int) else source
+        row = 1
+        for in_file, piece in pieces:
+            for character in piece:
+                lines.setdefault((number, row), in_file)
+                row += character == "\n"
+    return lines

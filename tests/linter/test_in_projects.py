@@ -108,7 +108,7 @@ def test_lines_of_a_notebook_are_those_of_its_file(
         for index, row in enumerate(joined.split("\n")):
             if row:
                 piece = row[0] if isinstance(source, list) else row  # a line may be in several pieces
-                assert json.dumps(piece)[1:-1] in lines[found[number][index] - 1]
+                assert json.dumps(piece)[1:-1] in lines[found[number, index + 1] - 1]
 
 
 @pytest.mark.parametrize("form", ["sarif", "github"])
