@@ -6,22 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from ampaudit.report.finding import Severity
 from ampaudit.report.lint import LintFinding
 from tests.linter.corpora import SETS, Script, read_set, write_set
 from tests.linter.examples import lint
 
-STYLES = "correct-styles"  # of loops that raise no note either
+STYLES = "correct-styles"
 
 
-def relevant(script: Script, *, notes: bool) -> list[LintFinding]:
+def relevant(script: Script) -> list[LintFinding]:
     """Return errors and warnings: of a mistake, those on or next to a marked line."""
     linted = lint(script.source)
     assert not linted.unread, script.name
-    heard = [finding for finding in linted.findings if notes or finding.severity != Severity.NOTE]
     if not script.marked:
-        return heard
-    return [f for f in heard if any(f.line - 1 <= mark <= f.end_line + 1 for mark in script.marked)]
+        return linted.findings
+    return [f for f in linted.findings if any(f.line - 1 <= mark <= f.end_line + 1 for mark in script.marked)]
 
 
 def codes_of(findings: list[LintFinding]) -> list[str]:
@@ -45,7 +43,7 @@ def difference(script: Script, findings: list[LintFinding]) -> str | None:
 @pytest.mark.parametrize("name", SETS)
 def test_the_findings_are_those_recorded(name: str, pytestconfig: pytest.Config) -> None:
     scripts = read_set(name)
-    findings = [relevant(script, notes=name == STYLES) for script in scripts]
+    findings = [relevant(script) for script in scripts]
     if pytestconfig.getoption("--refresh-golden"):
         scripts = [replace(s, codes=codes_of(said)) for s, said in zip(scripts, findings, strict=True)]
         write_set(name, scripts)

@@ -42,7 +42,7 @@ __all__ = [
     "ManagedZeroGrad",
     "ModelCall",
     "NumberRead",
-    "OpCalled",
+    "OpEvaluated",
     "OptimizerMade",
     "OptimizerRestored",
     "OptimizerStep",
@@ -351,7 +351,7 @@ class NumberRead(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class OpCalled(Event):
+class OpEvaluated(Event):
     """A call of an op of torch, by its function's dotted name also where it is a method or an operator."""
 
     path: str

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.events import NumberRead, OpCalled
+from ampaudit.linter.flow.events import NumberRead, OpEvaluated
 from ampaudit.linter.flow.gradient_uses import gradient_norm
 from ampaudit.linter.flow.gradients import backward
 from ampaudit.linter.flow.syntax import names_in
@@ -78,7 +78,7 @@ def autocast_dtype(interpreter: Interpreter) -> str:
 
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
     """Let the rules see a call of an op; there are too many of them to record."""
-    interpreter.judge(OpCalled(interpreter.at(node), path, tuple(operands), interpreter.autocast))
+    interpreter.judge(OpEvaluated(interpreter.at(node), path, tuple(operands), interpreter.autocast))
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:

@@ -203,7 +203,7 @@ def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -
     for event, events in ((e, entry) for entry in events_by_entry for e in of_type(entry, CheckpointSaved)):
         entries = event.entries
         saved_here = {value.kind for value in entries.items if isinstance(value, StateDict)}
-        if "optimizer" in saved_here and (resumes or _has_weights(entries)):
+        if "optimizer" in saved_here and (resumes or saved or _has_weights(entries)):
             interpreter.report(
                 "AMP820",
                 _place_here(event, entries.node),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
-from ampaudit.linter.flow.events import LossCalled, OpCalled
+from ampaudit.linter.flow.events import LossCalled, OpEvaluated
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.syntax import dotted_name, keyword_value, last_component, names_in
 from ampaudit.linter.flow.tensors import autocast_dtype
@@ -66,8 +66,8 @@ def _loss_outside(flow: Interpreter, event: LossCalled) -> Iterator[Mistake]:
         )
 
 
-@rule("AMP845", OpCalled)
-def _undone(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+@rule("AMP845", OpEvaluated)
+def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """A tensor that is cast to float32 for a matrix product, before which autocast casts it back."""
     cast = autocast_dtype(flow) if event.name == "matmul" else ""
     for value in event.tensors if cast else ():
@@ -79,8 +79,8 @@ def _undone(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
             )
 
 
-@rule("AMP846", OpCalled)
-def _without_kernel(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+@rule("AMP846", OpEvaluated)
+def _without_kernel(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """An op that has no 16-bit kernel."""
     del flow
     first = event.tensors[0] if event.tensors else None
@@ -110,8 +110,8 @@ def _without_kernel(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
         )
 
 
-@rule("AMP868", OpCalled)
-def _exp(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+@rule("AMP868", OpEvaluated)
+def _exp(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """An exponential of unbounded values in float16."""
     del flow
     value = event.tensors[0] if event.tensors else None
@@ -143,8 +143,8 @@ def _is_bounded(node: ast.AST) -> bool:
 _BOUNDS: Final = ("max", "clamp", "clip", "sigmoid", "tanh", "var", "std", "sigma")
 
 
-@rule("AMP868", OpCalled)
-def _log_probabilities(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+@rule("AMP868", OpEvaluated)
+def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """Log-probabilities of the output of a model whose weights are 16-bit."""
     dtype = event.tensors[0].weights_dtype if event.tensors else ""
     if event.name not in LOG_PROBABILITIES or not dtype:
@@ -161,8 +161,8 @@ def _log_probabilities(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
         )
 
 
-@rule("AMP869", OpCalled)
-def _angles(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+@rule("AMP869", OpEvaluated)
+def _angles(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """Sines and cosines of positions that were rounded to 16 bits, also in a model that takes times."""
     for value in event.tensors:
         if value.rounded is None:
@@ -188,8 +188,8 @@ def _names_time(name: str) -> bool:
     return name in ("time", "times") or "timestep" in name or "time_step" in name or "sigma" in name
 
 
-@rule("AMP873", OpCalled)
-def _sum(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+@rule("AMP873", OpEvaluated)
+def _sum(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """A sum of float16 values outside autocast, which would compute it in float32."""
     del flow
     is_half = bool(event.tensors) and event.tensors[0].cast == "float16"
@@ -202,8 +202,8 @@ def _sum(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
         )
 
 
-@rule("AMP874", OpCalled)
-def _two_dtypes(flow: Interpreter, event: OpCalled) -> Iterator[Mistake]:
+@rule("AMP874", OpEvaluated)
+def _two_dtypes(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """An op that converts nothing and takes a 16-bit and a float32 tensor."""
     del flow
     what = _SAME_DTYPE.get(event.name)
