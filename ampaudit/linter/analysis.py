@@ -53,6 +53,9 @@ from ampaudit.linter.flow.values import (
 )
 from ampaudit.linter.rules import devices as devices
 from ampaudit.linter.rules import dtypes as dtypes
+from ampaudit.linter.rules import gradients as gradients
+from ampaudit.linter.rules import scaler_order as scaler_order
+from ampaudit.linter.rules import weights as weights
 from ampaudit.linter.rules.accumulation import (
     check_accumulation,
     check_branches,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import file_number
 from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_calls
-from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
+from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.managed import check_trainer_model, managed_method
 from ampaudit.linter.flow.objects import call_model
@@ -91,7 +91,7 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
     if isinstance(base, StateDict):  # a copy, or a part of it
         return base
     if isinstance(base, LossGradients):
-        return gradient_norm(interpreter, node, base) if name in NORM_FUNCTIONS else base
+        return use_loss_gradients(interpreter, node, base, name)
     if isinstance(base, GradAttribute):
         return gradient_method(interpreter, node, name)
     if isinstance(base, Tensor):

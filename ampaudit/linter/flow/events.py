@@ -7,19 +7,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ampaudit.linter.diagnostic import Certainty
 from ampaudit.linter.flow.values import (
     Arguments,
     Autocast,
     ClassInfo,
     DictLiteral,
     LossFunction,
+    LossGradients,
     Managed,
     Model,
+    Optimizer,
+    Parameters,
+    Scaler,
     Tensor,
     Value,
 )
 
 __all__ = [
+    "AdaptersPrepared",
     "AutocastEntered",
     "AutocastMade",
     "Backward",
@@ -30,6 +36,7 @@ __all__ = [
     "EntryPointFollowed",
     "Event",
     "EventPlace",
+    "GradientNorm",
     "GradientRead",
     "Guard",
     "HalfLayer",
@@ -63,6 +70,7 @@ __all__ = [
     "StepEvent",
     "UnknownBackward",
     "UnknownEffect",
+    "WeightsAveraged",
     "ZeroGrad",
     "of_type",
 ]
@@ -192,20 +200,45 @@ class UnknownEffect(Event):
 
 @dataclass(frozen=True, slots=True)
 class Clip(Event):
-    """Clipping of gradients."""
+    """Clipping of gradients, only likely if it is unknown code with such a name."""
+
+    function: str
+    arguments: Arguments
+    certainty: Certainty = Certainty.KNOWN
 
 
 @dataclass(frozen=True, slots=True)
 class GradientRead(Event):
-    """A use of ``p.grad``."""
+    """A use of ``p.grad``; ``is_copy`` if the result is as easily unscaled."""
+
+    is_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNorm(Event):
+    """A norm or a power of the gradients of a loss, as in a gradient penalty."""
+
+    gradients: LossGradients
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAveraged(Event):
+    """An average of weights is updated in place."""
+
+    average: Parameters
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvent(Event):
-    """A step; the key of the optimizer is empty if it is not known which."""
+    """A step; ``target`` is ``None`` if the optimizer is not known."""
 
-    optimizer: str
+    target: Optimizer | None
     autocast: Autocast
+
+    @property
+    def optimizer(self) -> str:
+        """The key of the optimizer; empty if it is not known which."""
+        return "" if self.target is None or self.target.one_of_several else self.target.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +248,27 @@ class OptimizerStep(StepEvent):
 
 @dataclass(frozen=True, slots=True)
 class ScalerStep(StepEvent):
-    """``scaler.step(optimizer)``."""
+    """``scaler.step(optimizer)``; ``has_closure`` if the step computes the loss again."""
 
-    scaler: str
+    value: Scaler
+    has_closure: bool = False
+
+    @property
+    def scaler(self) -> str:
+        """The key of the scaler."""
+        return self.value.key
 
 
 @dataclass(frozen=True, slots=True)
 class ScalerEvent(Event):
     """A call of a scaler, other than its step."""
 
-    scaler: str
+    value: Scaler
+
+    @property
+    def scaler(self) -> str:
+        """The key of the scaler."""
+        return self.value.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +280,14 @@ class ScalerMade(ScalerEvent):
 class ScalerScale(ScalerEvent):
     """``scaler.scale(loss)``."""
 
+    outputs: Value | None
+
 
 @dataclass(frozen=True, slots=True)
 class ScalerUnscale(ScalerEvent):
-    """``scaler.unscale_(optimizer)``."""
+    """``scaler.unscale_(optimizer)``; ``target`` is ``None`` if the optimizer is not known."""
+
+    target: Optimizer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +330,9 @@ class ScaleCompared(Event):
 @dataclass(frozen=True, slots=True)
 class OptimizerMade(Event):
     """The construction of an optimizer."""
+
+    optimizer: Optimizer
+    arguments: Arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +448,11 @@ class ManagedBackward(ManagedEvent):
     """A call of its backward pass."""
 
     loss: Value | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersPrepared(ManagedEvent):
+    """A call of its ``prepare`` in a script that adds adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.calls import evaluate_call
-from ampaudit.linter.flow.events import PrecisionChosen, ScaleCompared
-from ampaudit.linter.flow.gradient_uses import use_gradient
+from ampaudit.linter.flow.events import GradientRead, PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.state import choice_of_dtypes, item_of, join, join_values
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import combine, matrix_product
@@ -107,7 +106,7 @@ def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
     left, right = interpreter.evaluate(node.left), interpreter.evaluate(node.right)
     for side, value in ((node.left, left), (node.right, right)):
         if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
-            use_gradient(interpreter, side)
+            interpreter.record(GradientRead(interpreter.at(side)))
     if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         unscales = isinstance(right, ScaleReading) or "scale" in ast.unparse(node.right).lower()
         return UNKNOWN if unscales else left

@@ -11,25 +11,18 @@ __all__ = [
     "BFLOAT16_WEIGHTS",
     "CAST_BY_DTYPE",
     "DEVICE",
-    "FRESH",
     "FROZEN",
     "HALF_WEIGHTS",
     "HALVED_IN_LOOP",
-    "IDLE",
-    "LEFTOVER",
     "PERHAPS",
-    "STEPPED",
-    "STEPPED_LAST",
-    "TOUCHED",
-    "UNSCALED_AT",
+    "STAGE",
     "UNUSED",
-    "UPDATED",
-    "UPDATED_EARLY",
-    "EarlyUpdate",
     "FactKind",
+    "Life",
     "Perhaps",
     "PerhapsHalf",
-    "Stepped",
+    "Phase",
+    "Stage",
 ]
 
 T = TypeVar("T")
@@ -44,19 +37,42 @@ class Perhaps(Enum):
 PERHAPS: Final = Perhaps.PERHAPS
 
 
-class Stepped(Enum):
-    """How an optimizer was stepped."""
+class Stage(Enum):
+    """What was done with an optimizer since the last update of a scaler, which keeps it as well."""
 
-    BY_SCALER = 0
-    PAST_SCALER = 1
+    UNSCALED = 0
+    STEPPED = 1
+    RENEWED = 2  # stepped, before a backward computed new gradients
+
+
+class Phase(Enum):
+    """What was last done with the gradients."""
+
+    UNKNOWN = 0
+    IDLE = 1  # they were zeroed
+    FRESH = 2  # a backward added to them
+    EARLY = 3  # and the scaler was updated before a step
+    LOOKED = 4  # the same after unscale_, which looks for infinities: the step may be skipped
+    STEPPED = 5  # the scaler stepped
+    UPDATED = 6  # and was updated
+    BYPASSED = 7  # the optimizer stepped without the scaler
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyUpdate:
-    """An update before the step; ``looked`` if ``unscale_`` has looked for infinities before it."""
+class Life:
+    """Where all gradients are between two steps.
 
-    node: ast.AST
-    looked: bool
+    Attributes:
+        phase: Phase.
+        update: Last update of a scaler in this phase.
+        scaler: Key of that scaler.
+        stepped: Key of the optimizer that a scaler has stepped since the last backward.
+    """
+
+    phase: Phase = Phase.UNKNOWN
+    update: ast.AST | None = None
+    scaler: str = ""
+    stepped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +89,8 @@ class FactKind(Generic[T]):
     name: str
 
 
-# per scaler and optimizer, what was done since the last update: the call of unscale_, or that the step did it
-UNSCALED_AT: Final = FactKind[ast.AST | Stepped]("unscaled at")
-STEPPED: Final = FactKind[Stepped]("stepped")
-# per scaler
-UPDATED: Final = FactKind[ast.AST]("updated")  # the last update, if no backward followed
-UPDATED_EARLY: Final = FactKind[EarlyUpdate]("updated early")
-UNUSED: Final = FactKind[Literal[True]]("unused")  # nothing was scaled so far
-# of the gradients
-FRESH: Final = FactKind[Literal[True]]("fresh")  # a backward followed the last step
-IDLE: Final = FactKind[Literal[True]]("idle")  # there are none
-LEFTOVER: Final = FactKind[Literal[True]]("leftover")  # unscaled ones remain after an update
-STEPPED_LAST: Final = FactKind[str]("stepped last")  # the optimizer that a scaler stepped last
-TOUCHED: Final = FactKind[Literal[True]]("touched")  # unknown code had access to a scaler or an optimizer
+STAGE: Final = FactKind[Stage]("stage")  # per scaler and optimizer
+UNUSED: Final = FactKind[Literal[True]]("unused")  # per scaler: nothing was scaled so far
 # per model
 HALF_WEIGHTS: Final = FactKind[ast.AST | PerhapsHalf]("half")  # what has cast its parameters to float16
 BFLOAT16_WEIGHTS: Final = FactKind[ast.AST]("bfloat16")  # the same to bfloat16

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.events import (
+    AdaptersPrepared,
     ManagedBackward,
     ManagedClip,
     ManagedStep,
@@ -14,7 +15,6 @@ from ampaudit.linter.flow.events import (
     ManagedZeroGrad,
 )
 from ampaudit.linter.flow.facts import FROZEN, HALF_WEIGHTS, PerhapsHalf
-from ampaudit.linter.flow.scalers import check_adapters
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import Framework
@@ -74,7 +74,7 @@ def managed_method(
     elif name == "fit":
         _check_model(interpreter, base, arguments.get(0, "model"))
     elif name == "prepare" and base.scales and interpreter.linked.mentions(r"inject\(|add_adapter"):
-        check_adapters(interpreter, node)
+        interpreter.record(AdaptersPrepared(interpreter.at(node), base))
     elif name == "prepare" and not interpreter.linked.mentions(_TRAINS_COPIES):
         optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):

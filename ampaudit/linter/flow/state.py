@@ -16,8 +16,13 @@ from ampaudit.linter.flow.facts import (
     HALF_WEIGHTS,
     HALVED_IN_LOOP,
     PERHAPS,
+    STAGE,
+    UNUSED,
     FactKind,
+    Life,
     Perhaps,
+    Phase,
+    Stage,
 )
 from ampaudit.linter.flow.torch_names import DTYPES
 from ampaudit.linter.flow.values import (
@@ -41,7 +46,6 @@ from ampaudit.linter.flow.values import (
 )
 
 __all__ = [
-    "NO_CONTRIBUTIONS",
     "UNKNOWN_GRADIENTS",
     "AccumulatedGradients",
     "Contribution",
@@ -86,6 +90,17 @@ class AccumulatedGradients:
     contributions: frozenset[Contribution] = frozenset()
     certainty: Certainty = Certainty.KNOWN
 
+    @property
+    def known(self) -> frozenset[Contribution] | None:
+        """The backward passes; ``None`` if they are not certain."""
+        return self.contributions if self.certainty == Certainty.KNOWN else None
+
+    @property
+    def scaled(self) -> Certainty:
+        """How certain it is that all losses were scaled."""
+        scaled = self.contributions and all(item.scaler for item in self.contributions)
+        return self.certainty if scaled else Certainty.UNKNOWN
+
     def with_contribution(self, new: Contribution) -> AccumulatedGradients:
         """Return the gradients after another backward pass; one whose loss is scaled is known again."""
         if self.certainty == Certainty.UNKNOWN:
@@ -115,7 +130,6 @@ FactKey: TypeAlias = tuple[FactKind[Any], *tuple[str, ...]]
 T = TypeVar("T")
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
 _OF_MODELS: Final = (HALF_WEIGHTS, HALVED_IN_LOOP, BFLOAT16_WEIGHTS, FROZEN, DEVICE)
-NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
 @dataclass(slots=True)
@@ -126,6 +140,7 @@ class State:
     """
 
     gradients: AccumulatedGradients = AccumulatedGradients()
+    life: Life = field(default_factory=Life)
     facts: dict[FactKey, Any] = field(default_factory=dict)
     scopes: dict[Scope, dict[str, Value]] = field(default_factory=dict)
     _owned: set[Scope] = field(default_factory=set, init=False, compare=False)
@@ -133,7 +148,7 @@ class State:
     def copy(self) -> State:
         """Return a copy for another branch."""
         self.share()
-        return State(self.gradients, self.facts.copy(), self.scopes.copy())
+        return State(self.gradients, self.life, self.facts.copy(), self.scopes.copy())
 
     def share(self) -> None:
         """Copy each scope before the next write to it."""
@@ -144,6 +159,49 @@ class State:
         self.share()
         facts = {key: fact for key, fact in self.facts.items() if key[0] in _OF_MODELS}
         return State(facts=facts, scopes=self.scopes.copy())
+
+    def reach(
+        self, phase: Phase, update: ast.AST | None = None, scaler: str = "", *, stepped: str | None = None
+    ) -> None:
+        """Begin a phase of the gradients; what was stepped is kept until the next backward."""
+        kept = "" if phase is Phase.FRESH else self.life.stepped
+        self.life = Life(phase, update, scaler, kept if stepped is None else stepped)
+
+    def stages(self, scaler: str | None = None) -> list[Stage | Perhaps]:
+        """Return the stages of the optimizers of a scaler, or of all; ``PERHAPS`` stands for any."""
+        facts = self.matching(STAGE) if scaler is None else self.matching(STAGE, scaler)
+        return [stage for _, stage in facts if stage is not None]
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether unscale_() was called for every optimizer with a stage."""
+        stages = self.stages()
+        return bool(stages) and all(stage is Stage.UNSCALED for stage in stages)
+
+    @property
+    def still_scaled(self) -> Certainty:
+        """How certain it is that all gradients are scaled."""
+        return Certainty.UNKNOWN if set(self.stages()) - {Stage.RENEWED} else self.gradients.scaled
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients after all were zeroed."""
+        self.gradients = AccumulatedGradients()
+        if self.life.phase not in (Phase.EARLY, Phase.UPDATED):  # which are wrong to follow with a step
+            self.reach(Phase.IDLE)
+
+    def assume_any_call(self) -> None:
+        """Weaken what is known of the gradients by unknown code, which may run a backward or zero them."""
+        if self.life.phase is Phase.UPDATED:
+            self.reach(Phase.STEPPED)
+        elif self.life.phase in (Phase.FRESH, Phase.IDLE):
+            self.reach(Phase.UNKNOWN)
+
+    def assume_any_step(self) -> None:
+        """Weaken what is known of all scalers and optimizers by unknown code that has access to one."""
+        self.life = Life()
+        for key in self.facts:
+            if key[0] in (STAGE, UNUSED):
+                self.facts[key] = PERHAPS
 
     def may_hold(self, kind: FactKind[Any], *start: str) -> bool:
         """Return whether any fact with this prefix is, or may be, true."""
@@ -193,12 +251,6 @@ class State:
         for kind in _OF_MODELS:
             self.facts.pop((kind, f"name {name}"), None)
 
-    def invalidate(self, *kinds: FactKind[Any]) -> None:
-        """Set all facts of some kinds to ``PERHAPS``."""
-        for key in self.facts:
-            if key[0] in kinds:
-                self.facts[key] = PERHAPS
-
     def clear(self, kind: FactKind[Any], *start: str) -> None:
         """Remove all facts with this prefix."""
         for key, _ in self.matching(kind, *start):
@@ -231,7 +283,8 @@ def join(one: State | None, other: State | None) -> State | None:
         scopes.setdefault(scope, names)
     one.share()  # neither may write to what the joined state has of them
     other.share()
-    return State(one.gradients.joined(other.gradients), facts, scopes)
+    life = one.life if one.life == other.life else Life()
+    return State(one.gradients.joined(other.gradients), life, facts, scopes)
 
 
 def join_all(states: Iterable[State | None]) -> State | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.events import AutocastEntered, Guard
 from ampaudit.linter.flow.expressions import truth_of
-from ampaudit.linter.flow.gradient_uses import replace_gradients
+from ampaudit.linter.flow.gradients import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
 from ampaudit.linter.flow.state import LoopExits, State, item_of, join, join_all
 from ampaudit.linter.flow.syntax import dotted_name, module_of

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.flow.events import NumberRead, OpEvaluated
-from ampaudit.linter.flow.gradient_uses import gradient_norm
-from ampaudit.linter.flow.gradients import backward
+from ampaudit.linter.flow.gradients import backward, use_loss_gradients
 from ampaudit.linter.flow.syntax import names_in
 from ampaudit.linter.flow.torch_names import (
     AUTOCAST_FLOAT32,
@@ -136,7 +135,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
     gradients = [value for value in (left, right) if isinstance(value, LossGradients)]
     if gradients:
         if isinstance(node.op, ast.Pow):
-            return gradient_norm(interpreter, node, gradients[0])
+            return use_loss_gradients(interpreter, node, gradients[0], "pow")
         # a factor that is not known may be the inverse of the scale; a tensor is none
         is_known = all(isinstance(value, Tensor | LossGradients | LiteralValue) for value in (left, right))
         scaled = gradients[0].scaler_key
@@ -219,7 +218,7 @@ def tensor_method(
     """Interpret a method of a tensor."""
     interpreter.record_dtypes(node, [base])
     if name == "backward":
-        return backward(interpreter, node, base, arguments)
+        return backward(interpreter, node, base)
     if name in ("item", "tolist"):
         interpreter.record(NumberRead(interpreter.at(node), base))
         return UNSCALED_TENSOR

@@ -13,6 +13,7 @@ from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.events import (
     AutocastMade,
     CheckpointSaved,
+    Clip,
     HalfLayer,
     LossCalled,
     LossInside,
@@ -22,20 +23,11 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.facts import (
     BFLOAT16_WEIGHTS,
-    FRESH,
     HALF_WEIGHTS,
-    IDLE,
-    LEFTOVER,
     PERHAPS,
-    STEPPED,
-    STEPPED_LAST,
-    TOUCHED,
-    UNSCALED_AT,
     UNUSED,
-    UPDATED,
-    UPDATED_EARLY,
 )
-from ampaudit.linter.flow.gradient_uses import NORM_FUNCTIONS, gradient_method, gradient_norm
+from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import follow_callback
 from ampaudit.linter.flow.managed import check_autocast_step, make_managed
 from ampaudit.linter.flow.objects import device_of
@@ -109,9 +101,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if path in SCALERS:
         return make_scaler(interpreter, node, path, arguments)
     if name in _CLIPS:
-        if path.startswith("torch."):
-            gradients.check_sharded(interpreter, node, arguments)
-        return gradients.clip(interpreter, node, arguments)
+        interpreter.record(Clip(interpreter.at(node), path, arguments))
+        return UNKNOWN
     if path.startswith("torch."):
         return _call_torch(interpreter, node, path, name, arguments)
     if (framework := framework_of(path)) is not None:
@@ -183,7 +174,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
     first = arguments.first
     inner = item_of(first) if isinstance(first, KnownItems) else first
     if isinstance(inner, LossGradients):
-        return gradient_norm(interpreter, node, inner) if name in NORM_FUNCTIONS else inner
+        return use_loss_gradients(interpreter, node, inner, name)
     if isinstance(inner, GradAttribute) and "distributed" not in path:
         return gradient_method(interpreter, node, name)
     if name.startswith("_foreach_"):
@@ -334,7 +325,7 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
     if _LOSS.search(last.lower()):
         record_loss(interpreter, node, values)
     if _CLIPS_GRADIENTS.search(last.lower()) and _cannot_unscale(interpreter, values):
-        gradients.clip(interpreter, node, arguments, certainty=Certainty.LIKELY)
+        interpreter.record(Clip(interpreter.at(node), name, arguments, Certainty.LIKELY))
     if last not in HARMLESS_METHODS:
         assume_any_effect(interpreter, name, values)
     state_dict = next((value for value in values if isinstance(value, StateDict)), None)
@@ -369,21 +360,17 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
         if isinstance(value, Model):
             state.set_fact(BFLOAT16_WEIGHTS, None, value.key)
     interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
-    state.invalidate(UPDATED, IDLE, FRESH)
+    state.assume_any_call()
     reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
     handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
     if trains or (reaches and handles):
         state.gradients = UNKNOWN_GRADIENTS
-        state.invalidate(UNSCALED_AT)
     elif reaches:
         state.gradients = state.gradients.weakened()
-        for key, unscaled in state.matching(UNSCALED_AT):
-            state.set_fact(UNSCALED_AT, PERHAPS if unscaled is not None else None, *key)
     if reaches or trains:
         interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
-        state.invalidate(STEPPED, UPDATED_EARLY, STEPPED_LAST, UNUSED, LEFTOVER)
-        state.set_fact(TOUCHED, PERHAPS)
+        state.assume_any_step()
 
 
 def _cannot_unscale(interpreter: Interpreter, values: list[Value]) -> bool:
@@ -459,7 +446,7 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, path: str, arguments: 
     default = "cpu" if path.startswith("torch.cpu") else "cuda"
     device = default if device_value is None else device_of(device_value)
     scaler = Scaler(key, node, enabled, text, device, "Sharded" in path)
-    interpreter.record(ScalerMade(interpreter.at(node), key))
+    interpreter.record(ScalerMade(interpreter.at(node), scaler))
     interpreter.state.set_fact(UNUSED, True, key)
     return interpreter.register_scaler(scaler) if enabled is not False else scaler
 

@@ -1,4 +1,4 @@
-"""Interprets copies of the weights, and checks that no average of them is kept in 16 bits."""
+"""Interprets the weights of models and copies of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, line_of
+from ampaudit.linter.flow.events import WeightsAveraged
 from ampaudit.linter.flow.facts import FROZEN
 from ampaudit.linter.flow.state import item_of
 from ampaudit.linter.flow.tensors import requested_dtype
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["average_in_list", "copies_method", "freeze"]
 
-_SMALLEST_CHANGE: Final = {"float16": "1/2048", "bfloat16": "1/256"}  # half a unit in the last place
 _KEEPS: Final = frozenset("detach clone contiguous cpu cuda to data values items requires_grad_".split())
 
 
@@ -28,7 +27,7 @@ def copies_method(
     """Interpret a method of weights or of copies of them."""
     dtype = requested_dtype(name, arguments)
     if dtype:
-        cast = node if dtype in _SMALLEST_CHANGE else None
+        cast = node if dtype in ("float16", "bfloat16") else None
         return replace(copies, dtype=dtype, cast=cast, is_copy=True)
     if name == "requires_grad_":
         for model in copies.models or ():
@@ -37,7 +36,7 @@ def copies_method(
         return replace(copies, decayed=True)
     added = name in ("add_", "addcmul_") and copies.decayed
     if added or name == "lerp_" or (name == "copy_" and _averages_itself(node)):
-        _report_average(interpreter, node, copies)
+        interpreter.record(WeightsAveraged(interpreter.at(node), copies))
         return copies
     if name in ("detach", "clone"):
         return replace(copies, is_copy=True)
@@ -51,10 +50,10 @@ def freeze(interpreter: Interpreter, model: str, value: Value | None) -> None:
 
 
 def average_in_list(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> None:
-    """Check ``torch._foreach_lerp_`` and the like."""
+    """Interpret ``torch._foreach_lerp_`` and the like."""
     averages = item_of(arguments.get(0, "self") or UNKNOWN)
     if name in ("_foreach_lerp_", "_foreach_mul_") and isinstance(averages, Parameters):
-        _report_average(interpreter, node, averages)
+        interpreter.record(WeightsAveraged(interpreter.at(node), averages))
 
 
 def _averages_itself(node: ast.Call) -> bool:
@@ -62,20 +61,3 @@ def _averages_itself(node: ast.Call) -> bool:
     argument = ast.unparse(node.args[0]) if node.args else ""
     target = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     return target in argument and " + " in argument and "1 - " in argument.replace("1.0 - ", "1 - ")
-
-
-def _report_average(interpreter: Interpreter, node: ast.AST, copies: Parameters) -> None:
-    cast, dtype = copies.cast, copies.dtype
-    for model in copies.models or () if cast is None and not copies.dtype else ():
-        dtype, cast = interpreter.state.weights_cast(model) or (dtype, cast)
-    if cast is None:
-        return
-    interpreter.report(
-        "AMP867",
-        cast,
-        f"these copies of the weights are {dtype}, and line {line_of(node)} averages them: "
-        f"changes of less than {_SMALLEST_CHANGE[dtype]} of a weight are rounded away, and the average "
-        "stands still",
-        "keep the average in float32, and cast a copy of it where it is used",
-        certainty=Certainty.LIKELY,
-    )

@@ -1,0 +1,182 @@
+"""Rules on gradients: which losses are scaled, and what is done with gradients that still are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from ampaudit.linter.diagnostic import Fix, Mistake, line_of
+from ampaudit.linter.flow.events import Clip, GradientNorm, GradientRead, OptimizerStep, ScalerStep
+from ampaudit.linter.flow.facts import STAGE
+from ampaudit.linter.flow.gradients import has_single_optimizer
+from ampaudit.linter.flow.interpreter import Interpreter
+from ampaudit.linter.flow.statement_context import (
+    call_beside_scaler,
+    following_step,
+    in_same_function,
+    location_suffix,
+    nodes_around,
+)
+from ampaudit.linter.flow.syntax import receiver_name
+from ampaudit.linter.flow.torch_names import FRAMEWORKS, MANAGING_PACKAGES
+from ampaudit.linter.flow.values import MAYBE, UNSCALED, Arguments, Parameters, ScaleReading
+from ampaudit.linter.rules.rule import rule
+
+_BY_NORM: Final = re.compile(r"(?:grad|rho|radius|epsilon).* / \(?\w*norm")
+
+
+@rule("AMP802", ScalerStep)
+def _unscaled_loss(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
+    """A step of the scaler with gradients of a loss that was not scaled."""
+    contributions, step = flow.state.gradients.known or frozenset(), event.node
+    mixed = any(item.scaler for item in contributions) and not has_single_optimizer(flow)
+    if event.target is None or event.value.enabled is False or mixed:
+        return
+    for node in (item.node for item in contributions if not item.scaler):
+        is_beside = isinstance(step, ast.Call) and in_same_function(flow.linked, step, node)
+        text = receiver_name(step) if is_beside and isinstance(step, ast.Call) else ""
+        function = node.func if isinstance(node, ast.Call) else None
+        owner = function.value if isinstance(function, ast.Attribute) else None
+        is_named = text != "" and isinstance(owner, ast.Name | ast.Attribute)
+        yield Mistake(
+            node,
+            "backward runs on the unscaled loss, but the scaler divides the gradients by the scale",
+            f"write {text or 'scaler'}.scale(loss).backward()",
+            Fix.at(node, "scale loss", text) if is_named else None,
+        )
+
+
+@rule("AMP813", OptimizerStep)
+def _without_scale(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]:
+    """A step with gradients of a loss under float16 autocast that nothing has scaled."""
+    contributions, scripts = flow.state.gradients.known or frozenset(), flow.linked.scripts
+    is_second = event.optimizer != "" and flow.state.life.stepped == event.optimizer
+    if flow.managed or is_second or any(item.scaler for item in contributions):
+        return
+    if any(s.scales_losses or any(n.startswith(MANAGING_PACKAGES) for n in s.imports) for s in scripts):
+        return
+    for item in contributions:
+        if item.computed_under == "float16":
+            yield Mistake(
+                item.node,
+                "the loss is computed under float16 autocast without "
+                "a loss scale: small gradients become zero",
+                'scale the loss with torch.amp.GradScaler("cuda"), or use dtype=torch.bfloat16',
+            )
+
+
+@rule("AMP829", ScalerStep)
+def _other_models(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
+    """A step of an optimizer none of whose parameters took part in a loss."""
+    contributions, models = flow.state.gradients.known, event.target.models if event.target else None
+    if not contributions or not models or not event.optimizer or event.value.enabled is False:
+        return
+    if all(item.models is not None and _are_distinct(item.models, models) for item in contributions):
+        yield Mistake(
+            event.node,
+            "no loss of this iteration depends on the parameters of this optimizer: the scaler finds no "
+            "gradients to check, and raises",
+            "step the optimizer whose model the loss is computed with",
+        )
+
+
+def _are_distinct(models: frozenset[str], others: frozenset[str]) -> bool:
+    """Return whether none of some models can be one of others; two names may stand for one model."""
+    return not models & others and not any(key.startswith("name ") for key in models | others)
+
+
+@rule("AMP807", Clip)
+def _clipped_scaled(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
+    """Clipping of gradients that are still scaled."""
+    state, node = flow.state, event.node
+    still = state.gradients.scaled if _others_unscaled(flow, event.arguments) else state.still_scaled
+    # a limit that has the scale as well is right
+    if isinstance(event.arguments.get(1, "max_norm"), ScaleReading) or not min(still, event.certainty):
+        return
+    place = call_beside_scaler(flow.linked, node, flow.calls)
+    fix, statement = None, event.statement
+    step = following_step(flow.script, statement)
+    if place is node and step and isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign):
+        fix = Fix.at(statement, "insert before", f"{step[0]}.unscale_({step[1]})")
+    yield Mistake(
+        place,
+        f"the gradients are clipped{location_suffix(node, place)} while they are still scaled by the "
+        "loss scale",
+        _advice_of_framework(flow, clips=True)
+        or "call scaler.unscale_(optimizer) and clip right before scaler.step(optimizer)",
+        fix,
+        min(still, event.certainty),
+    )
+
+
+def _others_unscaled(flow: Interpreter, arguments: Arguments) -> bool:
+    """Return whether only optimizers of other models than the clipped ones were unscaled."""
+    parameters = arguments.get(0, "parameters")
+    models = parameters.models if isinstance(parameters, Parameters) else None
+    stages = flow.state.matching(STAGE)
+    unscaled = [flow.models_by_optimizer.get(key[1]) for key, stage in stages if stage is not None]
+    return bool(models) and all(keys is not None and _are_distinct(keys, models or keys) for keys in unscaled)
+
+
+def _advice_of_framework(flow: Interpreter, *, clips: bool) -> str:
+    """Return what to call before a use of the gradients if a framework has scaled them, else nothing."""
+    scalers = {item.scaler for item in flow.state.gradients.contributions}
+    for framework in FRAMEWORKS:
+        if f"managed by {framework.name}" in scalers:
+            return f"call {framework.clip if clips else framework.unscale or framework.clip}"
+    return ""
+
+
+@rule("AMP871", Clip)
+def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
+    """Clipping by torch of gradients that FSDP shards: each process sees a part of their norm."""
+    parameters = event.arguments.get(0, "parameters")
+    models = parameters.models if isinstance(parameters, Parameters) else None
+    tests = [ast.unparse(guard.node.test) for guard in flow.guards if isinstance(guard.node, ast.If)]
+    has_alternative = any("clip_grad_norm_" in test for test in tests)
+    if not models or has_alternative or not event.function.startswith("torch."):
+        return
+    if models & flow.sharded - flow.replicated:
+        yield Mistake(
+            event.node,
+            "FSDP shards the gradients: each process clips its shards by their own norm, and not by that of "
+            "the whole gradient",
+            "call model.clip_grad_norm_(max_norm), which FSDP adds up over all processes",
+        )
+
+
+@rule("AMP808", GradientRead)
+def _read_scaled(flow: Interpreter, event: GradientRead) -> Iterator[Mistake]:
+    """A use of gradients that are still scaled, at the first of several in a line."""
+    node, certainty = event.node, flow.state.still_scaled
+    if event.is_copy or not certainty or isinstance(event.statement, ast.Assert):
+        return
+    texts = (ast.unparse(n) for n in nodes_around(flow.linked, node) if isinstance(n, ast.BinOp))
+    if any(_BY_NORM.search(text) for text in texts):  # the scale cancels
+        return
+    place = call_beside_scaler(flow.linked, node, flow.calls)
+    if not any(key[:2] == ("AMP808", line_of(place)) for key in flow.diagnostics):
+        yield Mistake(
+            place,
+            f"the gradients used{location_suffix(node, place, 'here')} are still scaled by the loss scale",
+            _advice_of_framework(flow, clips=False)
+            or "call scaler.unscale_(optimizer) once, before the gradients are first used",
+            certainty=certainty,
+        )
+
+
+@rule("AMP837", GradientNorm)
+def _scaled_penalty(flow: Interpreter, event: GradientNorm) -> Iterator[Mistake]:
+    """A penalty on gradients that are scaled."""
+    gradients, node = event.gradients, event.node
+    if gradients.scaler_key not in (UNSCALED, MAYBE):
+        places = (node, *reversed(flow.calls))  # the norm, or the call of a helper that is given them
+        place = next((p for p in places if in_same_function(flow.linked, p, gradients.node)), node)
+        yield Mistake(
+            place,
+            f"these gradients{location_suffix(node, place)} are scaled by the loss scale, "
+            "so the penalty measures the scale and not the model",
+            "multiply them by 1 / scaler.get_scale() first",
+        )

@@ -1,0 +1,173 @@
+"""Rules on the dtype of weights and losses, for the scaler and the optimizer that get them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
+from ampaudit.linter.flow.events import (
+    AdaptersPrepared,
+    OptimizerMade,
+    ScalerScale,
+    ScalerStep,
+    ScalerUnscale,
+    WeightsAveraged,
+)
+from ampaudit.linter.flow.facts import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS, HALVED_IN_LOOP
+from ampaudit.linter.flow.interpreter import Interpreter
+from ampaudit.linter.flow.statement_context import nodes_around
+from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO
+from ampaudit.linter.flow.values import LiteralValue, Tensor, literal_of
+from ampaudit.linter.rules.rule import rule
+
+_ADAPTS: Final = re.compile(r"inject|adapter|peft|lora")
+_CASTS_BACK: Final = r"\.data = |cast_training_params|\(torch\.float32\)|dtype=torch\.float32|upcast"
+# a step of Adam is about as long; half a unit in the last place of 0.05 is longer
+_SMALL_LEARNING_RATE: Final = 1e-4
+# what keeps or rounds the weights otherwise, or trains others than these
+_OTHERWISE: Final = (
+    r"stochastic|[Kk]ahan|master|fp32_param|LoRA|[Ll]ora_|peft|adapter|deepspeed|MixedPrecision"
+)
+_SMALLEST_CHANGE: Final = {"float16": "1/2048", "bfloat16": "1/256"}  # half a unit in the last place
+
+
+@rule("AMP801", ScalerStep, ScalerUnscale)
+def _half_parameters(flow: Interpreter, event: ScalerStep | ScalerUnscale) -> Iterator[Mistake]:
+    """Parameters in float16, whose gradients the scaler cannot unscale."""
+    if event.target is None or event.value.enabled is not True:
+        return
+    for model in event.target.models or ():
+        halved = flow.state.trained_cast(HALF_WEIGHTS, model)
+        certainty = Certainty.LIKELY if halved is None else Certainty.KNOWN
+        halved = halved or flow.state.trained_cast(HALVED_IN_LOOP, model)
+        if halved is not None:
+            yield Mistake(
+                halved,
+                f"these parameters are float16, and the scaler at line {line_of(event.node)} cannot unscale"
+                " float16 gradients",
+                "keep the parameters in float32 and let autocast choose the dtype of each op",
+                certainty=certainty,
+            )
+
+
+@rule("AMP801", ScalerStep, AdaptersPrepared)
+def _half_adapters(flow: Interpreter, event: ScalerStep | AdaptersPrepared) -> Iterator[Mistake]:
+    """Adapters that are cast to float16 together with the frozen model that they were put into."""
+    if isinstance(event, ScalerStep) and (event.value.enabled is not True or event.target is None):
+        return
+    for (model, *_), fact in flow.state.matching(HALF_WEIGHTS):
+        if not isinstance(fact, ast.AST) or flow.state.get(FROZEN, model) is None:
+            continue
+        line = line_of(fact)
+        calls = (n for n in nodes_around(flow.linked, fact) if isinstance(n, ast.Call) and n.lineno < line)
+        put_before = any(_ADAPTS.search(dotted_name(call.func).lower()) for call in calls)
+        if put_before and not flow.linked.mentions(_CASTS_BACK):
+            yield Mistake(
+                fact,
+                "this casts the adapters that the frozen model was given before to float16 as well, and the "
+                f"scaler of line {line_of(event.node)} cannot unscale float16 gradients",
+                "cast the frozen model first, or cast what is trained back to float32",
+                certainty=Certainty.LIKELY,
+            )
+
+
+@rule("AMP857", ScalerStep, ScalerUnscale)
+def _sharded(flow: Interpreter, event: ScalerStep | ScalerUnscale) -> Iterator[Mistake]:
+    """A scaler that looks for infinities only in the gradients of its own process."""
+    scaler, models = event.value, event.target.models if event.target is not None else None
+    is_plain = scaler.enabled is True and not scaler.sharded
+    if isinstance(scaler.node, ast.Call) and is_plain and flow.sharded & (models or frozenset()):
+        yield Mistake(
+            scaler.node,
+            "FSDP shards the gradients, and each process looks for infinities in its own: the processes skip"
+            " different steps, and their scales part",
+            "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+        )
+
+
+@rule("AMP818", ScalerScale)
+def _scaled_bfloat16(flow: Interpreter, event: ScalerScale) -> Iterator[Mistake]:
+    """A scale of a loss in bfloat16."""
+    del flow
+    place, outputs = event.value.node or event.node, event.outputs
+    if event.value.enabled is not True or not isinstance(outputs, Tensor):
+        return
+    if outputs.computed_under == "bfloat16":
+        fix = None
+        if isinstance(place, ast.Call) and not _may_set_enabled(place):
+            fix = Fix.at(place, "set keyword", "enabled", "False")
+        yield Mistake(
+            place,
+            "the loss is computed in bfloat16, which has the range of float32: its gradients need no loss"
+            " scale",
+            "remove the scaler, or create it with enabled=False",
+            fix,
+        )
+
+
+def _may_set_enabled(call: ast.Call) -> bool:
+    """Return whether a call of a GradScaler may pass ``enabled``, its fifth or sixth argument."""
+    starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+    return starred or len(call.args) > 4 or any(k.arg in ("enabled", None) for k in call.keywords)
+
+
+@rule("AMP862", OptimizerMade)
+def _eps_is_zero(flow: Interpreter, event: OptimizerMade) -> Iterator[Mistake]:
+    """An optimizer of float16 weights whose eps is zero in that dtype."""
+    name, models = event.optimizer.class_name, event.optimizer.models or ()
+    eps = literal_of(event.arguments.keywords.get("eps", LiteralValue(ADAM_LIKE.get(name))))
+    halved = any(flow.state.trained_cast(HALF_WEIGHTS, model) for model in models)
+    if name in ADAM_LIKE and halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
+        yield Mistake(
+            event.node,
+            f"eps={eps:g} is zero in float16, the dtype of these parameters and of the optimizer's state:"
+            " where a gradient is zero, the update is 0/0",
+            "keep the parameters in float32; if they must be float16, use eps=1e-4",
+        )
+
+
+@rule("AMP870", OptimizerMade)
+def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterator[Mistake]:
+    """bfloat16 weights that an optimizer of torch changes by less than they can represent."""
+    expression, models = event.arguments.expression(1, "lr"), event.optimizer.models
+    rate = literal_of(event.arguments.get(1, "lr"))
+    if rate is None and expression is not None:
+        rate = flow.script.defaults.get(dotted_name(expression).rpartition(".")[2])
+    is_small = isinstance(rate, float) and rate <= _SMALL_LEARNING_RATE
+    if event.optimizer.class_name not in ADAM_LIKE or not is_small:
+        return
+    if models is None:  # of the only model, if there is one
+        facts = flow.state.matching(BFLOAT16_WEIGHTS)
+        models = frozenset(key[0] for key, fact in facts if fact is not None)
+    if len(models) != 1 or flow.linked.mentions(_OTHERWISE):
+        return
+    cast = flow.state.trained_cast(BFLOAT16_WEIGHTS, next(iter(models)))
+    if cast is not None:
+        yield Mistake(
+            cast,
+            f"these weights are bfloat16, and Adam changes each by about the learning rate, {rate:g}: less "
+            "than half a unit in the last place of weights of 0.05 and more, whose changes are rounded away",
+            "keep the weights in float32 and compute under autocast, or round stochastically",
+            certainty=Certainty.LIKELY,
+        )
+
+
+@rule("AMP867", WeightsAveraged)
+def _average_stands_still(flow: Interpreter, event: WeightsAveraged) -> Iterator[Mistake]:
+    """An average of weights that is kept in 16 bits."""
+    cast, dtype = event.average.cast, event.average.dtype
+    for model in event.average.models or () if cast is None and not dtype else ():
+        dtype, cast = flow.state.weights_cast(model) or (dtype, cast)
+    if cast is not None:
+        yield Mistake(
+            cast,
+            f"these copies of the weights are {dtype}, and line {line_of(event.node)} averages them: "
+            f"changes of less than {_SMALLEST_CHANGE[dtype]} of a weight are rounded away, and the average "
+            "stands still",
+            "keep the average in float32, and cast a copy of it where it is used",
+            certainty=Certainty.LIKELY,
+        )
