@@ -55,8 +55,6 @@ __all__ = [
     "OptimizerStep",
     "PrecisionChosen",
     "ScaleCompared",
-    "ScaleRead",
-    "ScaleSet",
     "ScalerEvent",
     "ScalerMade",
     "ScalerReplaced",
@@ -293,16 +291,6 @@ class ScalerUnscale(ScalerEvent):
 @dataclass(frozen=True, slots=True)
 class ScalerUpdate(ScalerEvent):
     """``scaler.update()``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleSet(ScalerEvent):
-    """``scaler.update(new_scale)``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRead(ScalerEvent):
-    """``scaler.get_scale()`` or ``scaler.is_enabled()``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,6 @@ def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Valu
 def replace_gradients(interpreter: Interpreter, node: ast.AST) -> None:
     """Interpret ``p.grad = ...``, which may be of any scale."""
     interpreter.record(UnknownEffect(interpreter.at(node)))
-    interpreter.state.gradients = UNKNOWN_GRADIENTS
     interpreter.state.assume_any_step()
 
 

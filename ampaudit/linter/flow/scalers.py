@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.flow.events import (
-    ScaleRead,
     ScalerRestored,
     ScalerSaved,
     ScalerScale,
@@ -65,10 +64,7 @@ def scaler_method(
         return StateDict("scaler", scaler.key)
     elif name == "load_state_dict":
         interpreter.record(ScalerRestored(place, scaler))
-    elif name in ("get_scale", "_get_scale_async", "is_enabled"):
-        interpreter.record(ScaleRead(place, scaler))
-        return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
-    return UNKNOWN
+    return ScaleReading(scaler.key) if name == "get_scale" else UNKNOWN
 
 
 def _scaled(value: Value, scaler: Scaler) -> Value:
@@ -89,11 +85,9 @@ def _step(interpreter: Interpreter, node: ast.Call, scaler: Scaler, arguments: A
         or (optimizer is not None and optimizer.class_name == "LBFGS")
     )
     if scaler.enabled is not False and has_closure:  # which runs backward
-        state.gradients = UNKNOWN_GRADIENTS
         state.assume_any_step()
     interpreter.record(ScalerStep(interpreter.at(node), optimizer, interpreter.autocast, scaler, has_closure))
     if optimizer is None:
-        state.gradients = UNKNOWN_GRADIENTS
         state.assume_any_step()
     elif scaler.enabled is False:
         state.gradients = AccumulatedGradients()
@@ -109,7 +103,6 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, target: V
     state, optimizer = interpreter.state, target if isinstance(target, Optimizer) else None
     interpreter.record(ScalerUnscale(interpreter.at(node), scaler, optimizer))
     if optimizer is None:
-        state.gradients = UNKNOWN_GRADIENTS
         state.assume_any_step()
     elif scaler.enabled is not False and state.get(STAGE, scaler.key, optimizer.key) is not Stage.STEPPED:
         state.set_fact(STAGE, Stage.UNSCALED, scaler.key, optimizer.key)

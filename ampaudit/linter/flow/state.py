@@ -190,15 +190,15 @@ class State:
             self.reach(Phase.IDLE)
 
     def assume_any_call(self) -> None:
-        """Weaken what is known of the gradients by unknown code, which may run a backward or zero them."""
+        """Forget what is not certain after unknown code, which may run a backward or zero the gradients."""
         if self.life.phase is Phase.UPDATED:
             self.reach(Phase.STEPPED)
         elif self.life.phase in (Phase.FRESH, Phase.IDLE):
             self.reach(Phase.UNKNOWN)
 
     def assume_any_step(self) -> None:
-        """Weaken what is known of all scalers and optimizers by unknown code that has access to one."""
-        self.life = Life()
+        """Forget what is known of gradients, scalers and optimizers after code that may change them."""
+        self.gradients, self.life = UNKNOWN_GRADIENTS, Life()
         for key in self.facts:
             if key[0] in (STAGE, UNUSED):
                 self.facts[key] = PERHAPS

@@ -364,13 +364,11 @@ def assume_any_effect(interpreter: Interpreter, name: str, values: list[Value]) 
     reaches = any(isinstance(value, Scaler | Optimizer) for value in flat)
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(values))
     handles = any(isinstance(value, Scaler) for value in values) or _HANDLES_GRADIENTS.search(last)
-    if trains or (reaches and handles):
-        state.gradients = UNKNOWN_GRADIENTS
-    elif reaches:
-        state.gradients = state.gradients.weakened()
     if reaches or trains:
         interpreter.record(UnknownEffect(interpreter.at(interpreter.statement or interpreter.script.tree)))
+        weakened = UNKNOWN_GRADIENTS if trains or handles else state.gradients.weakened()
         state.assume_any_step()
+        state.gradients = weakened
 
 
 def _cannot_unscale(interpreter: Interpreter, values: list[Value]) -> bool:
