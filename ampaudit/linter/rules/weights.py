@@ -19,7 +19,7 @@ from ampaudit.linter.flow.events import (
 from ampaudit.linter.flow.facts import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS, HALVED_IN_LOOP
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.statement_context import nodes_around
-from ampaudit.linter.flow.syntax import dotted_name
+from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO
 from ampaudit.linter.flow.values import LiteralValue, Tensor, literal_of
 from ampaudit.linter.rules.rule import rule
@@ -29,9 +29,7 @@ _CASTS_BACK: Final = r"\.data = |cast_training_params|\(torch\.float32\)|dtype=t
 # a step of Adam is about as long; half a unit in the last place of 0.05 is longer
 _SMALL_LEARNING_RATE: Final = 1e-4
 # what keeps or rounds the weights otherwise, or trains others than these
-_OTHERWISE: Final = (
-    r"stochastic|[Kk]ahan|master|fp32_param|LoRA|[Ll]ora_|peft|adapter|deepspeed|MixedPrecision"
-)
+_OTHERWISE: Final = r"stochastic|[Kk]ahan|master|fp32_param|LoRA|[Ll]ora_|peft|adapter|deepspeed"
 _SMALLEST_CHANGE: Final = {"float16": "1/2048", "bfloat16": "1/256"}  # half a unit in the last place
 
 
@@ -62,9 +60,16 @@ def _half_adapters(flow: Interpreter, event: ScalerStep | AdaptersPrepared) -> I
     for (model, *_), fact in flow.state.matching(HALF_WEIGHTS):
         if not isinstance(fact, ast.AST) or flow.state.get(FROZEN, model) is None:
             continue
-        line = line_of(fact)
-        calls = (n for n in nodes_around(flow.linked, fact) if isinstance(n, ast.Call) and n.lineno < line)
-        put_before = any(_ADAPTS.search(dotted_name(call.func).lower()) for call in calls)
+        nodes, names = nodes_around(flow.linked, fact), {receiver_name(fact)}
+        for loop in nodes:
+            if isinstance(loop, ast.For) and dotted_name(loop.target) in names:
+                names |= {dotted_name(node) for node in ast.walk(loop.iter)}
+        put_before = any(
+            _ADAPTS.search(dotted_name(call.func).lower())
+            and any(dotted_name(node) in names - {""} for node in ast.walk(call))
+            for call in nodes
+            if isinstance(call, ast.Call) and call.lineno < line_of(fact)
+        )
         if put_before and not flow.linked.mentions(_CASTS_BACK):
             yield Mistake(
                 fact,
