@@ -15,6 +15,7 @@ from functools import cached_property
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
 from ampaudit.linter.fix_safety import with_safety
+from ampaudit.linter.flow.evaluation import HANDLERS
 from ampaudit.linter.flow.events import (
     Backward,
     BranchesFollowed,
@@ -29,18 +30,17 @@ from ampaudit.linter.flow.events import (
     ScalerUnscale,
     ScriptFollowed,
 )
-from ampaudit.linter.flow.expressions import EXPRESSIONS
 from ampaudit.linter.flow.inlining import inline_call, instance_of_class
 from ampaudit.linter.flow.interpreter import (
     NO_AUTOCAST,
     UNKNOWN_AUTOCAST,
     ImportsTooLong,
     Interpreter,
+    ProgramPoint,
     StepLimitReached,
 )
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import State
-from ampaudit.linter.flow.statements import STATEMENTS
 from ampaudit.linter.flow.syntax import dotted_name, parameter_defaults, sets_own_context
 from ampaudit.linter.flow.values import (
     Autocast,
@@ -118,7 +118,7 @@ def _analyze(
     linked: LinkedScript, earlier_names: Mapping[str, Value]
 ) -> tuple[list[Diagnostic], dict[str, Value]]:
     script = linked.main
-    interpreter = Interpreter(linked, STATEMENTS, EXPRESSIONS, earlier_names, RULES)
+    interpreter = Interpreter(linked, HANDLERS, earlier_names, RULES)
     events_by_entry: list[list[Event]] = []
     start = _imported(interpreter)
     end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, start))
@@ -141,12 +141,10 @@ def _analyze(
 
 def _imported(interpreter: Interpreter) -> State:
     """Return the state after the definitions at module level of the imported files."""
-    interpreter.muted = True
     with contextlib.suppress(StepLimitReached):
         for script in interpreter.linked.imported.values():
-            interpreter.script, interpreter.frame = script, -script.number
-            interpreter.execute([node for node in script.tree.body if isinstance(node, _DEFINING)])
-    interpreter.script, interpreter.frame, interpreter.muted = interpreter.linked.main, 0, False
+            with interpreter.entered(ProgramPoint(script, -script.number, muted=True)):
+                interpreter.execute([node for node in script.tree.body if isinstance(node, _DEFINING)])
     interpreter.events.clear()
     interpreter.called.clear()
     interpreter.condition_counts.clear()
@@ -194,16 +192,14 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
 
 def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: list[list[Event]]) -> State:
     info, earlier = entry.info, frozenset(interpreter.diagnostics)
-    interpreter.path_state, interpreter.guards, interpreter.repetitions = entry.start.fork(), (), 0
-    interpreter.frame, interpreter.loops, interpreter.returns, interpreter.grad_modes = 0, [], [], []
-    interpreter.autocasts, interpreter.guesses = [entry.context], False
-    with contextlib.suppress(StepLimitReached):
+    interpreter.path_state, interpreter.guesses = entry.start.fork(), False
+    place = ProgramPoint(interpreter.linked.main, autocast=entry.context)
+    with contextlib.suppress(StepLimitReached), interpreter.entered(place):
         if info is None:
             interpreter.execute(interpreter.linked.main.tree.body)
         else:
             arguments = {} if entry.owner is not None else _never_passed(interpreter.linked.main, info)
             inline_call(interpreter, info, info.node, arguments, None if info.is_static else entry.owner)
-    interpreter.stack.clear()
     _finish(interpreter, events_by_entry, earlier)
     return interpreter.path_state or State()
 
@@ -213,7 +209,7 @@ def _never_passed(script: Script, info: FunctionInfo) -> dict[str, Value]:
     name, arguments = info.node.name, info.node.args
     defaults = parameter_defaults(arguments).items()
     optional = [name for name, d in defaults if isinstance(d, ast.Constant) and d.value is None]
-    if not optional or not script.is_called(name):
+    if not optional or "(call)" not in script.usage.methods.get(name, ()):
         return {}
     calls = [n for n in script.nodes() if isinstance(n, ast.Call) and dotted_name(n.func) == name]
     if len(calls) != sum(isinstance(n, ast.Name) and n.id == name for n in script.nodes()):

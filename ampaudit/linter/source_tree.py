@@ -236,6 +236,10 @@ class LinkedScript:
             self._mentioned[pattern] = any(re.search(pattern, script.code) for script in self.scripts)
         return self._mentioned[pattern]
 
+    def uses_name(self, name: str) -> bool:
+        """Return whether the script or a file it imports has a variable or attribute of a name."""
+        return any(name in script.names for script in self.scripts)
+
     def holds(self, node: ast.AST) -> bool:
         """Return whether a node is in one of the files that are followed."""
         number = file_number(node)

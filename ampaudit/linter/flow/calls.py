@@ -140,26 +140,8 @@ def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, n
 def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
     arguments = _arguments(interpreter, node)
     if isinstance(function, Partial):
-        return _call_partial(interpreter, node, function, arguments)
-    return _call(interpreter, node, function, arguments)
-
-
-def _call_partial(interpreter: Interpreter, node: ast.Call, partial: Partial, completion: Arguments) -> Value:
-    """Interpret a call that completes the arguments of a partial."""
-    creation = partial.node
-    keywords = [*(k for k in creation.keywords if k.arg not in completion.keywords), *node.keywords]
-    whole = ast.Call(func=creation.args[0], args=[*creation.args[1:], *node.args], keywords=keywords)
-    # one node for each pair, as events are told apart by their nodes
-    whole = interpreter.completed_calls.setdefault((creation, node), ast.copy_location(whole, node))
-    arguments = Arguments(
-        [*partial.positional, *completion.positional],
-        {**dict(partial.keywords), **completion.keywords},
-        whole,
-    )
-    return _call(interpreter, whole, partial.function, arguments)
-
-
-def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: Arguments) -> Value:
+        arguments = _completed(interpreter, function, arguments)
+        node, function = arguments.node, function.function
     check_trainer_model(interpreter, node, arguments)
     if isinstance(function, Function | BoundMethod):
         info = function.info
@@ -184,6 +166,18 @@ def _call(interpreter: Interpreter, node: ast.Call, function: Value, arguments: 
         method = next(filter(None, methods), None)
         return UNKNOWN if method is None else _function(interpreter, node, method)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)
+
+
+def _completed(interpreter: Interpreter, partial: Partial, completion: Arguments) -> Arguments:
+    """Return the arguments of a partial together with those of a call that completes them."""
+    creation, node = partial.node, completion.node
+    keywords = [*(k for k in creation.keywords if k.arg not in completion.keywords), *node.keywords]
+    whole = ast.Call(func=creation.args[0], args=[*creation.args[1:], *node.args], keywords=keywords)
+    # one node for each pair, as events are told apart by their nodes
+    whole = interpreter.completed_calls.setdefault((creation, node), ast.copy_location(whole, node))
+    interpreter.script.parents.setdefault(whole, node)
+    positional = [*partial.positional, *completion.positional]
+    return Arguments(positional, {**dict(partial.keywords), **completion.keywords}, whole)
 
 
 def _is_followed(interpreter: Interpreter, info: FunctionInfo, arguments: Arguments) -> bool:

@@ -337,12 +337,11 @@ class ZeroGrad(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelCall(Event):
-    """A call of a model; ``is_called`` if it is ``model(...)`` and not another method."""
+    """A call of a model."""
 
     model: Model
     autocast: Autocast
     grad_modes: tuple[str, ...]
-    is_called: bool
 
     @property
     def callee(self) -> str:

@@ -105,4 +105,4 @@ def replace_gradients(interpreter: Interpreter, node: ast.AST) -> None:
 def has_single_optimizer(interpreter: Interpreter) -> bool:
     """Return whether the script has at most one optimizer."""
     scripts = (interpreter.script, interpreter.linked.main)
-    return all(len(script.usage.optimizer_names()) <= 1 for script in scripts)
+    return all(len(script.usage.optimizer_names) <= 1 for script in scripts)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
-from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
+from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Frame, Interpreter
 from ampaudit.linter.flow.state import State, join, join_values
-from ampaudit.linter.flow.syntax import dotted_name, keyword_value, parameter_defaults, sets_own_context
+from ampaudit.linter.flow.syntax import (
+    dotted_name,
+    keyword_value,
+    parameter_defaults,
+    sets_own_context,
+    simple_name,
+)
 from ampaudit.linter.flow.torch_names import DTYPES, FRAMEWORKS
 from ampaudit.linter.flow.values import (
     UNKNOWN,
     Arguments,
-    Autocast,
     ClassInfo,
-    ContextManager,
     Function,
     FunctionInfo,
     ImportedName,
@@ -28,7 +32,6 @@ from ampaudit.linter.flow.values import (
     Model,
     Optimizer,
     Scaler,
-    Scheduler,
     Value,
 )
 
@@ -40,6 +43,12 @@ __all__ = ["bind_fields", "follow_callback", "inline_call", "instance_of_class"]
 _COLLECTIONS: Final = frozenset(
     "list List dict Dict Sequence Iterable tuple Tuple Callable type Type ModuleList set frozenset".split()
 )
+_CLASSES: Final = {
+    "scaler": {"GradScaler"},
+    "optimizer": {"Optimizer"},
+    "scheduler": {"LRScheduler", "_LRScheduler"},
+    "model": {"Module", "DistributedDataParallel"},
+}
 _MAX_DEPTH: Final = 8  # nested calls
 
 
@@ -61,45 +70,29 @@ def inline_call(
         owner: Instance to which a method is bound.
         frame: Frame that defines the function; by default that of its module.
     """
-    is_away = len(interpreter.stack) >= _MAX_DEPTH or not interpreter.linked.holds(info.node)
-    if is_away or info in interpreter.stack:
+    outside, linked = interpreter.point, interpreter.linked
+    if len(outside.stack) >= _MAX_DEPTH or info in outside.stack or not linked.holds(info.node):
         return UNKNOWN
     interpreter.called.add(info)
-    saved = (
-        interpreter.frame,
-        interpreter.loops,
-        interpreter.returns,
-        interpreter.statement,
-        interpreter.autocasts,
-        interpreter.grad_modes,
-        interpreter.script,
+    script, entry = linked.script_of(info.node), interpreter.state
+    enclosing = -script.number if frame is None else frame
+    inside = replace(
+        outside.inside("call", node),
+        script=script,
+        frame=interpreter.new_frame(Frame(enclosing, outside.frame, _aliases(info, node, owner))),
+        stack=(*outside.stack, info),
+        breaks=[],
+        continues=[],
+        returns=[],
     )
-    interpreter.script = interpreter.linked.script_of(info.node)
-    interpreter.frame, interpreter.loops, interpreter.returns = interpreter.new_frame(), [], []
-    interpreter.autocasts, interpreter.grad_modes = list(interpreter.autocasts), list(interpreter.grad_modes)
-    interpreter.enclosing_frames[interpreter.frame] = -interpreter.script.number if frame is None else frame
-    interpreter.caller_frames[interpreter.frame] = saved[0]
-    interpreter.aliases[interpreter.frame] = _aliases(info, node, owner)
-    interpreter.stack.append(info)
-    entry = interpreter.state
-    _bind_parameters(interpreter, info, arguments, owner, isinstance(node, ast.Call))
-    try:
-        with interpreter.guarded("call", node):
-            _enter_decorators(interpreter, info)
-            interpreter.execute(info.node.body)
-        return _join_returns(interpreter, entry)
-    finally:
-        interpreter.stack.pop()
+    with interpreter.entered(inside):
+        _bind_parameters(interpreter, info, arguments, owner, isinstance(node, ast.Call))
+        for decorator in info.node.decorator_list:
+            interpreter.enter(interpreter.evaluate(decorator))
+        interpreter.execute(info.node.body)
+        value = _join_returns(interpreter, entry)
         _drop_names(interpreter)
-        (
-            interpreter.frame,
-            interpreter.loops,
-            interpreter.returns,
-            interpreter.statement,
-            interpreter.autocasts,
-            interpreter.grad_modes,
-            interpreter.script,
-        ) = saved
+    return value
 
 
 def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
@@ -124,21 +117,11 @@ def _drop_names(interpreter: Interpreter) -> None:
 
 def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:
     """Interpret a function that other code will call later, without any effect on the current state."""
-    state, autocasts, grad_modes = interpreter.path_state, interpreter.autocasts, interpreter.grad_modes
-    interpreter.path_state = interpreter.state.fork()
+    state, interpreter.path_state = interpreter.path_state, interpreter.state.fork()
     autocast = NO_AUTOCAST if sets_own_context(function.info.node) else UNKNOWN_AUTOCAST
-    interpreter.autocasts, interpreter.grad_modes = [autocast], []
-    inline_call(interpreter, function.info, node, {}, None, function.frame)
-    interpreter.path_state, interpreter.autocasts, interpreter.grad_modes = state, autocasts, grad_modes
-
-
-def _enter_decorators(interpreter: Interpreter, info: FunctionInfo) -> None:
-    for decorator in info.node.decorator_list:
-        value = interpreter.evaluate(decorator)
-        if isinstance(value, Autocast):
-            interpreter.autocasts.append(value)
-        elif isinstance(value, ContextManager):
-            interpreter.grad_modes.append(value.kind)
+    with interpreter.entered(replace(interpreter.point, autocast=autocast, grad_modes=())):
+        inline_call(interpreter, function.info, node, {}, None, function.frame)
+    interpreter.path_state = state
 
 
 def _bind_parameters(
@@ -195,7 +178,7 @@ def _literal_argument(value: LiteralValue, info: FunctionInfo, is_certain: bool)
 
 
 def _join_returns(interpreter: Interpreter, entry: State) -> Value:
-    ends = interpreter.returns
+    ends = interpreter.point.returns
     if interpreter.path_state is not None:
         ends = [*ends, (LiteralValue(None), interpreter.path_state)]
     if not ends:
@@ -216,17 +199,12 @@ def annotated_value(
 
     Only one instance of a class of the script can stand for it, so that it must be alone in its function.
     """
-    names = set(re.findall(r"\w+", ast.unparse(annotation)))
-    if "GradScaler" in names:
-        return interpreter.register_scaler(Scaler(f"name {name}", text=name))
+    names = _names_in(annotation)
     if names & _COLLECTIONS:
         return UNKNOWN
-    if "Optimizer" in names:
-        return Optimizer(f"name {name}")
-    if names & {"LRScheduler", "_LRScheduler"}:
-        return Scheduler(f"name {name}")
-    if names & {"Module", "DistributedDataParallel"}:
-        return Model(f"name {name}")
+    kind = next((kind for kind, classes in _CLASSES.items() if names & classes), "")
+    if kind:
+        return interpreter.stand_in(kind, name, name)
     for framework in FRAMEWORKS:
         if any(path.rpartition(".")[2] in names for path in framework.constructors):
             return Managed(framework, Certainty.LIKELY)
@@ -238,6 +216,18 @@ def annotated_value(
     return (
         UNKNOWN if info is None or not info.fields or not is_alone else instance_of_class(interpreter, info)
     )
+
+
+def _names_in(annotation: ast.expr) -> set[str]:
+    """Return the names in an annotation, which may be quoted as a whole or in part."""
+    names = set()
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name | ast.Attribute):
+            names.add(simple_name(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            with suppress(SyntaxError):
+                names |= _names_in(ast.parse(node.value, mode="eval").body)
+    return names
 
 
 def instance_of_class(interpreter: Interpreter, info: ClassInfo) -> Instance:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, key_of, position_of
 from ampaudit.linter.flow.events import Event, EventPlace, Guard, ScalerReplaced
 from ampaudit.linter.flow.script import Script, ScriptTooLong
-from ampaudit.linter.flow.state import LoopExits, State, item_of
+from ampaudit.linter.flow.state import State, item_of
 from ampaudit.linter.flow.syntax import condition_of, dotted_name, join_names
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES, canonical_name
 from ampaudit.linter.flow.values import (
@@ -21,6 +21,7 @@ from ampaudit.linter.flow.values import (
     Autocast,
     BoundMethod,
     Class,
+    ContextManager,
     DictLiteral,
     Function,
     FunctionInfo,
@@ -43,8 +44,10 @@ __all__ = [
     "NO_AUTOCAST",
     "UNKNOWN_AUTOCAST",
     "DtypeUses",
+    "Frame",
     "ImportsTooLong",
     "Interpreter",
+    "ProgramPoint",
     "RulesBySubject",
     "StepLimitReached",
 ]
@@ -69,55 +72,141 @@ RulesBySubject: TypeAlias = Mapping[
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
-class Recorder:
-    """The diagnostics and events so far, and the current statement with the guards around it."""
+@dataclass(frozen=True, slots=True)
+class ProgramPoint:
+    """A point of a script with the calls, branches and blocks around it.
 
-    def __init__(self) -> None:
+    Attributes:
+        script: Script that the flow is in.
+        frame: Scope of the function's names; zero for the module, negative for an imported one.
+        guards: Calls, loops, branches and blocks, outermost first.
+        autocast: Innermost autocast context.
+        grad_modes: Other contexts, such as ``no_grad`` and ``no_sync``.
+        stack: Functions that are followed, outermost first.
+        weights: 16-bit dtype of the model whose code is followed, else empty.
+        is_first_iteration: Whether each loop around is in its first iteration.
+        muted: Whether nothing is reported.
+        breaks: States in which the innermost loop is left.
+        continues: States in which its iteration is left.
+        returns: Values and states with which the function returns.
+    """
+
+    script: Script
+    frame: int = 0
+    guards: tuple[Guard, ...] = ()
+    autocast: Autocast = NO_AUTOCAST
+    grad_modes: tuple[str, ...] = ()
+    stack: tuple[FunctionInfo, ...] = ()
+    weights: str = ""
+    is_first_iteration: bool = True
+    muted: bool = False
+    breaks: list[State] = field(default_factory=list)
+    continues: list[State] = field(default_factory=list)
+    returns: list[tuple[Value, State]] = field(default_factory=list)
+
+    def inside(self, kind: str, node: ast.AST) -> ProgramPoint:
+        """Return the point inside a loop, a branch, a block or a call."""
+        return replace(self, guards=(*self.guards, Guard(kind, node)))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A call of a function, which has names of its own.
+
+    Attributes:
+        enclosing: Frame that defines the function.
+        caller: Frame that calls it.
+        aliases: Names in the caller, by parameter; empty for other expressions.
+    """
+
+    enclosing: int
+    caller: int
+    aliases: dict[str, str]
+
+
+class Interpreter:
+    """An abstract interpreter: what it knows of a script, and the program point where it is.
+
+    Args:
+        linked: Parsed script with the files that it imports.
+        handlers: Handlers by kind of statement or expression.
+        imported: Values of names that earlier code defines, such as the imports of another cell.
+        rules: Rules by what they listen to.
+    """
+
+    def __init__(
+        self, linked: LinkedScript, handlers: Handlers, imported: Mapping[str, Value], rules: RulesBySubject
+    ) -> None:
+        self.linked, self.handlers, self.imported, self.rules = linked, handlers, imported, rules
+        self.point = ProgramPoint(linked.main)
+        self.statement: ast.stmt | None = None
+        self.path_state: State | None = State()
         self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
         self.events: dict[tuple[type[Event], ast.AST, tuple[Guard, ...]], Event] = {}
-        self.managers: set[Managed] = set()
-        self.guards: tuple[Guard, ...] = ()
-        self.statement: ast.stmt | None = None
-        self.muted = False
+        self.assumptions: dict[str, bool] = {}  # the assumed truth of conditions, by their text
+        self.condition_counts: Counter[str] = Counter()  # how often each condition was met
+        self.frames: dict[int, Frame] = {}
+        self.called: set[FunctionInfo] = set()
+        self.lambdas: dict[ast.Lambda, FunctionInfo] = {}
+        self.completed_calls: dict[tuple[ast.Call, ast.Call], ast.Call] = {}  # of partials
+        self.scalers: dict[str, Scaler] = {}
+        self.escaped: set[str] = set()
+        self.models_by_optimizer: dict[str, frozenset[str]] = {}
+        self.half_parameter: ast.AST | None = None  # of the module that is being made
+        self.dtype_uses = DtypeUses()
         self.guesses = False  # whether the class of a model was guessed
+        self.managers: set[Managed] = set()
+        self.managed = False
+        self.sharded: set[str] = set()  # keys of the models that FSDP shards
+        self.replicated: set[str] = set()  # and of those that DDP wraps, in another branch perhaps
+        self._expressions = 0
+        self.budget = StepBudget(bool(linked.imported))
 
-    def report(
-        self,
-        code: str,
-        node: ast.AST,
-        cause: str,
-        advice: str,
-        fix: Fix | None = None,
-        certainty: Certainty = Certainty.KNOWN,
-    ) -> None:
-        """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
-        if self.muted:
-            return
-        node = self.placed(node)
-        if self.guesses and code in _OF_DTYPES:
-            certainty = min(certainty, Certainty.LIKELY)
-        key = (code, *position_of(node))
-        earlier = self.diagnostics.get(key)
-        if earlier is None or earlier.certainty < certainty:
-            self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
+    @property
+    def state(self) -> State:
+        """The state of the current path, which exists while statements are executed."""
+        assert self.path_state is not None
+        return self.path_state
 
-    def at(self, node: ast.AST) -> EventPlace:
-        """Return the place of a node in the flow."""
-        return EventPlace(self.placed(node), self.guards, self.statement)
-
-    def placed(self, node: ast.AST) -> ast.AST:
-        """Return where to report a node."""
-        return node
+    # the program point
 
     @contextmanager
-    def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:
-        """Execute inside a loop, a branch or a call."""
-        outside = self.guards
-        self.guards = (*outside, Guard(kind, node))
+    def entered(self, point: ProgramPoint) -> Iterator[None]:
+        """Be at a point inside the current one."""
+        outside, statement = self.point, self.statement
+        self.point = point
         try:
             yield
         finally:
-            self.guards = outside
+            self.point, self.statement = outside, statement
+
+    def enter(self, context: Value) -> bool:
+        """Enter a context manager, until the point is left; return whether it is a known one."""
+        if isinstance(context, Autocast):
+            self.point = replace(self.point, autocast=context)
+        elif isinstance(context, ContextManager):
+            self.point = replace(self.point, grad_modes=(*self.point.grad_modes, context.kind))
+        return isinstance(context, Autocast | ContextManager)
+
+    @property
+    def script(self) -> Script:
+        """The script that the flow is in."""
+        return self.point.script
+
+    @property
+    def frame(self) -> int:
+        """The scope of the names of the current function."""
+        return self.point.frame
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The calls, loops, branches and blocks around the current statement, outermost first."""
+        return self.point.guards
+
+    @property
+    def autocast(self) -> Autocast:
+        """The innermost autocast context."""
+        return self.point.autocast
 
     @property
     def calls(self) -> list[ast.Call]:
@@ -130,74 +219,52 @@ class Recorder:
         """The calls that lead here, as text, which tells apart two calls of one function."""
         return "".join(f" from {key_of(call)}" for call in self.calls)
 
+    def at(self, node: ast.AST) -> EventPlace:
+        """Return the place of a node in the flow."""
+        return EventPlace(self._reported(node), self.guards, self.statement)
 
-class Interpreter(Recorder):
-    """An abstract interpreter at one point of a script.
+    def _reported(self, node: ast.AST) -> ast.AST:
+        """Return where to report a node: one in a known module, where that is called."""
+        return self.linked.in_linted_file(node, self.calls)
 
-    Args:
-        linked: Parsed script with the files that it imports.
-        statements: Handlers by kind of statement.
-        expressions: Handlers by kind of expression.
-        imported: Values of names that earlier code defines, such as the imports of another cell.
-        rules: Rules by what they listen to.
-    """
+    # diagnostics and events
 
-    def __init__(
+    def report(
         self,
-        linked: LinkedScript,
-        statements: Handlers,
-        expressions: Handlers,
-        imported: Mapping[str, Value],
-        rules: RulesBySubject,
+        code: str,
+        node: ast.AST,
+        cause: str,
+        advice: str,
+        fix: Fix | None = None,
+        certainty: Certainty = Certainty.KNOWN,
     ) -> None:
-        super().__init__()
-        self.rules = rules
-        self.linked, self.script = linked, linked.main  # the script that the flow is in
-        self.statements, self.expressions = statements, expressions
-        self.assumptions: dict[str, bool] = {}  # the assumed truth of conditions, by their text
-        self.imported = imported
-        self.condition_counts: Counter[str] = Counter()  # how often each condition was met
-        self.path_state: State | None = State()
-        self.frame, self._frames = 0, 1
-        self.enclosing_frames: dict[int, int] = {}
-        self.caller_frames: dict[int, int] = {}
-        self.aliases: dict[int, dict[str, str]] = {}  # names in the caller, by parameter
-        self.autocasts: list[Autocast] = [NO_AUTOCAST]
-        self.grad_modes: list[str] = []  # no_grad, no_sync
-        self.loops: list[LoopExits] = []
-        self.returns: list[tuple[Value, State]] = []
-        self.scalers: dict[str, Scaler] = {}
-        self.escaped: set[str] = set()
-        self.models_by_optimizer: dict[str, frozenset[str]] = {}
-        self.called: set[FunctionInfo] = set()
-        self.stack: list[FunctionInfo] = []
-        self.lambdas: dict[ast.Lambda, FunctionInfo] = {}
-        self.completed_calls: dict[tuple[ast.Call, ast.Call], ast.Call] = {}  # of partials
-        self.weights: list[str] = []  # the 16-bit dtypes of the models whose code is followed, else empty
-        self.half_parameter: ast.AST | None = None  # of the module that is being made
-        self.dtype_uses = DtypeUses()
-        self.managed = False
-        self.sharded: set[str] = set()  # keys of the models that FSDP shards
-        self.replicated: set[str] = set()  # and of those that DDP wraps, in another branch perhaps
-        self.repetitions = 0
-        self._expressions = 0
-        self.budget = StepBudget(bool(linked.imported))
+        """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
+        if self.point.muted:
+            return
+        node = self._reported(node)
+        if self.guesses and code in _OF_DTYPES:
+            certainty = min(certainty, Certainty.LIKELY)
+        key = (code, *position_of(node))
+        earlier = self.diagnostics.get(key)
+        if earlier is None or earlier.certainty < certainty:
+            self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
 
-    @property
-    def state(self) -> State:
-        """The state of the current path, which exists while statements are executed."""
-        assert self.path_state is not None
-        return self.path_state
+    def record(self, event: Event) -> None:
+        """Record an event, once per type, node and guards, before it takes effect on the state."""
+        self.events.setdefault((type(event), event.node, event.guards), event)
+        self.judge(event)
 
-    @property
-    def is_first_iteration(self) -> bool:
-        """Whether each loop around is in its first iteration."""
-        return self.repetitions == 0
+    def judge(self, subject: object) -> None:
+        """Report what the rules that listen to this kind of event say of one."""
+        for code, check in self.rules.get(type(subject), ()):
+            for item in check(self, subject):
+                self.report(code, item.node, item.cause, item.advice, item.fix, item.certainty)
 
-    @property
-    def autocast(self) -> Autocast:
-        """The innermost autocast context."""
-        return self.autocasts[-1]
+    def record_dtypes(self, node: ast.AST, operands: Iterable[Value]) -> None:
+        """Record the dtypes of the operands of an op, only likely if the class of the model was guessed."""
+        self.dtype_uses.record(node, operands, Certainty.LIKELY if self.guesses else Certainty.KNOWN)
+
+    # conditions
 
     def assumed_truth(self, test: ast.expr) -> bool | None:
         """Return the assumed truth of a condition; ``None`` if nothing is assumed."""
@@ -232,41 +299,26 @@ class Interpreter(Recorder):
 
     def _as_named_by_caller(self, text: str) -> str:
         """Return the caller's name for a parameter, so that a condition on both is the same condition."""
-        frame: int | None = self.frame
-        while frame is not None and text in self.aliases.get(frame, ()):
-            text, frame = self.aliases[frame][text], self.caller_frames.get(frame)
+        frame = self.frames.get(self.frame)
+        while frame is not None and text in frame.aliases:
+            text, frame = frame.aliases[text], self.frames.get(frame.caller)
         return text
-
-    def placed(self, node: ast.AST) -> ast.AST:
-        """Return where to report a node: one in a known module, where that is called."""
-        return self.linked.in_linted_file(node, self.calls)
-
-    def record(self, event: Event) -> None:
-        """Record an event, once per type, node and guards, before it takes effect on the state."""
-        self.events.setdefault((type(event), event.node, event.guards), event)
-        self.judge(event)
-
-    def judge(self, subject: object) -> None:
-        """Report what the rules that listen to this kind of event say of one."""
-        for code, check in self.rules.get(type(subject), ()):
-            for item in check(self, subject):
-                self.report(code, item.node, item.cause, item.advice, item.fix, item.certainty)
 
     # execution
 
     def execute(self, body: list[ast.stmt]) -> None:
         """Execute statements in order until the path ends."""
-        outside = self.guards
+        outside = self.point
         for statement in body:
             if self.path_state is None:
                 break
             self.statement = statement
             if self.autocast.computes_float16:
                 self.dtype_uses.half_lines.add(statement.lineno)
-            handler = self.statements.get(type(statement))
+            handler = self.handlers.get(type(statement))
             if handler is not None:
                 handler(self, statement)
-        self.guards = outside
+        self.point = outside
 
     def evaluate(self, node: ast.expr | None) -> Value:
         """Evaluate an expression, including the calls in it."""
@@ -278,7 +330,7 @@ class Interpreter(Recorder):
             # each branch copies and joins the facts and names, and rules compare the events
             size = 0 if state is None else len(state.facts) + len(state.scopes.get(self.frame, ()))
             self.budget.spend(size + len(self.events), self.script is not self.linked.main)
-        handler = self.expressions.get(type(node))
+        handler = self.handlers.get(type(node))
         value: Value = handler(self, node) if handler is not None else UNKNOWN
         return value
 
@@ -286,11 +338,11 @@ class Interpreter(Recorder):
 
     def lookup(self, name: str, text: str = "") -> Value:
         """Return the value of a name."""
-        frame: int | None = self.frame
-        value: Value | None = None
-        while frame is not None and value is None:
+        frame = self.frame
+        value = self.state.value(frame, name)
+        while value is None and frame in self.frames:
+            frame = self.frames[frame].enclosing
             value = self.state.value(frame, name)
-            frame = self.enclosing_frames.get(frame)
         if value is None:
             value = self._global(name)
         return self.infer_from_usage(value, text or name)
@@ -327,18 +379,18 @@ class Interpreter(Recorder):
             unsure = True
         if not unsure or not text:
             return value
-        kind, key = self.script.usage.kind(text), f"name {self._as_named_by_caller(text) or text}"
+        name = self._as_named_by_caller(text) or text
+        inferred = self.stand_in(self.script.usage.kind(text), name, text)
+        return value if inferred is UNKNOWN else inferred
+
+    def stand_in(self, kind: str, name: str, text: str) -> Value:
+        """Return the object of a kind that a name stands for, where its construction is not seen."""
+        key = f"name {name}"
         if kind == "scaler":
             return self.register_scaler(Scaler(key, text=text))
-        if kind == "optimizer":
-            return Optimizer(key)
         if kind == "scheduler":
-            return Scheduler(key)
-        return Model(key) if kind == "model" else value
-
-    def record_dtypes(self, node: ast.AST, operands: Iterable[Value]) -> None:
-        """Record the dtypes of the operands of an op, only likely if the class of the model was guessed."""
-        self.dtype_uses.record(node, operands, Certainty.LIKELY if self.guesses else Certainty.KNOWN)
+            return Scheduler()
+        return Optimizer(key) if kind == "optimizer" else Model(key) if kind == "model" else UNKNOWN
 
     def register_scaler(self, scaler: Scaler) -> Scaler:
         """Register a scaler by its key."""
@@ -373,8 +425,9 @@ class Interpreter(Recorder):
     def _check_replaced(self, target: ast.Attribute, old: Value | None, new: Value) -> None:
         """Record that a method replaces the scaler of its object, which may have been restored."""
         both_made = isinstance(old, Scaler) and isinstance(new, Scaler) and None not in (old.node, new.node)
-        if both_made and old != new and self.stack and self.is_first_iteration:
-            self.record(ScalerReplaced(self.at(target), self.stack[-1].node.name))
+        stack = self.point.stack
+        if both_made and old != new and stack and self.point.is_first_iteration:
+            self.record(ScalerReplaced(self.at(target), stack[-1].node.name))
 
     def assign_item(self, target: ast.expr, value: Value) -> None:
         """Assign an item of an iterable, which is one of several."""
@@ -385,10 +438,11 @@ class Interpreter(Recorder):
                 if isinstance(one, Optimizer):
                     self.state.bind(self.frame, node.id, replace(one, one_of_several=True))
 
-    def new_frame(self) -> int:
-        """Return a new frame for the names of a call."""
-        self._frames += 1
-        return self._frames
+    def new_frame(self, frame: Frame) -> int:
+        """Return the number of a new frame for the names of a call."""
+        number = len(self.frames) + 1
+        self.frames[number] = frame
+        return number
 
     def bound_method(self, owner: Instance, name: str) -> BoundMethod | None:
         """Return a method of an instance, bound to it."""

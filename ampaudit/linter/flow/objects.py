@@ -21,7 +21,6 @@ from ampaudit.linter.flow.facts import (
 from ampaudit.linter.flow.gradients import unknown_backward
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
 from ampaudit.linter.flow.state import flattened
-from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.tensors import autocast_dtype, call_op, dtype_named, requested_dtype
 from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
@@ -205,13 +204,11 @@ def call_model(
     tensors = [value for value in flattened(arguments.all()) if isinstance(value, Tensor)]
     is_unsure = any(tensor.model_calls is None and tensor.node is not None for tensor in tensors)
     model_calls = None if is_unsure else frozenset({root}).union(*(t.model_calls or () for t in tensors))
-    called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
-    called = called or interpreter.script.usage.is_model(dotted_name(node.func))
     if model.instance is None:
         call_op(interpreter, node, "torch.nn.Module", arguments.all())
     _check_input(interpreter, node, model, arguments)
-    modes = tuple(interpreter.grad_modes)
-    interpreter.record(ModelCall(interpreter.at(node), model, interpreter.autocast, modes, called))
+    place = interpreter.point
+    interpreter.record(ModelCall(interpreter.at(node), model, place.autocast, place.grad_modes))
     if model.instance is None and model.key.startswith("name "):
         model = guessed_model(interpreter, node, model, arguments, method)
     value: Value = arguments.first
@@ -221,14 +218,13 @@ def call_model(
         return value
     info = method_of(model, method)
     if info is not None and (info.relevant or not file_number(info.node)):
-        outer = interpreter.weights[-1:] or [""]
-        interpreter.weights.append(_weights_dtype(interpreter, model) or outer[0])
+        weights = _weights_dtype(interpreter, model) or place.weights
         # an input that is cast to float32 need not be a request for products in float32
         given_here = {
             k: replace(v, upcast=None) if isinstance(v, Tensor) else v for k, v in arguments.named().items()
         }
-        returned = inline_call(interpreter, info, node, given_here, model.instance)
-        interpreter.weights.pop()
+        with interpreter.entered(replace(place, weights=weights)):
+            returned = inline_call(interpreter, info, node, given_here, model.instance)
         return _from_model(returned, cast, model_calls, node)
     return Tensor(
         dtype=_dtype_of_output(interpreter, model, arguments, cast),

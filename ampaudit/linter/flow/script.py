@@ -14,6 +14,7 @@ import re2
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE
 from ampaudit.linter.flow.syntax import (
+    children,
     condition_of,
     dotted_name,
     keyword_value,
@@ -63,7 +64,7 @@ _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _SCALES = re.compile(r"scaler|loss_?scal|grad_?scal", re.IGNORECASE)
 
 
-@dataclass(slots=True)
+@dataclass
 class NameUsage:
     """The methods that are called on names, and the optimizers that are passed to scalers.
 
@@ -74,7 +75,6 @@ class NameUsage:
 
     methods: dict[str, set[str]] = field(default_factory=dict)
     stepped: dict[str, set[str]] = field(default_factory=dict)
-    _names: frozenset[str] | None = None
     _kinds: dict[str, str] = field(default_factory=dict)
 
     def is_scaler(self, text: str) -> bool:
@@ -86,45 +86,30 @@ class NameUsage:
             return "scaler" in last_component(text).lower() and {"step", "update"} <= set(used)
         return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
 
-    def is_optimizer(self, text: str) -> bool:
-        """Return whether a name is passed to a scaler, or is named and used like an optimizer."""
-        if any(text in arguments and self.is_scaler(scaler) for scaler, arguments in self.stepped.items()):
-            return True
-        used = self.methods.get(text, set())
-        return bool(_OPTIMIZER.search(last_component(text))) and bool(used & {"zero_grad", "step"})
-
     def kind(self, text: str) -> str:
         """Return what a name stands for; empty if its uses do not tell."""
-        name_kind = self._kinds.get(text)
-        if name_kind is None:
-            tests = {
-                "scaler": self.is_scaler,
-                "optimizer": self.is_optimizer,
-                "scheduler": self.is_scheduler,
-                "model": self.is_model,
-            }
-            name_kind = next((kind for kind, test in tests.items() if test(text)), "")
-            self._kinds[text] = name_kind
-        return name_kind
+        if text not in self._kinds:
+            self._kinds[text] = self._kind(text)
+        return self._kinds[text]
 
-    def optimizer_names(self) -> frozenset[str]:
-        """Return the last components of the names of all optimizers."""
-        if self._names is None:
-            stepped = {text for arguments in self.stepped.values() for text in arguments}
-            texts = {text for text in (*self.methods, *stepped) if self.is_optimizer(text)}
-            self._names = frozenset(map(last_component, texts))
-        return self._names
+    def _kind(self, text: str) -> str:
+        name, used = last_component(text), self.methods.get(text, set())
+        if self.is_scaler(text):
+            return "scaler"
+        if any(text in arguments and self.is_scaler(scaler) for scaler, arguments in self.stepped.items()):
+            return "optimizer"
+        if _OPTIMIZER.search(name) and used & {"zero_grad", "step"}:
+            return "optimizer"
+        if _SCHEDULER.search(name) and "step" in used:
+            return "scheduler"
+        is_model = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
+        return "model" if is_model and used & _OF_MODELS else ""
 
-    def is_scheduler(self, text: str) -> bool:
-        """Return whether a name is named like a scheduler and stepped."""
-        return bool(_SCHEDULER.search(last_component(text))) and "step" in self.methods.get(text, ())
-
-    def is_model(self, text: str) -> bool:
-        """Return whether a name is named like a model and used like one."""
-        used = self.methods.get(text, set())
-        name = last_component(text)
-        is_named = _MODEL.search(name.lower()) and not _MAKES_MODELS.search(name.lower())
-        return bool(is_named) and bool(used & _OF_MODELS)
+    @cached_property
+    def optimizer_names(self) -> set[str]:
+        """The last components of the names of all optimizers."""
+        texts = {*self.methods, *(text for arguments in self.stepped.values() for text in arguments)}
+        return {last_component(text) for text in texts if self.kind(text) == "optimizer"}
 
 
 @dataclass
@@ -153,26 +138,33 @@ class Script:
     relevant_lines: list[int] = field(default_factory=list)
     modules: dict[str, int] = field(default_factory=dict)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict)
-    _has_scaler: dict[ClassInfo, bool] = field(default_factory=dict)
 
     def nodes(self, inside: ast.AST | None = None) -> list[ast.AST]:
         """Return the nodes of the script, or of one of its functions, outer ones first."""
         root = inside or self.tree
         if root not in self._inside:
-            self._inside[root] = list(ast.walk(root))
+            self._inside[root] = nodes = [root]
+            for node in nodes:
+                nodes += children(node)
         return self._inside[root]
 
-    def has_scaler(self, info: ClassInfo) -> bool:
-        """Return whether a class uses an attribute of ``self`` like a gradient scaler."""
-        if info not in self._has_scaler:
-            attributes = (node for node in self.nodes(info.node) if isinstance(node, ast.Attribute))
-            attribute_names = {name for name in map(dotted_name, attributes) if name.startswith("self.")}
-            self._has_scaler[info] = any(map(self.usage.is_scaler, attribute_names))
-        return self._has_scaler[info]
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The node directly around each node."""
+        return {child: node for node in self.nodes() for child in children(node)}
 
-    def is_called(self, name: str) -> bool:
-        """Return whether a statement that matters calls a name."""
-        return "(call)" in self.usage.methods.get(name, ())
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes around a node, innermost first."""
+        around = self.parents.get(node)
+        while around is not None:
+            yield around
+            around = self.parents.get(around)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All names of variables, parameters and attributes."""
+        fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg"}
+        return frozenset(getattr(n, fields[type(n)]) or "" for n in self.nodes() if type(n) in fields)
 
     @cached_property
     def code(self) -> str:
@@ -182,7 +174,20 @@ class Script:
     @cached_property
     def assignments(self) -> list[Assignment]:
         """All assignments to dotted names."""
-        return assignments_in(self.tree)
+        assignments: list[Assignment] = []
+        pending: list[tuple[ast.stmt, Condition | None, ast.AST | None]]
+        pending = [(statement, None, None) for statement in self.tree.body]
+        for node, condition, function in pending:
+            inside = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+            tested = condition_of(node.test) if isinstance(node, ast.If) else None
+            for block in nested_blocks(node):
+                is_body = block is getattr(node, "body", None)
+                holds = None if tested is None else (tested[0], tested[1] == is_body)
+                pending += [(inner, holds, inside) for inner in block]
+            if isinstance(node, ast.Assign):
+                names = filter(None, map(dotted_name, node.targets))
+                assignments += [Assignment(name, node.value, condition, function) for name in names]
+        return assignments
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
@@ -258,16 +263,10 @@ class Script:
         """Whether code, and not only an import or a comment, names a scaler or a loss scale, or uses one."""
         if "scal" not in self.text.lower():
             return False
-        names = (
-            getattr(node, field)
-            for node in self.nodes()
-            for kind, field in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.arg, "arg"))
-            if isinstance(node, kind)
-        )
-        return any(map(_SCALES.search, names)) or any(map(_multiplies_loss_by_scale, self.nodes()))
+        return any(map(_SCALES.search, self.names)) or any(map(_multiplies_loss_by_scale, self.nodes()))
 
-    def is_relevant(self, node: ast.stmt) -> bool:
-        """Return whether any line of a statement matters."""
+    def is_relevant(self, node: ast.stmt | ast.Lambda) -> bool:
+        """Return whether any line of a statement or lambda matters."""
         decorators = getattr(node, "decorator_list", ())
         at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
         return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
@@ -399,23 +398,6 @@ class Assignment:
     value: ast.expr
     condition: Condition | None
     function: ast.AST | None
-
-
-def assignments_in(tree: ast.Module) -> list[Assignment]:
-    """Return all assignments to dotted names."""
-    assignments: list[Assignment] = []
-    pending: list[tuple[ast.stmt, Condition | None, ast.AST | None]] = [(s, None, None) for s in tree.body]
-    for node, condition, function in pending:
-        inside = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
-        tested = condition_of(node.test) if isinstance(node, ast.If) else None
-        for block in nested_blocks(node):
-            is_body = block is getattr(node, "body", None)
-            holds = None if tested is None else (tested[0], tested[1] == is_body)
-            pending += [(inner, holds, inside) for inner in block]
-        if isinstance(node, ast.Assign):
-            names = filter(None, map(dotted_name, node.targets))
-            assignments += [Assignment(name, node.value, condition, function) for name in names]
-    return assignments
 
 
 def _followed_setting(items: list[Assignment]) -> Condition | None:

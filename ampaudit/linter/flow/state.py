@@ -49,7 +49,6 @@ __all__ = [
     "UNKNOWN_GRADIENTS",
     "AccumulatedGradients",
     "Contribution",
-    "LoopExits",
     "State",
     "choice_of_dtypes",
     "flattened",
@@ -303,14 +302,6 @@ def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, 
         if second is not value:
             joined[name] = join_values(value, second)
     return joined
-
-
-@dataclass(slots=True)
-class LoopExits:
-    """States in which a loop's body is left early."""
-
-    continues: list[State] = field(default_factory=list)
-    breaks: list[State] = field(default_factory=list)
 
 
 def join_values(one: Value, other: Value) -> Value:

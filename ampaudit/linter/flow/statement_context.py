@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from ampaudit.linter.diagnostic import line_of
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks
+from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 from ampaudit.linter.source_tree import LinkedScript
 
 __all__ = [
     "assigned_texts",
     "call_beside_scaler",
-    "enclosing_function",
     "following_step",
     "in_same_function",
     "location_suffix",
@@ -22,20 +22,20 @@ __all__ = [
     "tests_around",
 ]
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 def in_same_function(linked: LinkedScript, one: ast.AST, other: ast.AST) -> bool:
     """Return whether two nodes are in the same function, where a name means the same."""
-    trees = (linked.script_of(one).tree, linked.script_of(other).tree)
-    return enclosing_function(trees[0], one) is enclosing_function(trees[1], other)
+    return _function_around(linked.script_of(one), one) is _function_around(linked.script_of(other), other)
 
 
 def nodes_around(linked: LinkedScript, node: ast.AST) -> list[ast.AST]:
     """Return the nodes of the function around a node."""
     script = linked.script_of(node)
-    return script.nodes(enclosing_function(script.tree, node))
+    return script.nodes(_function_around(script, node))
 
 
 def scaler_in_scope(script: Script, node: ast.AST) -> str:
@@ -58,9 +58,13 @@ def call_beside_scaler(linked: LinkedScript, node: ast.AST, calls: Sequence[ast.
 
 def _has_own_scaler(script: Script, node: ast.AST) -> bool:
     """Return whether the class around a node has a scaler in an attribute."""
-    line = line_of(node)
-    around = (info for info in script.classes.values() if covers_line(info.node, line))
-    return any(map(script.has_scaler, around))
+    classes = [part for part in script.around(node) if isinstance(part, ast.ClassDef)]
+    return any(
+        isinstance(part, ast.Attribute) and name.startswith("self.") and script.usage.is_scaler(name)
+        for around in classes
+        for part in script.nodes(around)
+        if (name := dotted_name(part))
+    )
 
 
 def location_suffix(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
@@ -74,12 +78,11 @@ def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
 
     A condition with names in it is followed by what the function assigns to these.
     """
-    line = line_of(node)
     return [
         text
-        for n in nodes_around(linked, node)
-        if isinstance(n, ast.If) and covers_line(n, line)
-        for text in (ast.unparse(n.test), *assigned_texts(linked, node, n.test))
+        for part in _inside_function(linked.script_of(node), node)
+        if isinstance(part, ast.If)
+        for text in (ast.unparse(part.test), *assigned_texts(linked, node, part.test))
     ]
 
 
@@ -102,7 +105,7 @@ def _scaler_calls(script: Script, node: ast.AST) -> list[tuple[str, str]]:
     """Return object and method of calls in the function around a node that may be those of a scaler."""
     return [
         (dotted_name(call.func.value), call.func.attr)
-        for call in script.nodes(enclosing_function(script.tree, node))
+        for call in script.nodes(_function_around(script, node))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
     ]
 
@@ -110,21 +113,19 @@ def _scaler_calls(script: Script, node: ast.AST) -> list[tuple[str, str]]:
 _PROTOCOL = ("scale", "step", "update", "unscale_")
 
 
-def enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
+def _function_around(script: Script, node: ast.AST) -> ast.AST:
     """Return the innermost function around a node, or the module."""
-    line, function, pending = line_of(node), tree, list(tree.body)
-    while pending:
-        item = pending.pop()
-        if covers_line(item, line):
-            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
-                function = item  # type: ignore[assignment]
-            pending = [statement for block in nested_blocks(item) for statement in block]
-    return function
+    return next((part for part in script.around(node) if isinstance(part, _FUNCTIONS)), script.tree)
+
+
+def _inside_function(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes around a node in its function."""
+    return takewhile(lambda part: not isinstance(part, _FUNCTIONS), script.around(node))
 
 
 def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
     """Return scaler and optimizer of the ``x.step(y)`` that follows a statement in the same iteration."""
-    for follower in _following_statements(script.tree.body, statement) or ():
+    for follower in _following_statements(script, statement):
         for call in _unconditional_calls(follower):
             if isinstance(call.func, ast.Attribute) and call.func.attr == "step" and call.args:
                 scaler, optimizer = dotted_name(call.func.value), dotted_name(call.args[0])
@@ -133,18 +134,19 @@ def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str
     return None
 
 
-def _following_statements(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] | None:
+def _following_statements(script: Script, statement: ast.stmt | None) -> list[ast.stmt]:
     """Return what follows a statement in its block, then in the blocks around it, up to a loop."""
-    for index, item in enumerate(body):
-        if item is statement:
-            return body[index + 1 :]
-        for block in nested_blocks(item):
-            following = _following_statements(block, statement)
-            if following is not None:
-                return (
-                    following if isinstance(item, _DEFINITIONS + _LOOPS) else [*following, *body[index + 1 :]]
-                )
-    return None
+    following: list[ast.stmt] = []
+    inner: ast.AST | None = statement
+    for around in script.around(statement) if statement is not None else ():
+        for block in nested_blocks(around):
+            for index, item in enumerate(block):
+                if item is inner:
+                    following += block[index + 1 :]
+        if isinstance(around, _DEFINITIONS + _LOOPS):
+            break
+        inner = around
+    return following
 
 
 def _unconditional_calls(statement: ast.stmt) -> Iterator[ast.Call]:

@@ -6,6 +6,7 @@ import ast
 
 __all__ = [
     "calls_method",
+    "children",
     "condition_of",
     "covers_line",
     "dotted_name",
@@ -125,7 +126,19 @@ def enters_autocast(node: ast.With) -> bool:
     return any(has_name(item.context_expr, "autocast") for item in node.items)
 
 
-def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+def children(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes directly inside a node, except contexts such as ``ast.Load``."""
+    nodes: list[ast.AST] = []
+    for name in node._fields:
+        part = getattr(node, name, None)
+        if isinstance(part, list):
+            nodes += [item for item in part if isinstance(item, ast.AST)]
+        elif isinstance(part, ast.AST) and name != "ctx":
+            nodes.append(part)
+    return nodes
+
+
+def nested_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
     """Return the blocks directly inside a statement."""
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]

@@ -86,7 +86,7 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     cast = autocast_dtype(interpreter)
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
     dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
-    implied = "" if "float32" in dtypes else next(iter(interpreter.weights[-1:]), "")
+    implied = "" if "float32" in dtypes else interpreter.point.weights
     rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
     if interpreter.autocast.enabled is False and len(values) > 1:
         cast = _dtype_of_pair(*values[:2])
@@ -103,7 +103,7 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
 def outer_product(interpreter: Interpreter, node: ast.Call, values: list[Value]) -> Value:
     """Interpret an ``einsum`` that sums nothing: autocast leaves its dtype alone, 16-bit buffers do not."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    implied = next(iter(interpreter.weights[-1:]), "") if all(v.dtype != "float32" for v in tensors) else ""
+    implied = interpreter.point.weights if all(v.dtype != "float32" for v in tensors) else ""
     rounded = node if implied and _are_positions(*node.args) else first_rounded(tensors)
     return Tensor(model_calls=all_model_calls(tensors), rounded=rounded, node=node)
 

@@ -154,7 +154,7 @@ def _call_torch(
             interpreter.half_parameter = node
         return data or UNKNOWN
     if path.startswith("torch.optim.lr_scheduler."):
-        return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
+        return Scheduler() if "Plateau" not in name else UNKNOWN
     if is_class and path.startswith("torch.optim.") and "swa" not in path:
         return optimizers.optimizer_value(interpreter, node, name, arguments)
     if path.startswith("torch.nn.") and name.endswith("Loss"):

@@ -304,8 +304,6 @@ class GradAttribute:
 class Scheduler:
     """A learning-rate scheduler of torch."""
 
-    key: str
-
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:

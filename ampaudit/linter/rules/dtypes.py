@@ -150,7 +150,7 @@ def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistak
     if event.name not in LOG_PROBABILITIES or not dtype:
         return
     is_off = event.autocast.enabled is False or not flow.linked.mentions("autocast")
-    if is_off and flow.linked.mentions(r"\.backward\("):
+    if is_off and flow.linked.uses_name("backward"):
         bits = 8 if dtype == "bfloat16" else 11
         yield Mistake(
             event.node,
@@ -172,7 +172,7 @@ def _angles(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
             event.path == "torch.nn.Module"
             and isinstance(value.rounded, ast.Call)
             and any(_names_time(name) for name in names_in(value.rounded.func))
-            and flow.linked.mentions(r"\.backward\(")
+            and flow.linked.uses_name("backward")
         )
         if is_angle or is_time:
             yield Mistake(

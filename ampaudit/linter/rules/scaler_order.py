@@ -90,7 +90,7 @@ def _misplaced(flow: Interpreter, event: ScalerUnscale | ScalerStep) -> Iterator
 def _is_current(flow: Interpreter, event: ScalerUnscale | ScalerStep) -> bool:
     """Return whether a stage is that of this iteration, or the scaler is updated at all."""
     updates = of_type(flow.events.values(), ScalerUpdate)
-    return flow.is_first_iteration or any(update.scaler == event.scaler for update in updates)
+    return flow.point.is_first_iteration or any(update.scaler == event.scaler for update in updates)
 
 
 @rule("AMP806", ScalerUpdate)

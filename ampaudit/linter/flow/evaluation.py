@@ -1,0 +1,580 @@
+"""Executes each kind of statement, and evaluates each kind of expression except calls."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.flow.calls import evaluate_call
+from ampaudit.linter.flow.events import AutocastEntered, GradientRead, PrecisionChosen, ScaleCompared
+from ampaudit.linter.flow.gradients import replace_gradients
+from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
+from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
+from ampaudit.linter.flow.syntax import dotted_name, module_of
+from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
+from ampaudit.linter.flow.torch_names import canonical_name
+from ampaudit.linter.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    UNSCALED_TENSOR,
+    Autocast,
+    BoundMethod,
+    Class,
+    ContextManager,
+    DeviceValue,
+    DictLiteral,
+    DtypeChoice,
+    Function,
+    FunctionInfo,
+    GradAttribute,
+    ImportedName,
+    Instance,
+    KnownItems,
+    LiteralValue,
+    LossGradients,
+    Managed,
+    Model,
+    Optimizer,
+    Parameters,
+    Scaler,
+    ScaleReading,
+    Tensor,
+    Truth,
+    Value,
+    function_of_lambda,
+    literal_of,
+)
+from ampaudit.linter.flow.weight_copies import freeze
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Handlers, Interpreter, ProgramPoint
+
+__all__ = ["HANDLERS"]
+
+
+def _repeat(
+    interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, item: Value = UNKNOWN
+) -> None:
+    """Execute the body twice, so that the state after one iteration meets the next."""
+    entry = interpreter.state.copy()
+    breaks: list[State] = []
+    for is_first in (True, False):
+        before = interpreter.state.copy()
+        point = interpreter.point
+        with interpreter.entered(point if is_first else replace(point, is_first_iteration=False)):
+            if isinstance(node, ast.For | ast.AsyncFor):
+                interpreter.assign_item(node.target, item)
+            else:
+                interpreter.evaluate(node.test)
+            breaks += _execute_body(interpreter, node, interpreter.point.inside("loop", node))
+        after = interpreter.path_state
+        if after is None or after == before:
+            break
+    interpreter.path_state = join_all([interpreter.path_state, *breaks])
+    if interpreter.path_state is None:  # every path leaves the function; but the loop may not run at all
+        interpreter.path_state = entry
+    interpreter.execute(node.orelse)
+
+
+def _execute_body(
+    interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, point: ProgramPoint
+) -> list[State]:
+    """Execute the body of a loop once, and return the states in which it leaves the loop."""
+    inside = replace(point, breaks=[], continues=[])
+    with interpreter.entered(inside):
+        interpreter.execute(node.body)
+    interpreter.path_state = join_all([interpreter.path_state, *inside.continues])
+    return inside.breaks
+
+
+def _for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
+    items = interpreter.evaluate(node.iter)
+    if isinstance(items, KnownItems) and not items.repeated and _are_objects(items) and not node.orelse:
+        _unroll(interpreter, node, items)
+    else:
+        _repeat(interpreter, node, item_of(items))
+
+
+def _are_objects(items: KnownItems) -> bool:
+    """Return whether some items are a few objects, each of which is known."""
+    kinds = (Optimizer, Model, Scaler, Instance)
+    return 0 < len(items.items) <= _MAX_UNROLLED and all(isinstance(item, kinds) for item in items.items)
+
+
+_MAX_UNROLLED: Final = 4
+
+
+def _unroll(interpreter: Interpreter, node: ast.For | ast.AsyncFor, items: KnownItems) -> None:
+    """Execute the body once for each item."""
+    breaks: list[State] = []
+    for item in items.items:
+        if interpreter.path_state is None:
+            break
+        interpreter.assign(node.target, item)
+        breaks += _execute_body(interpreter, node, interpreter.point)
+    interpreter.path_state = join_all([interpreter.path_state, *breaks])
+
+
+def _leave_iteration(interpreter: Interpreter, node: ast.Break | ast.Continue) -> None:
+    point = interpreter.point
+    (point.breaks if isinstance(node, ast.Break) else point.continues).append(interpreter.state)
+    interpreter.path_state = None
+
+
+def _expression(interpreter: Interpreter, node: ast.Expr) -> None:
+    interpreter.evaluate(node.value)
+
+
+def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
+    value = interpreter.evaluate(node.value)
+    for target in node.targets:
+        interpreter.assign(target, value)
+        if isinstance(target, ast.Subscript) and _selects_by_tensor(interpreter, target.slice):
+            owner = interpreter.evaluate(target.value)
+            call_op(interpreter, target, "torch.Tensor.__setitem__", [owner, value])
+        if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+            owner = interpreter.evaluate(target.value)
+            for model in (owner.models or ()) if isinstance(owner, Parameters) else ():
+                freeze(interpreter, model, value)
+        replaces = isinstance(target, ast.Attribute) and target.attr == "grad"
+        if replaces and not (isinstance(value, LiteralValue) and value.value is None):
+            replace_gradients(interpreter, target)
+
+
+def _selects_by_tensor(interpreter: Interpreter, index: ast.expr) -> bool:
+    """Return whether an index is a tensor, such as a mask; slices and numbers copy, and convert."""
+    return isinstance(index, ast.Call | ast.Compare | ast.Name) and (
+        isinstance(index, ast.Compare) or isinstance(interpreter.evaluate(index), Tensor)
+    )
+
+
+def _annotated(interpreter: Interpreter, node: ast.AnnAssign) -> None:
+    if node.value is not None:
+        interpreter.assign(node.target, interpreter.evaluate(node.value))
+
+
+def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
+    combined = ast.BinOp(left=node.target, op=node.op, right=node.value)
+    ast.copy_location(combined, node)
+    value = interpreter.evaluate(combined)
+    if not isinstance(node.target, ast.Subscript):
+        interpreter.assign(node.target, value)
+
+
+def _if(interpreter: Interpreter, node: ast.If) -> None:
+    is_relevant = interpreter.script.is_relevant(node) or bool(interpreter.assumptions)
+    truth = interpreter.assumed_truth(node.test) if is_relevant else None
+    decided = _truth(interpreter, node.test)
+    truth = truth if decided is None else decided
+    if truth is not None:
+        interpreter.execute(node.body if truth else node.orelse)
+        return
+    before = interpreter.state.copy()
+    with interpreter.entered(interpreter.point.inside("if", node)):
+        interpreter.execute(node.body)
+    then, interpreter.path_state = interpreter.path_state, before
+    with interpreter.entered(interpreter.point.inside("if", node)):
+        interpreter.execute(node.orelse)
+    otherwise = interpreter.path_state
+    interpreter.path_state = join(then, otherwise)
+    if (then is None) != (otherwise is None):
+        # what follows in this block runs only where the branch that continues was taken
+        interpreter.point = interpreter.point.inside("if", node)
+
+
+def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
+    with interpreter.entered(interpreter.point):
+        for item in node.items:
+            value = interpreter.evaluate(item.context_expr)
+            _enter(interpreter, value, item.context_expr, node)
+            if item.optional_vars is not None:
+                interpreter.assign(item.optional_vars, value if isinstance(value, Managed) else UNKNOWN)
+        inside = interpreter.point.inside("with", node)
+        interpreter.point = replace(inside, muted=inside.muted or _expects_error(node))
+        interpreter.execute(node.body)
+
+
+def _expects_error(node: ast.With | ast.AsyncWith) -> bool:
+    """Return whether a test expects that the block raises."""
+    calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
+    return any(dotted_name(call.func).rpartition(".")[2].startswith(_RAISES) for call in calls)
+
+
+_RAISES = ("raises", "assertRaises")
+
+
+def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:
+    is_harmless = isinstance(value, ImportedName) and value.path.split(".")[0] in _HARMLESS
+    if not interpreter.enter(value) and not is_harmless:
+        interpreter.enter(UNKNOWN_AUTOCAST)
+        interpreter.enter(ContextManager("unsure"))
+    if isinstance(value, Autocast):
+        interpreter.record(AutocastEntered(interpreter.at(expression), value, node))
+
+
+_HARMLESS: Final = frozenset({"builtins", "torch", "tqdm", "contextlib", "time", "warnings", "rich", "os"})
+
+
+def _try(interpreter: Interpreter, node: ast.Try) -> None:
+    before = interpreter.state.copy()
+    interpreter.execute(node.body)
+    after = interpreter.path_state
+    if after is not None:
+        interpreter.execute(node.orelse)
+    ends = [interpreter.path_state]
+    for handler in node.handlers:
+        interpreter.path_state = join(before.copy(), after.copy() if after is not None else None)
+        if interpreter.path_state is None:
+            continue
+        if handler.name:
+            interpreter.state.bind(interpreter.frame, handler.name, UNKNOWN)
+        with interpreter.entered(interpreter.point.inside("if", handler)):
+            interpreter.execute(handler.body)
+        ends.append(interpreter.path_state)
+    interpreter.path_state = join_all(ends)
+    if node.finalbody:
+        has_left = interpreter.path_state is None
+        interpreter.path_state = interpreter.path_state or before
+        interpreter.execute(node.finalbody)
+        interpreter.path_state = None if has_left else interpreter.path_state
+
+
+def _match(interpreter: Interpreter, node: ast.Match) -> None:
+    interpreter.evaluate(node.subject)
+    before = interpreter.state
+    ends: list[State | None] = [before.copy()]
+    for case in node.cases:
+        interpreter.path_state = before.copy()
+        with interpreter.entered(interpreter.point.inside("if", case)):
+            interpreter.execute(case.body)
+        ends.append(interpreter.path_state)
+    interpreter.path_state = join_all(ends)
+
+
+def _return(interpreter: Interpreter, node: ast.Return) -> None:
+    value = interpreter.evaluate(node.value) if node.value is not None else LiteralValue(None)
+    interpreter.point.returns.append((value, interpreter.state))
+    interpreter.path_state = None
+
+
+def _raise(interpreter: Interpreter, node: ast.Raise) -> None:
+    interpreter.evaluate(node.exc)
+    interpreter.path_state = None
+
+
+def _delete(interpreter: Interpreter, node: ast.Delete) -> None:
+    for target in node.targets:
+        if isinstance(target, ast.Name):
+            interpreter.state.bind(interpreter.frame, target.id, UNKNOWN)
+
+
+def _assert(interpreter: Interpreter, node: ast.Assert) -> None:
+    interpreter.evaluate(node.test)
+
+
+def _import(interpreter: Interpreter, node: ast.Import) -> None:
+    for alias in node.names:
+        name, path = alias.asname or alias.name.split(".")[0], alias.name if alias.asname else ""
+        interpreter.state.bind(interpreter.frame, name, ImportedName(canonical_name(path or name)))
+
+
+def _import_from(interpreter: Interpreter, node: ast.ImportFrom) -> None:
+    module = module_of(node)
+    for alias in node.names:
+        if alias.name == "*":
+            _import_all(interpreter, module)
+        else:
+            value = interpreter.member(module, alias.name)
+            interpreter.state.bind(interpreter.frame, alias.asname or alias.name, value)
+
+
+def _import_all(interpreter: Interpreter, module: str) -> None:
+    script = interpreter.linked.module(interpreter.script, module)
+    if script is not None:
+        names = {*script.functions, *script.classes, *interpreter.state.scopes.get(-script.number, ())}
+        for name in sorted(name for name in names if not name.startswith("_")):
+            interpreter.state.bind(interpreter.frame, name, interpreter.member(module, name))
+
+
+def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    info = interpreter.script.functions.get(node.name)
+    if info is None or info.node is not node:
+        info = FunctionInfo(node, None, interpreter.script.is_relevant(node))
+    interpreter.state.bind(interpreter.frame, node.name, Function(info, interpreter.frame))
+
+
+def _class(interpreter: Interpreter, node: ast.ClassDef) -> None:
+    if node.name in interpreter.script.classes:
+        interpreter.state.bind(interpreter.frame, node.name, Class(interpreter.script.classes[node.name]))
+
+
+def _name(interpreter: Interpreter, node: ast.Name) -> Value:
+    return interpreter.lookup(node.id)
+
+
+def _constant(interpreter: Interpreter, node: ast.Constant) -> Value:
+    del interpreter
+    return LiteralValue(node.value)
+
+
+def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
+    base = interpreter.evaluate(node.value)
+    if isinstance(base, ImportedName):
+        return interpreter.member(base.path, node.attr)
+    if isinstance(base, Instance):
+        return _member(interpreter, base, node)
+    if isinstance(base, DeviceValue):
+        return LiteralValue(base.type) if node.attr == "type" and base.type else UNKNOWN
+    if node.attr == "grad":
+        # the gradient of a computed tensor may be scaled, and is no gradient of a parameter
+        is_computed = isinstance(base, Tensor) and base is not UNSCALED_TENSOR
+        return Tensor(scaler_key=MAYBE) if is_computed else GradAttribute()
+    if isinstance(base, GradAttribute):
+        return base if node.attr == "data" else UNKNOWN
+    if isinstance(base, Model):
+        if node.attr == "module":
+            return base
+        if base.instance is not None:
+            return _member(interpreter, base.instance, node)
+        return interpreter.infer_from_usage(UNKNOWN, dotted_name(node))
+    if isinstance(base, Parameters):
+        return base if node.attr == "data" else UNKNOWN
+    if isinstance(base, Tensor):
+        if node.attr in ("data", "T", "mT", "values"):
+            return replace(base, is_detached=True) if node.attr == "data" else base
+        if node.attr == "dtype" and base.dtype:
+            return ImportedName(f"torch.{base.dtype}")
+        is_tensor = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
+        # a field of what a model returned; the model may have computed it in any dtype
+        field = Tensor(
+            model_calls=base.model_calls, computed_under=base.computed_under, weights_dtype=base.weights_dtype
+        )
+        return field if is_tensor else UNKNOWN
+    if isinstance(base, Managed):
+        return base
+    text = dotted_name(node)
+    return interpreter.lookup(text, text) if text else UNKNOWN
+
+
+def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> Value:
+    text = dotted_name(node)
+    value = interpreter.state.value(owner.key, node.attr)
+    if value is not None:
+        return interpreter.infer_from_usage(value, text)
+    method = interpreter.bound_method(owner, node.attr)
+    return method if method is not None else interpreter.infer_from_usage(UNKNOWN, text)
+
+
+def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
+    left, right = interpreter.evaluate(node.left), interpreter.evaluate(node.right)
+    for side, value in ((node.left, left), (node.right, right)):
+        if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
+            interpreter.record(GradientRead(interpreter.at(side)))
+    if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
+        unscales = isinstance(right, ScaleReading) or "scale" in ast.unparse(node.right).lower()
+        return UNKNOWN if unscales else left
+    for reading, factor in ((left, right), (right, left)):
+        # a number times the scale, or divided by it
+        is_loss = isinstance(factor, LossGradients) or (
+            isinstance(factor, Tensor) and factor.node is not None
+        )
+        if isinstance(reading, ScaleReading) and not is_loss:
+            return reading
+    interpreter.record_dtypes(node, (left, right))
+    if isinstance(node.op, ast.MatMult):
+        return matrix_product(interpreter, node, [left, right])
+    if isinstance(left, LiteralValue) and isinstance(right, LiteralValue):
+        return UNKNOWN
+    return combine(node, left, right, interpreter)
+
+
+def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
+    value = interpreter.evaluate(node.operand)
+    return value if isinstance(value, Tensor) and isinstance(node.op, ast.USub) else UNKNOWN
+
+
+def _truth(interpreter: Interpreter, node: ast.expr) -> bool | None:
+    """Evaluate a condition; return its truth if the script determines it, as in ``False and x``."""
+    if isinstance(node, ast.BoolOp):
+        truths = [_truth(interpreter, value) for value in node.values]
+        decisive = isinstance(node.op, ast.Or)  # the truth of one operand that decides the whole
+        return decisive if decisive in truths else None if None in truths else not decisive
+    value = interpreter.evaluate(node)
+    if isinstance(value, LiteralValue) and not (value.is_given or isinstance(node, ast.Constant)):
+        return None
+    return bool(value.value) if isinstance(value, Truth | LiteralValue) else None
+
+
+def _parts(interpreter: Interpreter, node: ast.BoolOp | ast.Slice | ast.Yield) -> Value:
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.expr):
+            interpreter.evaluate(part)
+    return UNKNOWN
+
+
+def _comparison(interpreter: Interpreter, node: ast.Compare) -> Value:
+    left, *others = (interpreter.evaluate(value) for value in (node.left, *node.comparators))
+    is_none_test = isinstance(node.ops[0], ast.Is | ast.IsNot) and others == [LiteralValue(None)]
+    if is_none_test and isinstance(left, LiteralValue) and left.is_given:
+        return Truth(isinstance(node.ops[0], ast.Is) == (left.value is None))
+    if is_none_test and isinstance(left, Scaler) and left.node is not None and not left.optional:
+        return Truth(isinstance(node.ops[0], ast.IsNot))
+    if isinstance(left, ScaleReading) and left in others and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+        interpreter.record(ScaleCompared(interpreter.at(node)))
+    return UNKNOWN
+
+
+def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
+    truth = interpreter.assumed_truth(node.test)
+    interpreter.evaluate(node.test)
+    if truth is not None:
+        return interpreter.evaluate(node.body if truth else node.orelse)
+    before = interpreter.state.copy()
+    with interpreter.entered(interpreter.point.inside("if", node)):
+        one = interpreter.evaluate(node.body)
+        then, interpreter.path_state = interpreter.path_state, before
+        other = interpreter.evaluate(node.orelse)
+    interpreter.path_state = join(then, interpreter.path_state)
+    if isinstance(one, Function | BoundMethod) and isinstance(other, Function | BoundMethod):
+        interpreter.record(PrecisionChosen(interpreter.at(node)))
+    return join_values(one, other)
+
+
+def _lambda(interpreter: Interpreter, node: ast.Lambda) -> Value:
+    info = interpreter.lambdas.get(node)
+    if info is None:
+        info = function_of_lambda(node, interpreter.script.is_relevant(node))
+        interpreter.lambdas[node] = info
+    return Function(info, interpreter.frame)
+
+
+def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:
+    return KnownItems(tuple(interpreter.evaluate(item) for item in node.elts))
+
+
+def _dictionary(interpreter: Interpreter, node: ast.Dict) -> Value:
+    keys = [interpreter.evaluate(key) for key in node.keys]
+    names = (literal_of(key) for key in keys)
+    texts = tuple(name if isinstance(name, str) else None for name in names)
+    return DictLiteral(tuple(interpreter.evaluate(value) for value in node.values), node, texts)
+
+
+def _comprehension(interpreter: Interpreter, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
+    with interpreter.entered(interpreter.point.inside("comprehension", node)):
+        _generators(interpreter, node.generators)
+        item = interpreter.evaluate(node.elt)
+        # each item has a graph of its own
+        return KnownItems(
+            (replace(item, model_calls=None) if isinstance(item, Tensor) else item,), repeated=True
+        )
+
+
+def _dict_comprehension(interpreter: Interpreter, node: ast.DictComp) -> Value:
+    with interpreter.entered(interpreter.point.inside("comprehension", node)):
+        _generators(interpreter, node.generators)
+        interpreter.evaluate(node.key)
+        return KnownItems((interpreter.evaluate(node.value),), repeated=True)
+
+
+def _generators(interpreter: Interpreter, generators: list[ast.comprehension]) -> None:
+    for generator in generators:
+        interpreter.assign_item(generator.target, item_of(interpreter.evaluate(generator.iter)))
+        for test in generator.ifs:
+            interpreter.evaluate(test)
+
+
+def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
+    base = interpreter.evaluate(node.value)
+    key = interpreter.evaluate(node.slice)
+    if isinstance(base, KnownItems) and isinstance(node.slice, ast.Constant) and not base.repeated:
+        index = node.slice.value
+        is_valid = isinstance(index, int) and -len(base.items) <= index < len(base.items)
+        return base.items[index] if is_valid else UNKNOWN  # type: ignore[index]
+    if isinstance(base, LossGradients | Parameters | Managed | KnownItems):
+        return item_of(base)
+    if isinstance(base, Tensor):
+        return replace(base, upcast=None)
+    text = dotted_name(node)
+    item = None
+    if isinstance(base, DictLiteral) and isinstance(key, LiteralValue):
+        item = base.item(key.value)
+    elif isinstance(base, DictLiteral) and isinstance(choice := choice_of_dtypes(*base.items), DtypeChoice):
+        return choice
+    elif isinstance(base, DictLiteral) and isinstance(any_of := item_of(KnownItems(base.items)), Parameters):
+        return any_of
+    if item is not None:
+        return interpreter.infer_from_usage(item, text)
+    return interpreter.lookup(text, text) if text else UNKNOWN
+
+
+def _walrus(interpreter: Interpreter, node: ast.NamedExpr) -> Value:
+    value = interpreter.evaluate(node.value)
+    interpreter.assign(node.target, value)
+    return value
+
+
+def _operand(interpreter: Interpreter, node: ast.Await | ast.Starred | ast.FormattedValue) -> Value:
+    return interpreter.evaluate(node.value)
+
+
+def _formatted_string(interpreter: Interpreter, node: ast.JoinedStr) -> Value:
+    for part in node.values:
+        interpreter.evaluate(part)
+    start = node.values[0] if node.values else None
+    text = start.value if isinstance(start, ast.Constant) else ""
+    # a device with some index, as in f"cuda:{rank}"
+    return LiteralValue(f"{text}0") if text in ("cuda:", "xpu:", "mps:") else UNKNOWN
+
+
+HANDLERS: Handlers = {
+    ast.Expr: _expression,
+    ast.Assign: _assign,
+    ast.AnnAssign: _annotated,
+    ast.AugAssign: _augmented,
+    ast.If: _if,
+    ast.For: _for,
+    ast.AsyncFor: _for,
+    ast.While: _repeat,
+    ast.With: _with,
+    ast.AsyncWith: _with,
+    ast.Try: _try,
+    ast.TryStar: _try,
+    ast.Match: _match,
+    ast.Return: _return,
+    ast.Raise: _raise,
+    ast.Break: _leave_iteration,
+    ast.Continue: _leave_iteration,
+    ast.Delete: _delete,
+    ast.Assert: _assert,
+    ast.Import: _import,
+    ast.ImportFrom: _import_from,
+    ast.FunctionDef: _function,
+    ast.AsyncFunctionDef: _function,
+    ast.ClassDef: _class,
+    ast.Name: _name,
+    ast.Constant: _constant,
+    ast.Attribute: _attribute,
+    ast.Call: evaluate_call,
+    ast.BinOp: _binary,
+    ast.UnaryOp: _unary,
+    ast.Compare: _comparison,
+    ast.BoolOp: _parts,
+    ast.IfExp: _conditional,
+    ast.Lambda: _lambda,
+    ast.Tuple: _sequence,
+    ast.List: _sequence,
+    ast.Dict: _dictionary,
+    ast.ListComp: _comprehension,
+    ast.SetComp: _comprehension,
+    ast.GeneratorExp: _comprehension,
+    ast.DictComp: _dict_comprehension,
+    ast.Subscript: _subscript,
+    ast.NamedExpr: _walrus,
+    ast.Await: _operand,
+    ast.Starred: _operand,
+    ast.FormattedValue: _operand,
+    ast.JoinedStr: _formatted_string,
+    ast.Yield: _parts,
+    ast.Slice: _parts,
+}
