@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic
 from ampaudit.linter.fix_safety import with_safety
 from ampaudit.linter.flow.evaluation import HANDLERS
 from ampaudit.linter.flow.events import (
@@ -51,52 +51,12 @@ from ampaudit.linter.flow.values import (
     LiteralValue,
     Value,
 )
-from ampaudit.linter.rules import devices as devices
-from ampaudit.linter.rules import dtypes as dtypes
-from ampaudit.linter.rules import gradients as gradients
-from ampaudit.linter.rules import scaler_order as scaler_order
-from ampaudit.linter.rules import weights as weights
-from ampaudit.linter.rules.accumulation import (
-    check_accumulation,
-    check_branches,
-    check_stepped_either_way,
-    check_zeroed_either_way,
-)
-from ampaudit.linter.rules.autograd_functions import check_autograd_functions
-from ampaudit.linter.rules.bookkeeping import (
-    check_loops,
-    check_updates_and_checkpoints,
-)
-from ampaudit.linter.rules.constants import check_constants, check_half_accumulators, check_half_layers
-from ampaudit.linter.rules.managed_loops import (
-    check_apex_loops,
-    check_lightning_module,
-    check_managed_loops,
-    check_training_step,
-)
-from ampaudit.linter.rules.regions import (
-    check_cached_without_gradients,
-    check_regions,
-    check_weight_cache,
-)
-from ampaudit.linter.rules.rule import RULES
-from ampaudit.linter.rules.settings import check_settings
+from ampaudit.linter.rules import RULES
 from ampaudit.linter.source_tree import LinkedScript
 
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
-_SYNTAX_RULES = (check_apex_loops, check_autograd_functions, check_half_accumulators)
-_ENTRY_POINT_RULES = (
-    check_accumulation,
-    check_branches,
-    check_managed_loops,
-    check_regions,
-    check_settings,
-    check_weight_cache,
-    check_cached_without_gradients,
-    check_loops,
-)
 
 
 def analyze(
@@ -127,14 +87,9 @@ def _analyze(
             _follow(interpreter, events_by_entry, _EntryPoint(info, None, end))
     for class_info in script.classes.values():
         _follow_class(interpreter, events_by_entry, end, class_info)
-    check_updates_and_checkpoints(interpreter, events_by_entry)
-    check_half_layers(interpreter, events_by_entry)
+    interpreter.guesses = False
     interpreter.judge(ScriptFollowed(events_by_entry))
-    diagnostics = dict(interpreter.diagnostics)
-    constants = check_constants(script, interpreter.dtype_uses)
-    for item in (*constants, *(item for check in _SYNTAX_RULES for item in check(script))):
-        diagnostics.setdefault((item.code, *position_of(item.node)), item)
-    ordered = sorted(diagnostics.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
+    ordered = sorted(interpreter.diagnostics.items(), key=lambda pair: (pair[0][1:], pair[0][0]))
     names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, ImportedName)}
     return [with_safety(script, item) for _, item in ordered], names
 
@@ -183,24 +138,27 @@ def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry:
         for answer in (True, False):
             interpreter.assumptions = {condition: answer}
             _follow_once(interpreter, entry, runs)
-        check_zeroed_either_way(interpreter, *runs)
-        check_stepped_either_way(interpreter, *runs)
         interpreter.judge(BranchesFollowed(*runs))
     interpreter.assumptions = {}
     return end
 
 
 def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: list[list[Event]]) -> State:
-    info, earlier = entry.info, frozenset(interpreter.diagnostics)
+    info = entry.info
     interpreter.path_state, interpreter.guesses = entry.start.fork(), False
-    place = ProgramPoint(interpreter.linked.main, autocast=entry.context)
-    with contextlib.suppress(StepLimitReached), interpreter.entered(place):
+    point = ProgramPoint(interpreter.linked.main, autocast=entry.context)
+    with contextlib.suppress(StepLimitReached), interpreter.entered(point):
         if info is None:
             interpreter.execute(interpreter.linked.main.tree.body)
         else:
             arguments = {} if entry.owner is not None else _never_passed(interpreter.linked.main, info)
             inline_call(interpreter, info, info.node, arguments, None if info.is_static else entry.owner)
-    _finish(interpreter, events_by_entry, earlier)
+    events = list(interpreter.events.values())
+    interpreter.events = {}
+    interpreter.budget.next_entry_point()
+    if not interpreter.managed:
+        interpreter.judge(EntryPointFollowed(events))
+    events_by_entry.append(events)
     return interpreter.path_state or State()
 
 
@@ -241,9 +199,6 @@ def _follow_class(
             _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end, autocast))
     interpreter.managed = False
     events = [event for entry in events_by_entry[before:] for event in entry]
-    if info.derives("LightningModule"):
-        check_lightning_module(interpreter, info, events)
-    check_training_step(interpreter, info, events)
     interpreter.judge(ClassFollowed(info, events))
 
 
@@ -260,26 +215,3 @@ def _context_of_trainer(interpreter: Interpreter) -> Autocast | None:
 
 
 _TRAINING_EVENTS = (Backward, ModelCall, PrecisionChosen, ScalerScale, ScalerStep, ScalerUnscale, Clip)
-
-
-def _finish(
-    interpreter: Interpreter, events_by_entry: list[list[Event]], earlier: frozenset[tuple[str, int, int]]
-) -> None:
-    """Check the rules on the events of one entry point, before which some diagnostics were known."""
-    events = list(interpreter.events.values())
-    interpreter.events = {}
-    interpreter.budget.next_entry_point()
-    if not interpreter.managed:
-        for check in _ENTRY_POINT_RULES:
-            check(interpreter, events)
-        interpreter.judge(EntryPointFollowed(events))
-    else:
-        interpreter.diagnostics = {
-            key: item
-            for key, item in interpreter.diagnostics.items()
-            if key in earlier or key[0] in _RULES_FOR_MANAGED
-        }
-    events_by_entry.append(events)
-
-
-_RULES_FOR_MANAGED = frozenset("AMP844 AMP845 AMP846 AMP850 AMP867 AMP868 AMP869 AMP873 AMP874".split())

@@ -214,12 +214,12 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
     "AMP829": (PLAIN, _PAIRED.replace("<>", "opt_a"), _PAIRED.replace("<>", "opt_b")),
     "AMP839": (
         TRAINER,
-        "if self.grad_scaler.is_enabled():\n"
+        "if self.mixed:\n"
         "    self.opt.zero_grad()\n"
         "    self.grad_scaler.scale(self.loss_of(batch)).backward()\n"
         "    self.grad_scaler.step(self.opt)\n    self.grad_scaler.update()\nelse:\n"
         "    F.cross_entropy(self.model(batch['x']), batch['y']).backward()\n    self.opt.step()",
-        "self.opt.zero_grad()\nif self.grad_scaler.is_enabled():\n"
+        "self.opt.zero_grad()\nif self.mixed:\n"
         "    self.grad_scaler.scale(self.loss_of(batch)).backward()\n"
         "    self.grad_scaler.step(self.opt)\n    self.grad_scaler.update()\nelse:\n"
         "    F.cross_entropy(self.model(batch['x']), batch['y']).backward()\n    self.opt.step()",

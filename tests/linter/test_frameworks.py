@@ -1,4 +1,4 @@
-"""What is known of timm's scaler, Transformers' Trainer, Ignite, Catalyst and SpeechBrain."""
+"""What is known of timm's scaler, Transformers' Trainer, Catalyst and SpeechBrain."""
 
 from __future__ import annotations
 
@@ -288,29 +288,6 @@ def test_a_training_step_that_bypasses_the_trainers_scaler(
     backward: str, precision: str, found: list[tuple[str, str, int]]
 ) -> None:
     assert alarms(STEP.format(backward=backward, precision=precision)) == found
-
-
-IGNITE = """
-from ignite.engine import create_supervised_trainer, supervised_training_step_amp
-
-step = {call}
-"""
-STEPS = {
-    'create_supervised_trainer(net, opt, loss, amp_mode="amp")': True,
-    'create_supervised_trainer(net, opt, loss, amp_mode="amp", scaler=False)': True,
-    'create_supervised_trainer(net, opt, loss, amp_mode="amp", scaler=True)': False,
-    'create_supervised_trainer(net, opt, loss, amp_mode="amp", scaler=scaler)': False,
-    'create_supervised_trainer(net, opt, loss, amp_mode="apex")': False,
-    "create_supervised_trainer(net, opt, loss)": False,
-    "supervised_training_step_amp(net, opt, loss)": True,
-    "supervised_training_step_amp(net, opt, loss, scaler=scaler)": False,
-    "supervised_training_step_amp(net, opt, loss, **options)": False,
-}
-
-
-@pytest.mark.parametrize("call", STEPS)
-def test_ignites_autocast_without_a_scaler(call: str) -> None:
-    assert [code for code, _, _ in alarms(IGNITE.format(call=call))] == ["AMP813"] * STEPS[call]
 
 
 DEVICE = """

@@ -9,7 +9,7 @@ from ampaudit.linter.diagnostic import file_number
 from ampaudit.linter.flow import objects, optimizers, scalers, tensors, torch_calls
 from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import inline_call
-from ampaudit.linter.flow.managed import check_trainer_model, managed_method
+from ampaudit.linter.flow.managed import make_trainer, managed_method
 from ampaudit.linter.flow.objects import call_model
 from ampaudit.linter.flow.state import choice_of_dtypes, join_items
 from ampaudit.linter.flow.syntax import dotted_name
@@ -142,7 +142,7 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     if isinstance(function, Partial):
         arguments = _completed(interpreter, function, arguments)
         node, function = arguments.node, function.function
-    check_trainer_model(interpreter, node, arguments)
+    make_trainer(interpreter, node, arguments)
     if isinstance(function, Function | BoundMethod):
         info = function.info
         if not _is_followed(interpreter, info, arguments):

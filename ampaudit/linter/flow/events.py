@@ -44,6 +44,7 @@ __all__ = [
     "LossInside",
     "ManagedBackward",
     "ManagedClip",
+    "ManagedModel",
     "ManagedStep",
     "ManagedUpdate",
     "ManagedZeroGrad",
@@ -445,6 +446,13 @@ class AdaptersPrepared(ManagedEvent):
 @dataclass(frozen=True, slots=True)
 class ManagedClip(ManagedEvent):
     """A call that clips the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedModel(ManagedEvent):
+    """A call that gives it a model, by key, to train."""
+
+    model: str
 
 
 @dataclass(frozen=True, slots=True)

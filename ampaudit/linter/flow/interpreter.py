@@ -57,7 +57,9 @@ _MAX_STEPS: Final = 60_000  # per entry point; the rest of a longer one is skipp
 _MAX_STEPS_ELSEWHERE: Final = 20_000  # per script, in files that it imports
 _SIZE_PER_STEP: Final = 16  # facts, names and events that cost as much as a step
 _MAX_WORK: Final = 2_500_000  # per script, which is not read beyond it: some seconds
-_OF_DTYPES: Final = frozenset("AMP844 AMP854 AMP845 AMP846 AMP860 AMP861 AMP868 AMP869 AMP873 AMP874".split())
+_OF_DTYPES: Final = frozenset(
+    "AMP844 AMP854 AMP845 AMP846 AMP860 AMP861 AMP867 AMP868 AMP869 AMP873 AMP874".split()
+)
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
 _BUILTINS = frozenset(
@@ -156,7 +158,7 @@ class Interpreter:
         self.dtype_uses = DtypeUses()
         self.guesses = False  # whether the class of a model was guessed
         self.managers: set[Managed] = set()
-        self.managed = False
+        self.managed = False  # whether a framework runs the code that is followed
         self.sharded: set[str] = set()  # keys of the models that FSDP shards
         self.replicated: set[str] = set()  # and of those that DDP wraps, in another branch perhaps
         self._expressions = 0
@@ -239,11 +241,15 @@ class Interpreter:
         certainty: Certainty = Certainty.KNOWN,
     ) -> None:
         """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
-        if self.point.muted:
+        if self.point.muted or (self.managed and code not in _OF_DTYPES):
             return
         node = self._reported(node)
-        if self.guesses and code in _OF_DTYPES:
-            certainty = min(certainty, Certainty.LIKELY)
+        is_guess = (  # a name that is used like a scaler may be no scaler of torch
+            self.guesses
+            if code in _OF_DTYPES
+            else any(scaler.node is None for scaler in self.scalers.values())
+        )
+        certainty = min(certainty, Certainty.LIKELY) if is_guess else certainty
         key = (code, *position_of(node))
         earlier = self.diagnostics.get(key)
         if earlier is None or earlier.certainty < certainty:

@@ -10,21 +10,21 @@ from ampaudit.linter.flow.events import (
     AdaptersPrepared,
     ManagedBackward,
     ManagedClip,
+    ManagedModel,
     ManagedStep,
     ManagedUpdate,
     ManagedZeroGrad,
 )
-from ampaudit.linter.flow.facts import FROZEN, HALF_WEIGHTS, PerhapsHalf
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import Framework
-from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value, literal_of
+from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
     from ampaudit.linter.flow.values import Arguments
 
-__all__ = ["check_autocast_step", "check_trainer_model", "make_managed", "managed_method"]
+__all__ = ["make_managed", "make_trainer", "managed_method"]
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
@@ -53,86 +53,37 @@ def managed_method(
     interpreter: Interpreter, node: ast.Call, base: Managed, name: str, arguments: Arguments
 ) -> Value:
     """Interpret a method of an object that a framework manages."""
-    state, framework = interpreter.state, base.framework
+    state, framework, place = interpreter.state, base.framework, interpreter.at(node)
     if name == "backward" and framework is not None:
-        loss = arguments.get(0, "loss")
-        interpreter.record(ManagedBackward(interpreter.at(node), base, loss))
+        interpreter.record(ManagedBackward(place, base, arguments.get(0, "loss")))
         scaled = framework.keeps_gradients and base.scales
         new = Contribution(f"managed by {framework.name}", node)
         state.gradients = AccumulatedGradients(frozenset({new}), base.scales) if scaled else UNKNOWN_GRADIENTS
     elif name in (*_CLIPS, "unscale_gradients"):
-        interpreter.record(ManagedClip(interpreter.at(node), base))
+        interpreter.record(ManagedClip(place, base))
         state.gradients = UNKNOWN_GRADIENTS
     elif name == "step":
-        interpreter.record(ManagedStep(interpreter.at(node), base))
+        interpreter.record(ManagedStep(place, base))
         state.gradients = UNKNOWN_GRADIENTS
     elif name == "zero_grad":
-        interpreter.record(ManagedZeroGrad(interpreter.at(node), base))
+        interpreter.record(ManagedZeroGrad(place, base))
         state.gradients = AccumulatedGradients()
     elif name == "update" and framework is not None and "scaler" in receiver_name(node):
-        interpreter.record(ManagedUpdate(interpreter.at(node), base))
-    elif name == "fit":
-        _check_model(interpreter, base, arguments.get(0, "model"))
-    elif name == "prepare" and base.scales and interpreter.linked.mentions(r"inject\(|add_adapter"):
-        interpreter.record(AdaptersPrepared(interpreter.at(node), base))
-    elif name == "prepare" and not interpreter.linked.mentions(_TRAINS_COPIES):
+        interpreter.record(ManagedUpdate(place, base))
+    elif name == "fit" and isinstance(model := arguments.get(0, "model"), Model):
+        interpreter.record(ManagedModel(place, base, model.key))
+    elif name == "prepare":
+        if base.scales:
+            interpreter.record(AdaptersPrepared(place, base))
         optimizers = [value for value in arguments.all() if isinstance(value, Optimizer)]
         for key in sorted({key for optimizer in optimizers for key in optimizer.models or ()}):
-            _check_dtype(interpreter, base, key)
+            interpreter.record(ManagedModel(place, base, key))
     return base
 
 
-# adapters have parameters of their own, and some code casts what it trains by itself
-_TRAINS_COPIES: Final = (
-    r"add_adapter|get_peft_model|LoraConfig|lora_|LoRA\w+\(|cast_training_params|\.data = "
-)
-
-
-def check_trainer_model(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
-    """Check the model that a trainer gets with its arguments; adapters have parameters of their own."""
-    trainer_arguments = arguments.get(1, "args")
+def make_trainer(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
+    """Interpret a call that may give a model to a trainer; adapters have parameters of their own."""
+    trainer_arguments, model = arguments.get(1, "args"), arguments.get(0, "model")
     is_trainer = dotted_name(node.func).endswith("Trainer") and "peft_config" not in arguments.keywords
-    if is_trainer and isinstance(trainer_arguments, Managed):
-        _check_model(interpreter, trainer_arguments, arguments.get(0, "model"))
-
-
-def check_autocast_step(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
-    """Check that Ignite's training step, which has no scaler unless it is given one, scales the loss."""
-    mode = arguments.keywords.get("amp_mode")
-    under_autocast = node.func is not None and dotted_name(node.func).endswith("_amp")
-    if not under_autocast and literal_of(mode) != "amp":
-        return
-    scaler = arguments.keywords.get("scaler")
-    is_off = scaler is None or (isinstance(scaler, LiteralValue) and not scaler.value)
-    if is_off and len(arguments.positional) < _IGNITE_SCALER and "**" not in arguments.keywords:
-        interpreter.report(
-            "AMP813",
-            node,
-            "the loss is computed under float16 autocast without a loss scale, which Ignite adds only if it "
-            "is asked to: small gradients become zero",
-            "pass scaler=True, or a scaler of your own",
-        )
-
-
-_IGNITE_SCALER: Final = 8  # positional arguments, among which it may be
-
-
-def _check_model(interpreter: Interpreter, trainer: Managed, model: Value | None) -> None:
-    if isinstance(model, Model):
-        _check_dtype(interpreter, trainer, model.key)
-
-
-def _check_dtype(interpreter: Interpreter, managed: Managed, key: str) -> None:
-    """Check that the parameters of a model, whose gradients a framework unscales, are not float16."""
-    fact = interpreter.state.get(HALF_WEIGHTS, key)
-    halved = fact.node if isinstance(fact, PerhapsHalf) else fact
-    is_frozen = interpreter.state.get(FROZEN, key) is not None
-    if isinstance(halved, ast.AST) and not is_frozen and managed.scales and managed.framework is not None:
-        interpreter.report(
-            "AMP801",
-            halved,
-            f"these parameters are float16{', if a setting says so' if halved is not fact else ''}, and the "
-            f"scaler of {managed.framework.name} cannot unscale float16 gradients",
-            "keep the parameters in float32 and let the framework's precision choose the dtype of each op",
-            certainty=min(managed.scales, Certainty.KNOWN if halved is fact else Certainty.LIKELY),
-        )
+    if is_trainer and isinstance(trainer_arguments, Managed) and isinstance(model, Model):
+        interpreter.record(ManagedModel(interpreter.at(node), trainer_arguments, model.key))

@@ -41,7 +41,7 @@ MATTERS_TO_IMPORTERS: Final = re2.compile(
 _MENTIONS = re2.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
-    r"|Accelerator|deepspeed|[Ff]abric|precision=|fp16=|amp_mode|_step_amp|FullySharded"
+    r"|Accelerator|deepspeed|[Ff]abric|precision=|fp16=|FullySharded"
 )
 Condition: TypeAlias = tuple[str, bool]  # a name, and whether it must be true or false
 _OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")

@@ -12,14 +12,14 @@ from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
 from ampaudit.linter.source_tree import LinkedScript
 
 __all__ = [
-    "assigned_texts",
+    "assigned_values",
     "call_beside_scaler",
+    "conditions_around",
     "following_step",
     "in_same_function",
     "location_suffix",
     "nodes_around",
     "scaler_in_scope",
-    "tests_around",
 ]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -73,24 +73,21 @@ def location_suffix(node: ast.AST, place: ast.AST, otherwise: str = "") -> str:
     return here if place is node else f" at line {line_of(node)}"
 
 
-def tests_around(linked: LinkedScript, node: ast.AST) -> list[str]:
-    """Return the conditions of the ``if`` statements around a node in its function, as text.
-
-    A condition with names in it is followed by what the function assigns to these.
-    """
+def conditions_around(linked: LinkedScript, node: ast.AST) -> list[ast.expr]:
+    """Return the conditions of the ``if`` statements around a node, and what is assigned to names in them."""
     return [
-        text
+        condition
         for part in _inside_function(linked.script_of(node), node)
         if isinstance(part, ast.If)
-        for text in (ast.unparse(part.test), *assigned_texts(linked, node, part.test))
+        for condition in (part.test, *assigned_values(linked, node, part.test))
     ]
 
 
-def assigned_texts(linked: LinkedScript, node: ast.AST, condition: ast.expr) -> list[str]:
-    """Return what the function around a node assigns to the names in a condition, as text."""
+def assigned_values(linked: LinkedScript, node: ast.AST, condition: ast.expr) -> list[ast.expr]:
+    """Return what the function around a node assigns to the names in a condition."""
     names = {n.id for n in ast.walk(condition) if isinstance(n, ast.Name)}
     return [
-        ast.unparse(n.value)
+        n.value
         for n in nodes_around(linked, node)
         if isinstance(n, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in n.targets)
     ]

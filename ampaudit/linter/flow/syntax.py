@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 __all__ = [
+    "calls_any",
     "calls_method",
     "children",
     "condition_of",
@@ -17,6 +18,7 @@ __all__ = [
     "join_names",
     "keyword_value",
     "last_component",
+    "mentions",
     "module_aliases",
     "module_of",
     "names_in",
@@ -115,10 +117,25 @@ def names_in(node: ast.AST) -> set[str]:
     }
 
 
+def mentions(node: ast.AST, *texts: str) -> bool:
+    """Return whether a name, an attribute or a string in a node contains one of some texts, in any case."""
+    for part in ast.walk(node):
+        name = part.value if isinstance(part, ast.Constant) else ""
+        name = simple_name(part) if isinstance(part, ast.Name | ast.Attribute) else name
+        if isinstance(name, str) and any(text in name.lower() for text in texts):
+            return True
+    return False
+
+
 def calls_method(node: ast.AST, name: str) -> bool:
     """Return whether a node contains a call ``x.name(...)``."""
     functions = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
     return any(isinstance(function, ast.Attribute) and function.attr == name for function in functions)
+
+
+def calls_any(node: ast.AST, *names: str) -> bool:
+    """Return whether a node contains a call of a function or method with one of some names."""
+    return any(isinstance(part, ast.Call) and simple_name(part.func) in names for part in ast.walk(node))
 
 
 def enters_autocast(node: ast.With) -> bool:

@@ -29,7 +29,7 @@ from ampaudit.linter.flow.facts import (
 )
 from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import follow_callback
-from ampaudit.linter.flow.managed import check_autocast_step, make_managed
+from ampaudit.linter.flow.managed import make_managed
 from ampaudit.linter.flow.objects import device_of
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, flattened, item_of
 from ampaudit.linter.flow.syntax import dotted_name
@@ -84,9 +84,6 @@ __all__ = ["assume_any_effect", "call_imported", "call_loss_function", "unknown_
 
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
-_AUTOCAST_STEPS: Final = tuple(
-    f"ignite.engine.{name}" for name in ("create_supervised_trainer", "supervised_training_step_amp")
-)
 _PASS_THROUGH: Final = frozenset({"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed"})
 Handler = Callable[["Interpreter", ast.Call, "Arguments"], Value]
 
@@ -109,8 +106,6 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
         return make_managed(interpreter, node, framework, arguments)
     if path == "apex.amp.initialize":
         objects.check_apex_models(interpreter, node, arguments)
-    if path in _AUTOCAST_STEPS:
-        check_autocast_step(interpreter, node, arguments)
     if makes_optimizer(path):
         return optimizers.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):

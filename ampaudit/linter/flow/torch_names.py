@@ -1,7 +1,7 @@
 """Tables of names of torch and related packages, each under one canonical name.
 
 Sources: documentation and code of Accelerate 1.0 to 1.12, Lightning and Fabric 2.0 to 2.6,
-DeepSpeed 0.9 to 0.18, the Trainer of Transformers 4.30 to 4.57, Ignite 0.4 to 0.5, and Catalyst 22.
+DeepSpeed 0.9 to 0.18, the Trainer of Transformers 4.30 to 4.57, and Catalyst 22.
 """
 
 from __future__ import annotations

@@ -1,1 +1,31 @@
 """The rules, one file for each family."""
+
+from ampaudit.linter.rules import (
+    accumulation,
+    autograd_functions,
+    bookkeeping,
+    constants,
+    devices,
+    dtypes,
+    gradients,
+    managed_loops,
+    regions,
+    scaler_order,
+    weights,
+)
+from ampaudit.linter.rules.rule import RULES
+
+__all__ = [
+    "RULES",
+    "accumulation",
+    "autograd_functions",
+    "bookkeeping",
+    "constants",
+    "devices",
+    "dtypes",
+    "gradients",
+    "managed_loops",
+    "regions",
+    "scaler_order",
+    "weights",
+]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
-import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, line_of
+from ampaudit.linter.diagnostic import Certainty, Mistake, line_of
 from ampaudit.linter.flow.events import (
     Backward,
+    BranchesFollowed,
+    EntryPointFollowed,
     Event,
     GradientRead,
     Guard,
     ManagedZeroGrad,
-    ModelCall,
     ScalerStep,
     ScalerUnscale,
     ScalerUpdate,
@@ -23,58 +25,43 @@ from ampaudit.linter.flow.events import (
     ZeroGrad,
     of_type,
 )
-from ampaudit.linter.flow.statement_context import assigned_texts
-from ampaudit.linter.flow.syntax import covers_line, dotted_name, last_component
+from ampaudit.linter.flow.statement_context import assigned_values
+from ampaudit.linter.flow.syntax import calls_any, covers_line, dotted_name, last_component, mentions
+from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = [
-    "Branch",
-    "branch_of",
-    "check_accumulation",
-    "check_branches",
-    "check_stepped_either_way",
-    "check_zeroed_either_way",
-    "excludes",
-    "side_of",
-]
-
+__all__ = ["branch_of", "excludes", "side_of", "tests_remainder"]
 
 Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
 
-def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check unscaling, updating, zeroing, division and synchronization in accumulation loops."""
-    if any(e.loop is None for e in of_type(events, Backward)):  # a function that is called for each batch
-        alone = [e for e in events if e.loop is None]
-        for branch in dict.fromkeys(branch_of(None, e) for e in of_type(alone, Backward)):
-            _check_branch(interpreter, None, branch, alone)
-    for loop in dict.fromkeys(e.loop for e in of_type(events, Backward) if e.loop is not None):
-        inside = [e for e in events if e.is_inside(loop)]
+@dataclass(frozen=True, slots=True)
+class _Accumulation:
+    """A branch of a loop, or of a function that is called for each batch, that steps only for some batches.
+
+    Attributes:
+        events: Events in it.
+        always: Events that happen for each batch.
+    """
+
+    events: list[Event]
+    always: list[Event]
+
+
+def _accumulations(events: list[Event]) -> Iterator[_Accumulation]:
+    for loop in dict.fromkeys(e.loop for e in of_type(events, Backward)):
+        inside = [e for e in events if (e.loop is None if loop is None else e.is_inside(loop))]
         backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
-        _check_inner_loop(interpreter, loop, backwards, events)
-        _check_rarely_zeroed(interpreter, loop, backwards, inside)
         for branch in dict.fromkeys(branch_of(loop, e) for e in backwards):
-            _check_branch(interpreter, loop, branch, inside)
-
-
-def _check_branch(
-    interpreter: Interpreter, loop: ast.AST | None, branch: Branch, inside: list[Event]
-) -> None:
-    """Check what happens in a loop where its conditions have these sides."""
-    there = [e for e in inside if branch_of(loop, e)[: len(branch)] == branch]
-    backwards = [e for e in of_type(there, Backward) if e.loop is loop and branch_of(loop, e) == branch]
-    steps = of_type(there, StepEvent)
-    gates = _gates(loop, backwards, steps)
-    if not gates:
-        return
-    # another condition on a count may be that of the step, written once more
-    always = [e for e in there if branch_of(loop, e) == branch and not _is_conditional(loop, e)]
-    _check_unscale(interpreter, always)
-    _check_update(interpreter, always, steps)
-    if not any(isinstance(e, GradientRead | UnknownBackward) for e in there):
-        _check_division(interpreter, backwards)
+            there = [e for e in inside if branch_of(loop, e)[: len(branch)] == branch]
+            steps = of_type(there, StepEvent)
+            # another condition on a count may be that of the step, written once more
+            always = [e for e in there if branch_of(loop, e) == branch and not _is_on_count(loop, e)]
+            is_gated = bool(steps) and all(_is_on_count(loop, e) for e in steps)
+            if is_gated and all(e in always for e in backwards if branch_of(loop, e) == branch):
+                yield _Accumulation(there, always)
 
 
 def branch_of(loop: ast.AST | None, event: Event) -> Branch:
@@ -84,7 +71,7 @@ def branch_of(loop: ast.AST | None, event: Event) -> Branch:
     return tuple(
         (guard.node, side_of(guard.node, node))
         for guard, node in zip(guards, following, strict=False)
-        if guard.kind == "if" and not _tests_remainder(guard)
+        if guard.kind == "if" and not _is_on_remainder(guard)
     )
 
 
@@ -105,166 +92,127 @@ def side_of(condition: ast.AST, node: ast.AST) -> str:
     return ""
 
 
-def _gates(loop: ast.AST | None, backwards: list[Backward], steps: list[StepEvent]) -> set[ast.AST]:
-    """Return the conditions on a count that guard all steps and no backward."""
-    if not steps or any(_is_conditional(loop, e) for e in backwards):
-        return set()
-    per_step = [
-        {g.node for g in e.guards_inside(loop) if g.kind == "if" and _tests_remainder(g)} for e in steps
-    ]
-    return set.intersection(*per_step) - {g.node for e in backwards for g in e.guards_inside(loop)}
+def _is_on_count(loop: ast.AST | None, event: Event) -> bool:
+    """Return whether a condition in a loop lets an event happen only for some batches."""
+    return any(_is_on_remainder(guard) for guard in event.guards_inside(loop))
 
 
-def _is_conditional(loop: ast.AST | None, event: Event) -> bool:
-    return any(guard.kind == "if" and _tests_remainder(guard) for guard in event.guards_inside(loop))
-
-
-def _tests_remainder(guard: Guard) -> bool:
-    """Return whether a condition tests a remainder, as in ``(i + 1) % accumulate == 0``."""
+def _is_on_remainder(guard: Guard) -> bool:
+    """Return whether a guard is a condition on a remainder, as in ``(i + 1) % accumulate == 0``."""
     test = getattr(guard.node, "test", None)
-    return test is not None and any(
-        isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(test)
-    )
+    return guard.kind == "if" and test is not None and tests_remainder(test)
 
 
-def _check_unscale(interpreter: Interpreter, always: list[Event]) -> None:
-    for event in of_type(always, ScalerUnscale):
-        interpreter.report(
-            "AMP810",
-            event.node,
-            "unscale_() runs for every batch, but the step only for some: the second call raises, "
-            "and later batches would add scaled gradients to unscaled ones",
-            "move it under the condition of the step, before clipping",
-        )
+def tests_remainder(test: ast.AST) -> bool:
+    """Return whether an expression has a remainder in it."""
+    return any(isinstance(node, ast.Mod) for node in ast.walk(test))
 
 
-def _check_update(interpreter: Interpreter, always: list[Event], steps: list[StepEvent]) -> None:
-    """Report an update that raises after a batch without a step, as nothing has looked for infinities."""
-    looked = {event.scaler for event in of_type(always, ScalerUnscale)}
-    stepped = {event.scaler for event in of_type(steps, ScalerStep)} - looked
-    for event in of_type(always, ScalerUpdate):
-        if event.scaler in stepped:
-            interpreter.report(
-                "AMP806",
+@rule("AMP810", EntryPointFollowed)
+def unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check that gradients are unscaled only where they are applied."""
+    for accumulation in _accumulations(followed.events):
+        for event in of_type(accumulation.always, ScalerUnscale):
+            yield Mistake(
                 event.node,
-                "update() runs for every batch, but the step only for some: without a step, it raises",
-                "move it under the condition of the step, after it",
+                "unscale_() runs for every batch, but the step only for some: the second call raises, "
+                "and later batches would add scaled gradients to unscaled ones",
+                "move it under the condition of the step, before clipping",
             )
 
 
-def _check_division(interpreter: Interpreter, backwards: list[Backward]) -> None:
-    for event in backwards:
-        if event.loss.loss and event.loss.divided is False:
-            _report_undivided(interpreter, event, Certainty.KNOWN)
+@rule("AMP806", EntryPointFollowed)
+def updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check for an update that raises after a batch without a step, as nothing has looked for infinities."""
+    for accumulation in _accumulations(followed.events):
+        stepped = {event.scaler for event in of_type(accumulation.events, ScalerStep)}
+        looked = {event.scaler for event in of_type(accumulation.always, ScalerUnscale)}
+        for event in of_type(accumulation.always, ScalerUpdate):
+            if event.scaler in stepped - looked:
+                yield Mistake(
+                    event.node,
+                    "update() runs for every batch, but the step only for some: without a step, it raises",
+                    "move it under the condition of the step, after it",
+                )
 
 
-def _report_undivided(interpreter: Interpreter, event: Backward, certainty: Certainty) -> None:
-    interpreter.report(
-        "AMP830",
+@rule("AMP830", EntryPointFollowed)
+def never_divided(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check that the mean over one batch is divided by the number of batches."""
+    for accumulation in _accumulations(followed.events):
+        if any(isinstance(e, GradientRead | UnknownBackward) for e in accumulation.events):
+            continue
+        for event in of_type(accumulation.always, Backward):
+            if event.loss.loss and event.loss.divided is False:
+                yield _undivided(event, Certainty.KNOWN)
+
+
+# a loss of a whole batch, gathered from its parts, is no mean over one part
+_OF_ALL_BATCHES: Final = ("mean", "cat", "concat", "gather", "stack")
+
+
+@rule("AMP830", EntryPointFollowed)
+def never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check a loop over the batches of one step, which follows the loop."""
+    for event in of_type(followed.events, Backward):
+        loop = event.loop
+        if not isinstance(loop, ast.For):
+            continue
+        counts = mentions(loop.iter, "accum", "micro", "grad_steps", "virtual")
+        steps_outside = any(not e.is_inside(loop) for e in of_type(followed.events, StepEvent))
+        divides = calls_any(loop, *_OF_ALL_BATCHES) or any(isinstance(n, ast.Div) for n in ast.walk(loop))
+        if counts and steps_outside and not divides and event.loss.loss == "" and event.loss.divided is None:
+            yield _undivided(event, Certainty.LIKELY)
+
+
+def _undivided(event: Backward, certainty: Certainty) -> Mistake:
+    return Mistake(
         event.node,
-        "the gradients of several batches are summed, but each loss is a mean over "
-        "one batch: the sum is too large by the number of batches",
+        "the gradients of several batches are summed, but each loss is a mean over one batch: the sum is too "
+        "large by the number of batches",
         "divide the loss by the number of accumulated batches before backward",
         certainty=certainty,
     )
 
 
-_COUNTS_BATCHES = re.compile(r"accum|micro|grad_steps|virtual")
-# a loss of a whole batch, gathered from its parts, is no mean over one part
-_DIVIDES = re.compile(r"/|mean\(|\* *\(?1|\bcat\(|concat|gather|stack\(")
-
-
-def _check_inner_loop(
-    interpreter: Interpreter, loop: ast.AST, backwards: list[Backward], events: list[Event]
-) -> None:
-    """Check a loop over the batches of one step, which follows the loop."""
-    if not isinstance(loop, ast.For) or not _COUNTS_BATCHES.search(ast.unparse(loop.iter).lower()):
-        return
-    steps = [e for e in of_type(events, StepEvent) if not e.is_inside(loop)]
-    if not steps or _DIVIDES.search("\n".join(map(ast.unparse, loop.body))):
-        return
-    for event in backwards:
-        if event.loss.loss == "" and event.loss.divided is None:
-            _report_undivided(interpreter, event, Certainty.LIKELY)
-
-
-def _check_rarely_zeroed(
-    interpreter: Interpreter, loop: ast.AST, backwards: list[Backward], inside: list[Event]
-) -> None:
-    """Report a step for every batch, whose gradients are zeroed only for some."""
-    by_hand = interpreter.linked.mentions(r"\.grad = None")
-    if by_hand or not backwards or any(isinstance(e, UnknownEffect | UnknownBackward) for e in inside):
-        return
-    for event in of_type(inside, StepEvent):
-        optimizers = ("", event.optimizer)  # a model's zero_grad names none
-        zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in optimizers]
-        is_gated = bool(zeroed) and all(_is_conditional(loop, e) for e in zeroed)
-        calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
-        if not is_gated or len(calls) != len(event.guards_inside(loop)):
+@rule("AMP839", EntryPointFollowed)
+def rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check for a step for every batch, whose gradients are zeroed only for some."""
+    for loop in dict.fromkeys(e.loop for e in of_type(followed.events, Backward) if e.loop is not None):
+        inside = [e for e in followed.events if e.is_inside(loop)]
+        attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
+        by_hand = any(node.attr == "grad" and isinstance(node.ctx, ast.Store) for node in attributes)
+        if by_hand or any(isinstance(e, UnknownEffect | UnknownBackward) for e in inside):
             continue
-        interpreter.report(
-            "AMP839",
-            calls[0] if calls else event.node,
-            "the optimizer steps for every batch, but the gradients are zeroed only for some: a step "
-            "applies those of earlier batches again",
-            "step under the same condition as zero_grad()",
-        )
+        for event in of_type(inside, StepEvent):
+            optimizers = ("", event.optimizer)  # a model's zero_grad names none
+            zeroed = [e for e in of_type(inside, ZeroGrad) if e.optimizer in optimizers]
+            calls = [guard.node for guard in event.guards_inside(loop) if guard.kind == "call"]
+            is_gated = bool(zeroed) and all(_is_on_count(loop, e) for e in zeroed)
+            if is_gated and len(calls) == len(event.guards_inside(loop)):
+                yield Mistake(
+                    calls[0] if calls else event.node,
+                    "the optimizer steps for every batch, but the gradients are zeroed only for some: a step "
+                    "applies those of earlier batches again",
+                    "step under the same condition as zero_grad()",
+                )
 
 
-def check_branches(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check loops for gradients that one branch never zeroes, and for an update that one leaves out."""
-    for loop in dict.fromkeys(e.loop for e in of_type(events, Backward) if e.loop is not None):
-        inside = [e for e in events if e.is_inside(loop)]
-        _check_zeroed(interpreter, loop, inside)
-        _check_exchanged(interpreter, loop, inside, events)
-    _check_skipped_update(interpreter, events)
-
-
-def _check_zeroed(interpreter: Interpreter, loop: ast.AST, inside: list[Event]) -> None:
-    zeroed = [branch_of(loop, e) for e in of_type(inside, ZeroGrad)]
-    if not zeroed or not all(zeroed) or ".grad = None" in ast.unparse(loop):
-        return
-    stepped = [branch_of(loop, e) for e in of_type(inside, StepEvent)]
-    unknown = [branch_of(loop, e) for e in inside if isinstance(e, UnknownEffect | UnknownBackward)]
-    for event in of_type(inside, Backward):
-        branch = branch_of(loop, event)
-        alone = all(excludes(branch, other) for other in (*zeroed, *unknown))
-        if event.loop is loop and branch and alone and branch in stepped:
-            _report_unzeroed(interpreter, event)
-
-
-def check_zeroed_either_way(interpreter: Interpreter, one: list[Event], other: list[Event]) -> None:
+@rule("AMP839", BranchesFollowed)
+def zeroed_on_one_branch(interpreter: Interpreter, branches: BranchesFollowed) -> Iterator[Mistake]:
     """Check a loop that zeroes the gradients if a condition holds, and steps without if it does not."""
-    for run, counterpart in ((one, other), (other, one)):
-        zeroed = {guard.node for e in of_type(counterpart, ZeroGrad) for guard in e.guards}
+    for run, counterpart in ((branches.one, branches.other), (branches.other, branches.one)):
         if any(isinstance(e, ZeroGrad | UnknownEffect | UnknownBackward | ManagedZeroGrad) for e in run):
             continue
-        steps = of_type(run, StepEvent)
-        stepped = {e.loop for e in steps if not _may_zero_itself(interpreter, e)}
+        zeroed = {guard.node for e in of_type(counterpart, ZeroGrad) for guard in e.guards}
+        stepped = {e.loop for e in of_type(run, StepEvent) if not _may_zero_itself(interpreter, e)}
         for event in of_type(run, Backward):
             if event.loop is not None and event.loop in stepped & zeroed:
-                _report_unzeroed(interpreter, event)
-
-
-def check_stepped_either_way(interpreter: Interpreter, one: list[Event], other: list[Event]) -> None:
-    """Check that a scaler steps no optimizer whose models are called only if a condition holds."""
-    for run, counterpart in ((one, other), (other, one)):
-        if any(isinstance(e, UnknownEffect | UnknownBackward) for e in run) or not of_type(run, Backward):
-            continue
-        called = {e.model.key for e in of_type(run, ModelCall)}
-        texts = {e.callee for e in of_type(run, ModelCall)}  # a name may hold one model of several
-        trained = [e for e in of_type(counterpart, ModelCall) if "no_grad" not in e.grad_modes]
-        elsewhere = {e.model.key for e in trained if e.callee not in texts}
-        for step in of_type(run, ScalerStep):
-            models = interpreter.models_by_optimizer.get(step.optimizer, frozenset())
-            if models and models <= elsewhere and not models & called and step.loop is not None:
-                interpreter.report(
-                    "AMP829",
-                    step.node,
-                    "where a condition holds, no model of this optimizer is called in an iteration, but the "
-                    "scaler steps it: without gradients it raises",
-                    "step it under the condition under which its loss is computed",
-                    certainty=Certainty.LIKELY,
+                yield Mistake(
+                    event.node,
+                    "on this branch the optimizer steps but the gradients are never zeroed: each step uses "
+                    "the sum of all batches so far",
+                    "call optimizer.zero_grad() in every iteration, outside of the condition",
                 )
 
 
@@ -275,89 +223,44 @@ def _may_zero_itself(interpreter: Interpreter, step: StepEvent) -> bool:
     return step.optimizer.startswith("name ") and any(name[:1].isupper() for name in classes)
 
 
-def _report_unzeroed(interpreter: Interpreter, event: Event) -> None:
-    interpreter.report(
-        "AMP839",
-        event.node,
-        "on this branch the optimizer steps but the gradients are never zeroed: each step uses the sum"
-        " of all batches so far",
-        "call optimizer.zero_grad() in every iteration, outside of the condition",
-    )
-
-
-def _check_exchanged(
-    interpreter: Interpreter, loop: ast.AST, inside: list[Event], events: list[Event]
-) -> None:
-    """Report a second step of one optimizer in an iteration where another is zeroed but never stepped."""
-    steps = [e for e in of_type(inside, StepEvent) if e.loop is loop and e.optimizer]
-    zeroed = {e.optimizer for e in of_type(inside, ZeroGrad)} - {""}
-    idle = zeroed - {e.optimizer for e in of_type(events, StepEvent)}
-    unsure = any(not e.optimizer for e in of_type(events, StepEvent))
-    if not idle or unsure or idle & interpreter.escaped or of_type(events, UnknownEffect):
-        return
-    for index, step in enumerate(steps):
-        again = [e for e in steps[:index] if e.optimizer == step.optimizer and e.node is not step.node]
-        if again and branch_of(loop, again[0]) == branch_of(loop, step):
-            interpreter.report(
-                "AMP829",
-                step.node,
-                f"this optimizer was stepped at line {line_of(again[0].node)} already, and "
-                "another, whose gradients are zeroed in this loop, is never stepped",
-                "step each optimizer after the backward of its own loss",
-                certainty=Certainty.LIKELY,
-            )
-
-
-def _check_skipped_update(interpreter: Interpreter, events: list[Event]) -> None:
+@rule("AMP828", EntryPointFollowed)
+def skipped_update(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for ``unscale_`` that runs always where ``update`` runs only if a computed condition allows."""
-    updates = of_type(events, ScalerUpdate)
-    for event in of_type(events, ScalerUnscale):
-        later = [e for e in updates if e.scaler == event.scaler]
-        extra = [_guards_beyond(event, e) for e in later]
-        conditions = [guards[0].node for guards in extra if guards]
-        if not later or len(conditions) < len(extra):
+    for event in of_type(followed.events, ScalerUnscale):
+        updates = [e for e in of_type(followed.events, ScalerUpdate) if e.scaler == event.scaler]
+        conditions = {_condition_beyond(event, e) for e in updates}
+        condition = conditions.pop() if len(conditions) == 1 else None
+        if condition is None or not _is_computed(interpreter, condition, event):
             continue
-        first, together = conditions[0], len(set(conditions)) == 1
-        sides = {side_of(first, e.node) == "orelse" for e in later}
-        if together and len(sides) == 1 and _is_computed(interpreter, first, event):
-            interpreter.report(
-                "AMP828",
-                _leaves_at(first) or later[0].node,
-                f"update() is left out where the condition of line {line_of(first)} skips "
-                "the step: the next unscale_() raises",
+        if len({side_of(condition, e.node) == "orelse" for e in updates}) == 1:
+            skips = isinstance(condition.body[-1], ast.Continue)
+            yield Mistake(
+                condition.body[-1] if skips else updates[0].node,
+                f"update() is left out where the condition of line {line_of(condition)} skips the step: the "
+                "next unscale_() raises",
                 "call scaler.update() after the condition, whether the step was skipped or not",
                 certainty=Certainty.LIKELY,
             )
 
 
-def _leaves_at(condition: ast.AST) -> ast.Continue | None:
-    """Return the statement that leaves the iteration if a condition holds, if there is one."""
-    last = condition.body[-1] if isinstance(condition, ast.If) else None
-    return last if isinstance(last, ast.Continue) else None
-
-
-def _guards_beyond(event: Event, other: Event) -> list[Guard] | None:
-    """Return the conditions around another event but not around this one; ``None`` if it is elsewhere."""
+def _condition_beyond(event: Event, other: Event) -> ast.If | None:
+    """Return the first condition around another event but not around this one, if only conditions are."""
     shared = 0
     while shared < min(len(event.guards), len(other.guards)) and event.guards[shared] == other.guards[shared]:
         shared += 1
-    if any(guard.kind in ("if", "loop") for guard in event.guards[shared:]):
-        return None
+    is_elsewhere = any(guard.kind in ("if", "loop") for guard in event.guards[shared:])
     beyond = other.guards[shared:]
-    return None if any(g.kind != "if" for g in beyond) else list(beyond)
+    if is_elsewhere or not beyond or any(guard.kind != "if" for guard in beyond):
+        return None
+    return beyond[0].node if isinstance(beyond[0].node, ast.If) else None
 
 
-def _is_computed(interpreter: Interpreter, condition: ast.AST, event: Event) -> bool:
+def _is_computed(interpreter: Interpreter, condition: ast.If, event: Event) -> bool:
     """Return whether a condition depends on the gradients or the loss rather than on a setting."""
-    if not isinstance(condition, ast.If) or any(isinstance(n, ast.Mod) for n in ast.walk(condition.test)):
+    is_setting = mentions(condition.test, "precision", "fp16", "amp", "scaler", "dtype")
+    if is_setting or tests_remainder(condition.test):
         return False
-    values = assigned_texts(interpreter.linked, event.node, condition.test)
-    if _SETTING.search(ast.unparse(condition.test)):
-        return False
-    other_side = "\n".join(map(ast.unparse, (*condition.body, *condition.orelse)))
-    ends = any(word in other_side for word in ("raise ", "exit(", "break", "GradScaler("))
-    return not ends and any(map(_COMPUTED.search, (ast.unparse(condition.test), *values)))
-
-
-_SETTING = re.compile(r"precision|fp16|amp|scaler|dtype")
-_COMPUTED = re.compile(r"norm|finite|isnan|isinf|\bnan|grad")
+    ends = any(isinstance(n, ast.Raise | ast.Break) for n in ast.walk(condition))
+    values = (condition.test, *assigned_values(interpreter.linked, event.node, condition.test))
+    computed = any(mentions(value, "norm", "finite", "nan", "isinf", "grad") for value in values)
+    return computed and not ends and not calls_any(condition, "exit", "GradScaler")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Diagnostic, Fix, position_of
+from ampaudit.linter.diagnostic import Fix, Mistake, position_of
+from ampaudit.linter.flow.events import ScriptFollowed
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import (
     calls_method,
@@ -16,8 +17,10 @@ from ampaudit.linter.flow.syntax import (
     last_component,
     simple_name,
 )
+from ampaudit.linter.rules.rule import rule
 
-__all__ = ["check_autograd_functions"]
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
 
 _DECORATORS: Final = {"forward": "custom_fwd", "backward": "custom_bwd"}
 _PRODUCTS: Final = frozenset(
@@ -25,8 +28,10 @@ _PRODUCTS: Final = frozenset(
 )
 
 
-def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
+@rule("AMP850", ScriptFollowed)
+def autograd_functions(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report functions with matrix products that lack ``custom_fwd`` or ``custom_bwd``."""
+    script = interpreter.linked.main
     if "autocast" not in script.text or "Function" not in script.text:
         return
     for info in script.classes.values():
@@ -47,8 +52,7 @@ def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
         )
         if always_raises or in_other_dtypes:
             is_fixable = len(missing) == 2 and all(method.is_static for method in methods.values())
-            yield Diagnostic(
-                "AMP850",
+            yield Mistake(
                 info.node,
                 f"{info.node.name} has no {' and '.join(missing)}: its backward runs without autocast, "
                 "on whatever dtypes the forward saved",

@@ -1,15 +1,16 @@
-"""Rules on calls that are missing or too frequent, such as update, save and restore."""
+"""Rules on calls of a scaler that are missing or too frequent, such as update, save and restore."""
 
 from __future__ import annotations
 
 import ast
-import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampaudit.linter.diagnostic import Certainty, Fix, file_number
+from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, file_number
 from ampaudit.linter.flow.events import (
     Backward,
     CheckpointSaved,
+    EntryPointFollowed,
     Event,
     Guard,
     NumberRead,
@@ -24,33 +25,23 @@ from ampaudit.linter.flow.events import (
     ScalerScale,
     ScalerStep,
     ScalerUpdate,
+    ScriptFollowed,
     of_type,
 )
-from ampaudit.linter.flow.syntax import calls_method, last_component, receiver_name
+from ampaudit.linter.flow.syntax import calls_any, calls_method, last_component, mentions, receiver_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, Parameters, StateDict
+from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_loops", "check_updates_and_checkpoints"]
 
-
-def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check the loops of one entry point."""
-    _check_created_in_loop(interpreter, events)
-    for replaced in of_type(events, ScalerReplaced):
-        _check_replaced(interpreter, replaced)
-    for read in of_type(events, NumberRead):
-        _check_item(interpreter, events, read)
-    for compared in of_type(events, ScaleCompared):
-        _check_compared(interpreter, compared)
-
-
-def _check_replaced(interpreter: Interpreter, event: ScalerReplaced) -> None:
-    restores = all(interpreter.linked.mentions(word) for word in ("scaler", r"\.load_state_dict\("))
-    if restores and re.search(r"fit|train|run|epoch", event.function):
-        interpreter.report(
-            "AMP814",
+@rule("AMP814", ScalerReplaced)
+def replaced(interpreter: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
+    """Check that a method which trains does not replace the scaler of its object."""
+    restores = any(calls_any(script.tree, "load_state_dict") for script in interpreter.linked.scripts)
+    if restores and any(word in event.function for word in ("fit", "train", "run", "epoch")):
+        yield Mistake(
             event.node,
             "this replaces the scaler that the object has, and whose state a checkpoint may have restored",
             "create the scaler once, in the constructor",
@@ -58,23 +49,10 @@ def _check_replaced(interpreter: Interpreter, event: ScalerReplaced) -> None:
         )
 
 
-_SKIPS = re.compile(r"skip|overflow|stepped|return|continue|\.step\(|did_")
-
-
-def _check_compared(interpreter: Interpreter, event: Event) -> None:
-    """Check that a decision about skipped steps does not count the growth of the scale."""
-    statement = event.statement
-    if statement is not None and _SKIPS.search(ast.unparse(statement)):
-        interpreter.report(
-            "AMP827",
-            event.node,
-            "the scale changes also when it grows, after 2,000 good steps: an unequal scale does not mean "
-            "that a step was skipped",
-            "compare with <: the step was skipped if scaler.get_scale() < scale_before",
-        )
-
-
-def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> None:
+@rule("AMP814", EntryPointFollowed)
+def made_in_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check that a loop which trains one model does not create a scaler."""
+    events = followed.events
     for creation in of_type(events, ScalerMade):
         calls = [i for i, guard in enumerate(creation.guards) if isinstance(guard.node, ast.Call)]
         for index, guard in enumerate(creation.guards):
@@ -82,23 +60,21 @@ def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> Non
                 continue
             inside = [event for event in events if event.is_inside(guard.node)]
             # a loop around the call of the function that creates it may train one model per call
-            outlives_call = index > (calls[-1] if calls else -1) or _optimizer_before(events, guard.node)
+            outlives_call = index > max(calls, default=-1) or _makes_optimizer_before(events, guard.node)
             trains = any(isinstance(event, Backward | ScalerScale) for event in inside)
             if trains and not of_type(inside, OptimizerMade) and outlives_call:
-                interpreter.report(
-                    "AMP814",
+                yield Mistake(
                     creation.node,
-                    "a new scaler in every iteration forgets the scale "
-                    "it has found and starts at 65,536 again",
+                    "a new scaler in every iteration forgets the scale it has found and starts at 65,536 "
+                    "again",
                     "create the scaler once, before the loop",
                 )
 
 
-def _optimizer_before(events: list[Event], loop: ast.AST) -> bool:
+def _makes_optimizer_before(events: list[Event], loop: ast.AST) -> bool:
     """Return whether an optimizer was made in the function of a loop, before it."""
     around = next(e.guards for e in events if e.is_inside(loop))
-    place = next(i for i, guard in enumerate(around) if guard.node is loop)
-    outside = around[:place]
+    outside = around[: next(i for i, guard in enumerate(around) if guard.node is loop)]
     creations = of_type(events, OptimizerMade)
     return any(
         e.guards == outside[: len(e.guards)] and _calls(e.guards) == _calls(outside) for e in creations
@@ -109,109 +85,102 @@ def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
     return [guard for guard in guards if guard.kind == "call"]
 
 
-def _check_item(interpreter: Interpreter, events: list[Event], event: NumberRead) -> None:
-    value = event.value
-    if value.scaler_key not in (UNSCALED, MAYBE):
-        interpreter.report(
-            "AMP823",
+@rule("AMP823", NumberRead)
+def scaled_number(_: Interpreter, event: NumberRead) -> Iterator[Mistake]:
+    """Check that a number that is read from a loss does not include the loss scale."""
+    if event.value.scaler_key not in (UNSCALED, MAYBE):
+        yield Mistake(
             event.node,
             "this number includes the loss scale, which changes during training",
             "read the loss before it is scaled",
         )
 
 
-def _as_often(event: Event, other: Event, loop: ast.AST) -> bool:
-    """Return whether an event happens in every iteration in which another one does."""
-    allowed = {guard.node for guard in other.guards_inside(loop)}
-    return all(guard.node in allowed or guard.kind in ("with", "call") for guard in event.guards_inside(loop))
+@rule("AMP827", ScaleCompared)
+def growth_taken_for_skip(_: Interpreter, event: ScaleCompared) -> Iterator[Mistake]:
+    """Check that a decision about skipped steps does not count the growth of the scale."""
+    statement = event.statement
+    if statement is None:
+        return
+    leaves = any(isinstance(node, ast.Return | ast.Continue) for node in ast.walk(statement))
+    if leaves or mentions(statement, "skip", "overflow", "step", "did_"):
+        yield Mistake(
+            event.node,
+            "the scale changes also when it grows, after 2,000 good steps: an unequal scale does not mean "
+            "that a step was skipped",
+            "compare with <: the step was skipped if scaler.get_scale() < scale_before",
+        )
 
 
-def check_updates_and_checkpoints(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
-    """Check a whole file."""
-    events = [event for events in events_by_entry for event in events]
-    _check_updated(interpreter, events)
-    stepped = {e.scaler for e in of_type(events, ScalerStep) if e.scaler in interpreter.scalers}
-    # code that only uses a scaler leaves saving to its owner
-    owns_scaler = bool(of_type(events, ScalerMade))
-    if stepped and owns_scaler and not stepped & interpreter.escaped:
-        _check_saved(interpreter, events_by_entry)
-        _check_restored(interpreter, events)
-
-
-def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
-    updated = {e.scaler for e in of_type(events, ScalerUpdate)}
-    # another object may have the same scaler, under the same last component of its name
-    texts = {last_component(interpreter.scalers[key].text) for key in updated if key in interpreter.scalers}
-    scaled = {e.scaler for e in of_type(events, ScalerScale)}
-    elsewhere = {
+@rule("AMP804", ScriptFollowed)
+def never_updated(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+    """Check that what steps with a scaler also updates it, perhaps by another name."""
+    updated = {e.scaler for e in of_type(followed.events, ScalerUpdate)}
+    scaled = {e.scaler for e in of_type(followed.events, ScalerScale)} - updated - interpreter.escaped
+    names = {
         last_component(text)
         for script in interpreter.linked.scripts
         for text, used in script.usage.methods.items()
         if "update" in used
     }
-    for step in of_type(events, ScalerStep):
-        key = step.scaler
-        scaler = interpreter.scalers.get(key)
-        if (
-            scaler is None
-            or key in updated | interpreter.escaped
-            or key not in scaled
-            or last_component(scaler.text) in texts - {""}
-        ):
+    for step in of_type(followed.events, ScalerStep):
+        scaler = interpreter.scalers.get(step.scaler)
+        if scaler is None or step.scaler not in scaled or last_component(scaler.text) in names:
             continue
-        if last_component(scaler.text) not in elsewhere and ("name " not in key or not updated):
-            interpreter.report(
-                "AMP804",
-                step.node,
-                "update() is never called: the scale never changes, and the next unscale_() or step raises",
-                f"call {scaler.text or 'scaler'}.update() once, after the step",
-                _update_after_fix(step),
-            )
+        if "name " in step.scaler and updated:
+            continue
+        statement, text = step.statement, receiver_name(step.node)
+        alone = isinstance(statement, ast.Expr) and statement.value is step.node and text and step.optimizer
+        yield Mistake(
+            step.node,
+            "update() is never called: the scale never changes, and the next unscale_() or step raises",
+            f"call {scaler.text or 'scaler'}.update() once, after the step",
+            Fix.at(statement, "insert after", f"{text}.update()") if statement and alone else None,
+        )
         return
 
 
-def _update_after_fix(step: ScalerStep) -> Fix | None:
-    statement, text = step.statement, receiver_name(step.node)
-    if (
-        not isinstance(statement, ast.Expr)
-        or statement.value is not step.node
-        or not text
-        or not step.optimizer
-    ):
-        return None
-    return Fix.at(statement, "insert after", f"{text}.update()")
-
-
-def _in_call(event: Event) -> bool:
-    """Return whether an event happens in a function that is called from elsewhere."""
-    return any(guard.kind == "call" and isinstance(guard.node, ast.Call) for guard in event.guards)
-
-
-def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
-    every = [e for events in events_by_entry for e in events]
-    saved = {e.scaler for e in of_type(every, ScalerSaved)}
-    own_scalers = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
-    stepped = {e.scaler for e in of_type(every, ScalerStep)}
-    missing = (stepped & own_scalers) - saved
-    if saved and not (saved <= own_scalers and missing):  # the name of an unknown scaler may be another one's
+@rule("AMP820", ScriptFollowed)
+def never_saved(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+    """Check that a checkpoint with the state of an optimizer has that of the scaler as well."""
+    own = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
+    saved = {e.scaler for e in of_type(followed.events, ScalerSaved)}
+    missing = own & {e.scaler for e in of_type(followed.events, ScalerStep)} - saved
+    # the name of an unknown scaler may be another one's
+    if not _owns_scaler(interpreter, followed) or (saved and not (missing and saved <= own)):
         return
-    names = " and ".join(
-        sorted(interpreter.scalers[key].text for key in missing if interpreter.scalers[key].text)
-    )
-    whose = f"that of {names}" if saved and names else "the scaler's"
-    resumes = bool(of_type(every, OptimizerRestored))
-    for event, events in ((e, entry) for entry in events_by_entry for e in of_type(entry, CheckpointSaved)):
-        entries = event.entries
-        saved_here = {value.kind for value in entries.items if isinstance(value, StateDict)}
-        if "optimizer" in saved_here and (resumes or saved or _has_weights(entries)):
-            interpreter.report(
-                "AMP820",
-                _place_here(event, entries.node),
-                f"the checkpoint contains the optimizer's state but not {whose}: "
-                "a resumed run starts at a scale that overflows",
-                f"save {names if saved and names else 'scaler'}.state_dict() as well",
-                None if saved else _save_scaler_fix(interpreter, events, event, entries.node),
-            )
+    resumes = bool(of_type(followed.events, OptimizerRestored))
+    for events in followed.events_by_entry:
+        for event in of_type(events, CheckpointSaved):
+            entries = event.entries
+            saved_here = {value.kind for value in entries.items if isinstance(value, StateDict)}
+            if "optimizer" in saved_here and (resumes or saved or _has_weights(entries)):
+                yield Mistake(
+                    _place_here(event, entries.node),
+                    "the checkpoint contains the optimizer's state but not the scaler's: a resumed run "
+                    "starts at a scale that overflows",
+                    "save scaler.state_dict() as well",
+                    None if saved else _save_scaler_fix(interpreter, events, event),
+                )
+
+
+@rule("AMP820", ScriptFollowed)
+def never_restored(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+    """Check that what restores the state of an optimizer restores that of the scaler as well."""
+    if not _owns_scaler(interpreter, followed) or of_type(followed.events, ScalerRestored):
+        return
+    for event in of_type(followed.events, OptimizerRestored):
+        yield Mistake(
+            _place_here(event, event.node),
+            "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
+            "restore it as well: scaler.load_state_dict(checkpoint[...])",
+        )
+
+
+def _owns_scaler(interpreter: Interpreter, followed: ScriptFollowed) -> bool:
+    """Return whether a script makes the scaler that it uses, and does not leave it to other code."""
+    stepped = {e.scaler for e in of_type(followed.events, ScalerStep)} & interpreter.scalers.keys()
+    return bool(stepped and of_type(followed.events, ScalerMade)) and not stepped & interpreter.escaped
 
 
 def _has_weights(entries: DictLiteral) -> bool:
@@ -227,28 +196,19 @@ def _place_here(event: Event, node: ast.AST) -> ast.AST:
     return next((place for place in (node, *calls) if not file_number(place)), node)
 
 
-def _save_scaler_fix(
-    interpreter: Interpreter, events: list[Event], event: Event, node: ast.AST
-) -> Fix | None:
+def _save_scaler_fix(interpreter: Interpreter, events: list[Event], event: CheckpointSaved) -> Fix | None:
     """Return the fix that saves the scaler, if its name is in scope where the checkpoint is written."""
-    texts = {scaler.text for scaler in interpreter.scalers.values() if scaler.text}
-    if len(texts) != 1 or not isinstance(node, ast.Dict):
+    node, texts = event.entries.node, {scaler.text for scaler in interpreter.scalers.values() if scaler.text}
+    if len(texts) != 1 or not isinstance(node, ast.Dict) or _calls_function(event):
         return None
-    text = next(iter(texts))
-    used_here = any(isinstance(e, ScalerEvent | ScalerStep) and not _in_call(e) for e in events)
-    visible = not _in_call(event) and (used_here or text.startswith("self."))
-    if not visible or not node.keys or not all(isinstance(key, ast.Constant) for key in node.keys):
+    text = texts.pop()
+    used_here = any(isinstance(e, ScalerEvent | ScalerStep) and not _calls_function(e) for e in events)
+    if not (used_here or text.startswith("self.")):
         return None
-    return Fix.at(node, "add entry", "scaler", f"{text}.state_dict()")
+    has_names = bool(node.keys) and all(isinstance(key, ast.Constant) for key in node.keys)
+    return Fix.at(node, "add entry", "scaler", f"{text}.state_dict()") if has_names else None
 
 
-def _check_restored(interpreter: Interpreter, events: list[Event]) -> None:
-    if of_type(events, ScalerRestored):
-        return
-    for event in of_type(events, OptimizerRestored):
-        interpreter.report(
-            "AMP820",
-            _place_here(event, event.node),
-            "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
-            "restore it as well: scaler.load_state_dict(checkpoint[...])",
-        )
+def _calls_function(event: Event) -> bool:
+    """Return whether an event happens in a function that is called from elsewhere."""
+    return any(guard.kind == "call" and isinstance(guard.node, ast.Call) for guard in event.guards)

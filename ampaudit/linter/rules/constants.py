@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, line_of, position_of
-from ampaudit.linter.flow.events import Event, HalfLayer, ScalerStep, ScalerUnscale, of_type
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, line_of, position_of
+from ampaudit.linter.flow.events import HalfLayer, ScalerStep, ScalerUnscale, ScriptFollowed, of_type
 from ampaudit.linter.flow.interpreter import DtypeUses
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import (
@@ -31,11 +31,12 @@ from ampaudit.linter.flow.torch_names import (
     MAKES_TENSORS,
     canonical_name,
 )
+from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_constants", "check_half_accumulators", "check_half_layers", "number_of"]
+__all__ = ["number_of"]
 
 
 _FLOAT16_MAX: Final = 65504.0
@@ -56,7 +57,25 @@ _BELOW_ONE: Final = {
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
-def check_constants(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
+@rule("AMP860", ScriptFollowed)
+def unfit_masks(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+    """Check for masks that are outside the range of float16."""
+    yield from _mistakes("AMP860", interpreter)
+
+
+@rule("AMP861", ScriptFollowed)
+def rounded_numbers(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+    """Check for numbers that 16 bits round to zero, or to 1."""
+    yield from _mistakes("AMP861", interpreter)
+
+
+def _mistakes(code: str, interpreter: Interpreter) -> Iterator[Mistake]:
+    for item in _unfit_numbers(interpreter.linked.main, interpreter.dtype_uses):
+        if item.code == code:
+            yield Mistake(item.node, item.cause, item.advice, item.fix, item.certainty)
+
+
+def _unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     """Check masks everywhere, and eps in modules, whose tensors may be 16-bit.
 
     Ops with a float32 operand are left out; a mask likely meets float16 under float16 autocast.
@@ -376,15 +395,14 @@ class ConstantFinder:
                 )
 
 
-def check_half_layers(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
+@rule("AMP801", ScriptFollowed)
+def half_layers(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check layers that are made with ``dtype=torch.float16``, unless the script freezes parameters."""
-    events = [event for events in events_by_entry for event in events]
-    steps = [event for event in events if isinstance(event, ScalerUnscale | ScalerStep)]
+    steps = [event for event in followed.events if isinstance(event, ScalerUnscale | ScalerStep)]
     if not steps or interpreter.linked.mentions("requires_grad"):
         return
-    for event in of_type(events, HalfLayer):
-        interpreter.report(
-            "AMP801",
+    for event in of_type(followed.events, HalfLayer):
+        yield Mistake(
             event.node,
             f"these parameters are float16, and the scaler at line {position_of(steps[0].node)[0]} cannot "
             "unscale float16 gradients",
@@ -393,8 +411,10 @@ def check_half_layers(interpreter: Interpreter, events_by_entry: list[list[Event
         )
 
 
-def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
+@rule("AMP873", ScriptFollowed)
+def half_accumulators(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report tensors that are made in 16 bits and to which a later line adds again and again."""
+    script = interpreter.linked.main
     if "float16" not in script.text and "half" not in script.text:
         return
     dtypes = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}
@@ -408,8 +428,7 @@ def check_half_accumulators(script: Script) -> Iterator[Diagnostic]:
         name = dotted_name(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
         if name in dtypes:
             largest = "256" if dtypes[name] == "bfloat16" else "2048"
-            yield Diagnostic(
-                "AMP873",
+            yield Mistake(
                 node,
                 f"this total is {dtypes[name]} and rounded at each addition: above {largest} times what is "
                 "added, it stands still",

@@ -1,14 +1,16 @@
-"""Rules on code that should not run inside autocast, and on code that should."""
+"""Rules on autocast blocks: what belongs inside, and what they share with the scaler."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.diagnostic import Certainty, Fix, line_of
+from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
 from ampaudit.linter.flow.events import (
     AutocastEntered,
     Backward,
+    EntryPointFollowed,
     Event,
     LossInside,
     ModelCall,
@@ -17,13 +19,34 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
-from ampaudit.linter.flow.syntax import has_name, simple_name
-from ampaudit.linter.flow.values import Autocast
+from ampaudit.linter.flow.syntax import dotted_name, has_name, keyword_value, simple_name
+from ampaudit.linter.flow.values import Autocast, Scaler
+from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["check_cached_without_gradients", "check_regions", "check_weight_cache"]
+
+@rule("AMP840", EntryPointFollowed)
+def step_inside(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check that an autocast block ends after the loss, unless AMP852 says more."""
+    events = followed.events
+    stale = [_block_around_loop(step, events) for step in of_type(events, StepEvent)]
+    reported: set[Autocast] = set()
+    late: list[Backward | StepEvent] = [*of_type(events, Backward), *of_type(events, StepEvent)]
+    for event in late:
+        context = event.autocast
+        is_stale = any(block is not None and event.is_inside(block) for block in stale)
+        if context.is_certain and context not in reported and not is_stale:
+            reported.add(context)
+            yield Mistake(
+                event.node,
+                "backward runs inside autocast, although its ops follow the dtypes of the forward pass anyway"
+                if isinstance(event, Backward)
+                else "the optimizer steps inside autocast, which is for the forward pass and the loss",
+                "end the autocast block after the loss",
+                _end_block_fix(events, event, context),
+            )
 
 
 # calls after the backward that need no autocast
@@ -33,62 +56,66 @@ _NEEDS_NO_AUTOCAST: Final = frozenset(
 )
 
 
-def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
-    """Check the autocast blocks of one entry point."""
-    late: set[ast.AST | None] = set()
-    for event in of_type(events, Backward):
-        context = event.autocast
-        if not context.is_certain:
-            continue
-        late.add(context.node)
-        interpreter.report(
-            "AMP840",
-            event.node,
-            "backward runs inside autocast, although its ops follow the dtypes of the forward pass anyway",
-            "end the autocast block after the loss",
-            _end_block_fix(events, event, context),
-        )
-    for step in of_type(events, StepEvent):
-        context = step.autocast
-        if context.is_certain and context.node not in late:
-            interpreter.report(
-                "AMP840",
-                step.node,
-                "the optimizer steps inside autocast, which is for the forward pass and the loss",
-                "end the autocast block after the loss",
-                _end_block_fix(events, step, context),
-            )
-            late.add(context.node)
-    _check_scaler_device(interpreter, events)
-    _check_model_outside(interpreter, events)
-
-
 def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix | None:
     """Return the fix that ends the block before a statement, if what follows needs no autocast."""
-    entered = next((e for e in of_type(events, AutocastEntered) if e.context is context), None)
-    block = entered.block if entered is not None else None
+    block = next((e.block for e in of_type(events, AutocastEntered) if e.context is context), None)
     if not isinstance(block, ast.With) or len(block.items) != 1 or event.statement not in block.body:
         return None
     index = block.body.index(event.statement)
-    tail = block.body[index:]
-    nodes = [node for statement in tail for node in ast.walk(statement)]
+    nodes = [node for statement in block.body[index:] for node in ast.walk(statement)]
     calls = {simple_name(node.func) for node in nodes if isinstance(node, ast.Call)}
     casts = any(isinstance(node, ast.MatMult | ast.Pow) for node in nodes)  # operators that autocast casts
     return Fix.at(block, "end block", str(index)) if calls <= _NEEDS_NO_AUTOCAST and not casts else None
 
 
-def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
-    """Report models that are called outside autocast although the loss of their output is inside."""
-    forwards = of_type(events, ModelCall)
+@rule("AMP852", EntryPointFollowed)
+def stale_weights(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check for steps in a loop inside one autocast block.
+
+    Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
+    ``aten/src/ATen/autocast_mode.cpp``: ``cached_cast`` and ``clear_cache``).
+    """
+    for event in of_type(followed.events, StepEvent):
+        block = _block_around_loop(event, followed.events)
+        if block is not None:
+            yield Mistake(
+                event.node,
+                f"this step is in a loop inside the autocast block of line {block.lineno}, which casts each "
+                "weight once and keeps the copy: from the second iteration on, the model computes with the "
+                "old weights",
+                "enter autocast anew in each iteration, around the forward pass and the loss only",
+            )
+
+
+def _block_around_loop(step: StepEvent, events: list[Event]) -> ast.With | None:
+    """Return the autocast block around a loop that computes a loss and steps."""
+    contexts = {id(e.block): e.context for e in of_type(events, AutocastEntered)}
+    for index, guard in enumerate(step.guards) if step.autocast.is_certain else ():
+        context = contexts.get(id(guard.node)) if guard.kind == "with" else None
+        if context is None or not isinstance(guard.node, ast.With):
+            continue
+        loops = [g.node for g in step.guards[index + 1 :] if g.kind == "loop"]
+        computes = any(
+            e.is_inside(loop) and (e.loss.computed_under != "" or e.is_inside(guard.node))
+            for e in of_type(events, Backward)
+            for loop in loops
+        )
+        return guard.node if context.caches and context.enabled is True and computes else None
+    return None
+
+
+@rule("AMP854", EntryPointFollowed)
+def model_outside(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check for models that are called outside autocast although the loss of their output is inside."""
+    forwards = of_type(followed.events, ModelCall)
     if any(e.autocast.enabled is not False for e in forwards):
         return
-    for loss in of_type(events, LossInside):
+    for loss in of_type(followed.events, LossInside):
         for event in forwards:
             info = interpreter.script.classes.get(event.model.origin)
-            enters_autocast = info is not None and "autocast" in ast.unparse(info.node)
+            enters_autocast = info is not None and has_name(info.node, "autocast")
             if not enters_autocast and id(event.node) in loss.outputs:
-                interpreter.report(
-                    "AMP854",
+                yield Mistake(
                     event.node,
                     f"the model is called outside autocast, and only the loss of its output, at line"
                     f" {line_of(loss.node)}, inside: it runs in float32",
@@ -96,98 +123,43 @@ def _check_model_outside(interpreter: Interpreter, events: list[Event]) -> None:
                 )
 
 
-def _check_scaler_device(interpreter: Interpreter, events: list[Event]) -> None:
-    """Report a scaler for another device than the one that all autocast blocks are for."""
-    entered = [e.context for e in of_type(events, AutocastEntered)]
-    devices = {context.device for context in entered if context.enabled is not False}
-    for event in of_type(events, ScalerScale) if not interpreter.assumptions else ():
-        scaler = interpreter.scalers.get(event.scaler)
-        if scaler is None or scaler.node is None or not scaler.device or len(devices) != 1:
-            continue
-        (device,) = devices
-        if device is not None and device != scaler.device:
-            interpreter.report(
-                "AMP847",
-                scaler.node,
-                f"this scaler is for {scaler.device}, but autocast is for {device}: where there is no"
-                f" {scaler.device}, the scaler switches itself off",
-                f'create it with torch.amp.GradScaler("{device}")',
-            )
-
-
-def check_weight_cache(interpreter: Interpreter, events: list[Event]) -> None:
-    """Report steps in a loop inside one autocast block, instead of the milder AMP840.
-
-    Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
-    ``aten/src/ATen/autocast_mode.cpp``: ``cached_cast`` and ``clear_cache``).
-    """
-    for event in of_type(events, StepEvent):
-        if not event.autocast.is_certain:
-            continue
-        block = _block_around_loop(event, events)
-        if block is None:
-            continue
-        stale = {id(e.node) for e in events if isinstance(e, StepEvent | Backward) and e.is_inside(block)}
-        for key, diagnostic in list(interpreter.diagnostics.items()):
-            if key[0] == "AMP840" and id(diagnostic.node) in stale:
-                del interpreter.diagnostics[key]
-        interpreter.report(
-            "AMP852",
-            event.node,
-            f"this step is in a loop inside the autocast block of line {block.lineno}, which casts each "
-            "weight once and keeps the copy: from the second iteration on, the model computes with the old "
-            "weights",
-            "enter autocast anew in each iteration, around the forward pass and the loss only",
-        )
-
-
-def check_cached_without_gradients(interpreter: Interpreter, events: list[Event]) -> None:
+@rule("AMP875", EntryPointFollowed)
+def cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that no weights are cast under ``no_grad`` that the same autocast block needs with gradients.
 
     Fixed by pull request 165068 of pytorch, of December 2025; reported in issues 65766, 105211 and 112583.
     """
-    if not any(isinstance(event, Backward | UnknownBackward) for event in events):
+    if not any(isinstance(event, Backward | UnknownBackward) for event in followed.events):
         return
-    blocks = {id(e.block): e.context for e in of_type(events, AutocastEntered) if e.context.caches}
-    calls = of_type(events, ModelCall)
+    blocks = {id(e.block) for e in of_type(followed.events, AutocastEntered) if e.context.caches}
+    calls = of_type(followed.events, ModelCall)
     reported: set[ast.withitem | None] = set()
     for index, event in enumerate(calls):
-        if "no_grad" not in event.grad_modes or not event.autocast.is_certain:
+        start = next((i for i, guard in enumerate(event.guards) if id(guard.node) in blocks), None)
+        if start is None or "no_grad" not in event.grad_modes or not event.autocast.is_certain:
             continue
-        start = next((i for i, g in enumerate(event.guards) if id(g.node) in blocks), None)
-        if start is None:
-            continue
-        block = _block_without_gradients(event, start)
-        if block in reported:
-            continue
+        # the no_grad inside the autocast block that the call is in; there is none for a decorator
+        withs = [guard.node for guard in event.guards[start + 1 :] if isinstance(guard.node, ast.With)]
+        items = (item for node in withs for item in node.items)
+        block = next((item for item in items if has_name(item.context_expr, "no_grad")), None)
         same_block = event.guards[: start + 1]
-        again = next(
-            (
-                other
-                for other in calls[index + 1 :]
-                if _is_same_model(other, event)
-                and not other.grad_modes
-                and other.guards[: start + 1] == same_block
-            ),
-            None,
-        )
-        if again is not None:
+        again = [
+            other
+            for other in calls[index + 1 :]
+            if other.guards[: start + 1] == same_block
+            and not other.grad_modes
+            and _is_same_model(other, event)
+        ]
+        if again and block not in reported:
             reported.add(block)
-            interpreter.report(
-                "AMP875",
+            yield Mistake(
                 event.node if block is None else block.context_expr,
                 "autocast keeps the casts of weights that are made here without gradients, and the call at "
-                f"line {line_of(again.node)} uses them: in older versions of torch, these get "
-                "no gradients",
+                f"line {line_of(again[0].node)} uses them: in older versions of torch, these get no "
+                "gradients",
                 "use an autocast block of its own for what needs no gradients, or cache_enabled=False",
                 certainty=Certainty.LIKELY,
             )
-
-
-def _block_without_gradients(event: Event, start: int) -> ast.withitem | None:
-    """Return the ``no_grad`` inside the autocast block that a call is in; None is for a decorator."""
-    items = [item for g in event.guards[start + 1 :] if isinstance(g.node, ast.With) for item in g.node.items]
-    return next((i for i in items if has_name(i.context_expr, "no_grad")), None)
 
 
 def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
@@ -196,20 +168,81 @@ def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
     return one.model.key == other.model.key and is_one
 
 
-def _block_around_loop(step: Event, events: list[Event]) -> ast.With | None:
-    """Return the autocast block around a loop that computes a loss and steps."""
-    contexts = {id(e.block): e.context for e in of_type(events, AutocastEntered)}
-    for index, guard in enumerate(step.guards):
-        context = contexts.get(id(guard.node)) if guard.kind == "with" else None
-        if context is None or not isinstance(guard.node, ast.With):
+@rule("AMP847", EntryPointFollowed)
+def scaler_of_other_device(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check for a scaler for another device than the one that all autocast blocks are for."""
+    entered = [e.context for e in of_type(followed.events, AutocastEntered)]
+    devices = {context.device for context in entered if context.enabled is not False}
+    device = devices.pop() if len(devices) == 1 else None
+    for scaler in _scalers(interpreter, followed.events) if not interpreter.assumptions else ():
+        if scaler.node is not None and scaler.device and device not in (None, scaler.device):
+            yield Mistake(
+                scaler.node,
+                f"this scaler is for {scaler.device}, but autocast is for {device}: where there is no"
+                f" {scaler.device}, the scaler switches itself off",
+                f'create it with torch.amp.GradScaler("{device}")',
+            )
+
+
+@rule("AMP818", EntryPointFollowed)
+def scaler_for_any_dtype(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check for a scaler that is on whichever dtype was chosen."""
+    entered = _autocasts(followed.events)
+    dtype = keyword_value(entered[0], "dtype") if len(entered) == 1 else None
+    name = dotted_name(dtype) if dtype is not None else ""
+    for scaler in _scalers(interpreter, followed.events):
+        is_always_on = isinstance(scaler.node, ast.Call) and not scaler.node.keywords
+        if scaler.node is not None and is_always_on and name in _dtype_choices(interpreter):
+            yield Mistake(
+                scaler.node,
+                f"this scaler is on also where {name} is bfloat16, whose gradients need no loss scale",
+                f"create it with enabled={name} == torch.float16",
+                certainty=Certainty.LIKELY,
+            )
+
+
+@rule("AMP856", EntryPointFollowed)
+def autocast_of_default_dtype(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+    """Check for autocast with its default dtype where the scaler or a name has the dtype that was chosen."""
+    for call in _autocasts(followed.events) if of_type(followed.events, Backward) else ():
+        if len(call.args) > 1 or any(keyword.arg in ("dtype", None) for keyword in call.keywords):
             continue
-        loops = [g.node for g in step.guards[index + 1 :] if g.kind == "loop"]
-        computes = any(
-            g.node in loops
-            for e in of_type(events, Backward)
-            if e.loss.computed_under != "" or e.is_inside(guard.node)
-            for g in e.guards
-            if g.kind == "loop"
-        )
-        return guard.node if context.caches and context.enabled is True and computes else None
-    return None
+        calls = [scaler.node for scaler in _scalers(interpreter, followed.events)]
+        switches = [keyword_value(node, "enabled") for node in calls if isinstance(node, ast.Call)]
+        reasons = [
+            f"the scaler at line {switch.lineno} is on only for one of several dtypes"
+            for switch in switches
+            if isinstance(switch, ast.Compare) and has_name(switch.left, "dtype")
+        ]
+        choices = _dtype_choices(interpreter).items()
+        reasons += [f"line {value.lineno} chooses one as {name}" for name, value in choices]
+        if reasons:
+            yield Mistake(
+                call,
+                "this autocast computes in its default dtype, float16 on CUDA, although " + reasons[0],
+                "pass the configured dtype to autocast as well",
+                certainty=Certainty.LIKELY,
+            )
+
+
+def _autocasts(events: list[Event]) -> list[ast.Call]:
+    """Return the calls that make the autocast contexts that are entered, if they may be on."""
+    contexts = [e.context for e in of_type(events, AutocastEntered)]
+    return [c.node for c in contexts if isinstance(c.node, ast.Call) and c.enabled is not False]
+
+
+def _scalers(interpreter: Interpreter, events: list[Event]) -> list[Scaler]:
+    """Return the scalers that scale a loss."""
+    keys = dict.fromkeys(event.scaler for event in of_type(events, ScalerScale))
+    return [interpreter.scalers[key] for key in keys if key in interpreter.scalers]
+
+
+def _dtype_choices(interpreter: Interpreter) -> dict[str, ast.expr]:
+    """Return the names that are assigned either 16-bit dtype of torch, with what chooses it."""
+    return {
+        name: value
+        for name, values in interpreter.script.assigned.items()
+        for value in values
+        if isinstance(value, ast.IfExp | ast.Subscript)
+        and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in ast.walk(value)}
+    }
