@@ -247,13 +247,20 @@ TWINS: dict[str, tuple[str, str, str]] = {
         _train(_FORWARD, _BACK, _DONE),
     ),
     "AMP815": (
-        TRAINER,
-        "first, second = self.loss_of(batch), self.loss_of(batch)\n"
-        "self.grad_scaler.scale(first).backward()\nself.extra_scaler.scale(second).backward()\n"
-        "self.grad_scaler.step(self.opt)\nself.grad_scaler.update()\nself.extra_scaler.update()\n"
-        "self.opt.zero_grad()",
-        "first, second = self.loss_of(batch), self.loss_of(batch)\n"
-        "self.grad_scaler.scale(first).backward()\nself.grad_scaler.scale(second).backward()\n" + STEP,
+        PLAIN,
+        _train(
+            _FORWARD,
+            "scaler.scale(loss).backward()\nother_scaler.scale(penalty(model)).backward()",
+            "scaler.step(optimizer)\nscaler.update()\nother_scaler.update()\noptimizer.zero_grad()",
+            before=('other_scaler = torch.amp.GradScaler("cuda")', 'scaler = torch.amp.GradScaler("cuda")'),
+            arguments="model, optimizer, loader, penalty",
+        ),
+        _train(
+            _FORWARD,
+            "scaler.scale(loss).backward()\nscaler.scale(penalty(model)).backward()",
+            _DONE,
+            arguments="model, optimizer, loader, penalty",
+        ),
     ),
     "AMP816": (
         PLAIN,
