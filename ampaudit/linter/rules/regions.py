@@ -133,6 +133,9 @@ def cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> It
         return
     blocks = {id(e.block) for e in of_type(followed.events, AutocastEntered) if e.context.caches}
     calls = of_type(followed.events, ModelCall)
+    nodes = {event.node for event in calls}
+    # the modules inside a model and inside its copy have the same keys: within which call each was called
+    within = {id(event): [guard for guard in event.guards if guard.node in nodes] for event in calls}
     reported: set[ast.withitem | None] = set()
     for index, event in enumerate(calls):
         start = next((i for i, guard in enumerate(event.guards) if id(guard.node) in blocks), None)
@@ -148,6 +151,7 @@ def cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> It
             for other in calls[index + 1 :]
             if other.guards[: start + 1] == same_block
             and not other.grad_modes
+            and within[id(other)] == within[id(event)]
             and _is_same_model(other, event)
         ]
         if again and block not in reported:
