@@ -23,8 +23,9 @@ def test_a_repair_relints_clean_and_is_idempotent(name: str) -> None:
         assert fixed.after == BAD[name]
         return
     assert fixed.after != BAD[name]
-    assert [finding.code for finding in fixed.findings] == []
-    assert fixed.fixed == len(before.findings)
+    by_hand = [finding.code for finding in before.findings if not finding.fixable]
+    assert [finding.code for finding in fixed.findings] == by_hand
+    assert fixed.fixed == len(before.findings) - len(by_hand)
     ast.parse(fixed.after)
     again = lint(fixed.after, fix=True)
     assert again.after == fixed.after

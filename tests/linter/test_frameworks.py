@@ -28,6 +28,7 @@ def train(model, loader, optimizer, args):
         {after}
     torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(){saved}}}, "last.pt")
 """
+_RESUMED = "optimizer.load_state_dict(args.state['o']); loss_scaler.load_state_dict(args.state['s'])"
 WRONG_TIMM = {
     "a second step": ({"after": "optimizer.step()"}, "AMP817", 14),
     "clipping without a step": (
@@ -35,7 +36,7 @@ WRONG_TIMM = {
         "AMP807",
         14,
     ),
-    "a lost scale": ({"saved": ""}, "AMP820", 15),
+    "a lost scale": ({"saved": "", "after": _RESUMED}, "AMP820", 15),
 }
 RIGHT_TIMM = {
     "as it is": {},
@@ -229,6 +230,10 @@ import torch
 def train(model, loader, args):
     optimizer = {made}
     scaler = torch.amp.GradScaler("cuda")
+    if args.resume:
+        checkpoint = torch.load("last.pt")
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint["scaler"])
     for batch in loader:
         with torch.autocast("cuda", dtype=torch.float16):
             loss = model(batch)

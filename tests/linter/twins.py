@@ -303,7 +303,8 @@ TWINS: dict[str, tuple[str, str, str]] = {
     "AMP820": (
         TRAINER,
         f"{LOOP}\n{STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
-        "    'opt': self.opt.state_dict(),\n}, 'last.pt')",
+        "    'opt': self.opt.state_dict(),\n}, 'last.pt')\nif self.restart:\n"
+        "    self.opt.load_state_dict(torch.load('last.pt')['opt'])",
         f"{LOOP}\n{STEP}\ntorch.save({{\n    'model': self.model.state_dict(),\n"
         "    'opt': self.opt.state_dict(),\n    'scaler': self.grad_scaler.state_dict(),\n}, 'last.pt')",
     ),

@@ -28,8 +28,8 @@ from ampaudit.linter.flow.events import (
     ScriptFollowed,
     of_type,
 )
-from ampaudit.linter.flow.syntax import calls_any, calls_method, last_component, mentions, receiver_name
-from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, Parameters, StateDict
+from ampaudit.linter.flow.syntax import calls_any, last_component, mentions, receiver_name
+from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def never_saved(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[
         for event in of_type(events, CheckpointSaved):
             entries = event.entries
             saved_here = {value.kind for value in entries.items if isinstance(value, StateDict)}
-            if "optimizer" in saved_here and (resumes or saved or _has_weights(entries)):
+            if "optimizer" in saved_here and (resumes or saved):
                 yield Mistake(
                     _place_here(event, entries.node),
                     "the checkpoint contains the optimizer's state but not the scaler's: a resumed run "
@@ -181,13 +181,6 @@ def _owns_scaler(interpreter: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script makes the scaler that it uses, and does not leave it to other code."""
     stepped = {e.scaler for e in of_type(followed.events, ScalerStep)} & interpreter.scalers.keys()
     return bool(stepped and of_type(followed.events, ScalerMade)) and not stepped & interpreter.escaped
-
-
-def _has_weights(entries: DictLiteral) -> bool:
-    """Return whether a checkpoint has the weights of a model, without which no run can resume from it."""
-    of_others = sum(calls_method(value, "state_dict") for value in getattr(entries.node, "values", ()))
-    has_parameters = any(isinstance(value, Parameters) for value in entries.items)
-    return has_parameters or of_others > sum(isinstance(value, StateDict) for value in entries.items)
 
 
 def _place_here(event: Event, node: ast.AST) -> ast.AST:
