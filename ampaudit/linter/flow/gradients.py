@@ -42,7 +42,7 @@ _KEEPS_GRADIENT: Final = frozenset(
 )
 _HARMLESS_ON_GRADIENTS: Final = frozenset(
     "isnan isinf isfinite zero_ fill_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage"
-    " data_ptr any all is_sparse type record_stream".split()
+    " data_ptr any all is_sparse type record_stream sign".split()
 )
 
 

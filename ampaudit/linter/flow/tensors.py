@@ -71,7 +71,9 @@ def autocast_dtype(interpreter: Interpreter) -> str:
     autocast = interpreter.autocast
     if autocast.enabled is not True:
         return ""
-    default = _DEFAULT_DTYPES.get(autocast.device or "") if autocast.dtype == "" else None
+    # the CPU may be only the device of an assumed setting
+    is_certain = autocast.dtype == "" and (autocast.device != "cpu" or not interpreter.assumptions)
+    default = _DEFAULT_DTYPES.get(autocast.device or "") if is_certain else None
     return autocast.dtype or default or "16-bit"
 
 

@@ -160,7 +160,8 @@ def never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) ->
             continue
         counts = mentions(loop.iter, "accum", "micro", "grad_steps", "virtual")
         steps_outside = any(not e.is_inside(loop) for e in of_type(followed.events, StepEvent))
-        divides = calls_any(loop, *_OF_ALL_BATCHES) or any(isinstance(n, ast.Div) for n in ast.walk(loop))
+        nodes = (node for part in (loop, event.node) for node in ast.walk(part))
+        divides = calls_any(loop, *_OF_ALL_BATCHES) or any(isinstance(node, ast.Div) for node in nodes)
         if counts and steps_outside and not divides and event.loss.loss == "" and event.loss.divided is None:
             yield _undivided(event, Certainty.LIKELY)
 

@@ -83,8 +83,13 @@ def _other_models(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
 
 
 def _are_distinct(models: frozenset[str], others: frozenset[str]) -> bool:
-    """Return whether none of some models can be one of others; two names may stand for one model."""
-    return not models & others and not any(key.startswith("name ") for key in models | others)
+    """Return whether none of some models can be one of others, or a part of one.
+
+    Two names may stand for one model; the key of a part has that of the call that makes the whole.
+    """
+    pairs = [pair for one in models for other in others for pair in ((one, other), (other, one))]
+    is_part = any(f" from {whole.partition(' ')[0]}" in part for part, whole in pairs)
+    return not models & others and not is_part and not any(k.startswith("name ") for k in models | others)
 
 
 @rule("AMP807", Clip)
