@@ -111,9 +111,12 @@ def save(path, model, optimizer, **others):
     torch.save(state, path)
 
 
-def train(model, loader, path):
+def train(model, loader, path, saved=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cuda")
+    if saved is not None:
+        optimizer.load_state_dict(saved["optimizer"])
+        scaler.load_state_dict(saved["scaler"])
     for x, y in loader:
         with torch.autocast("cuda", dtype=torch.float16):
             loss = F.cross_entropy(model(x), y)
@@ -227,6 +230,12 @@ def step(run: Run, x, y):
 
 def write(run: Run, path):
     torch.save(run.dump(), path)
+
+
+def read(run: Run, path):
+    state = torch.load(path)
+    run.opt.load_state_dict(state["opt"])
+    run.amp.load_state_dict(state["amp"])
 """
 
 

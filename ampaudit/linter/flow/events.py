@@ -26,6 +26,7 @@ from ampaudit.linter.flow.values import (
 
 __all__ = [
     "AdaptersPrepared",
+    "ApexInitialized",
     "AutocastEntered",
     "AutocastMade",
     "Backward",
@@ -353,6 +354,13 @@ class ModelCall(Event):
 @dataclass(frozen=True, slots=True)
 class PrecisionChosen(Event):
     """A choice that a condition may decide: a cast to float16, one of two functions, an apex model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApexInitialized(Event):
+    """``apex.amp.initialize(models, ...)``."""
+
+    models: Value | None
 
 
 @dataclass(frozen=True, slots=True)

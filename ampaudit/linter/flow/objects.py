@@ -98,21 +98,6 @@ def _layers(origin: str, arguments: Arguments) -> tuple[str, ...]:
     return tuple(layer for part in parts for layer in (part or ("",)))
 
 
-def check_apex_models(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> None:
-    """Check that ``amp.initialize`` gets models that are not wrapped yet, since it refuses others."""
-    models = arguments.get(0, "models")
-    interpreter.record(PrecisionChosen(interpreter.at(node)))
-    for model in models.items if isinstance(models, KnownItems) else (models,):
-        if isinstance(model, Model) and model.wrapper:
-            interpreter.report(
-                "AMP858",
-                node,
-                f"this model is already inside {model.wrapper}, which amp.initialize refuses: it casts the "
-                "parameters before they are wrapped",
-                "call amp.initialize first and wrap what it returns",
-            )
-
-
 def model_method(
     interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments
 ) -> Value:

@@ -20,6 +20,7 @@ from ampaudit.linter.flow.syntax import (
     keyword_value,
     last_component,
     nested_blocks,
+    parameter_defaults,
 )
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo
 from ampaudit.linter.source_text import split_lines
@@ -60,7 +61,6 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 _IS_LOSS = re.compile(r"Loss|Criterion|Metric|Wrapper|Function")
-_COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _SCALES = re.compile(r"scaler|loss_?scal|grad_?scal", re.IGNORECASE)
 
 
@@ -167,11 +167,6 @@ class Script:
         return frozenset(getattr(n, fields[type(n)]) or "" for n in self.nodes() if type(n) in fields)
 
     @cached_property
-    def code(self) -> str:
-        """The source text without comments."""
-        return _COMMENT.sub("", self.text)
-
-    @cached_property
     def assignments(self) -> list[Assignment]:
         """All assignments to dotted names."""
         assignments: list[Assignment] = []
@@ -248,6 +243,23 @@ class Script:
             if isinstance(default, ast.Constant):
                 defaults[name] = default.value
         return defaults
+
+    @cached_property
+    def off_by_default(self) -> set[str]:
+        """The last components of what is set to ``False`` somewhere, also as a default or an argument."""
+        pairs = [(item.name, item.value) for item in self.assignments]
+        for node in self.nodes():
+            if isinstance(node, ast.FunctionDef):
+                pairs += parameter_defaults(node.args).items()
+            elif isinstance(node, ast.keyword) and node.arg is not None:
+                pairs.append((node.arg, node.value))
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                pairs.append((dotted_name(node.target), node.value))
+        return {
+            last_component(name)
+            for name, value in pairs
+            if isinstance(value, ast.Constant) and value.value is False
+        }
 
     def setting(self, text: str, positive: bool) -> tuple[str, bool]:
         """Return the setting that decides whether a name is true, or false, and what that takes."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.diagnostic import Certainty, key_of
 from ampaudit.linter.flow import gradients, objects, optimizers, tensors
 from ampaudit.linter.flow.events import (
+    ApexInitialized,
     AutocastMade,
     CheckpointSaved,
     Clip,
@@ -18,6 +19,7 @@ from ampaudit.linter.flow.events import (
     LossCalled,
     LossInside,
     NumberRead,
+    PrecisionChosen,
     ScalerMade,
     UnknownEffect,
 )
@@ -105,7 +107,8 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if (framework := framework_of(path)) is not None:
         return make_managed(interpreter, node, framework, arguments)
     if path == "apex.amp.initialize":
-        objects.check_apex_models(interpreter, node, arguments)
+        interpreter.record(PrecisionChosen(interpreter.at(node)))
+        interpreter.judge(ApexInitialized(interpreter.at(node), arguments.get(0, "models")))
     if makes_optimizer(path):
         return optimizers.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):

@@ -48,7 +48,7 @@ def _is_off_by_default(flow: Interpreter, autocast: ast.AST | None) -> bool:
     """Return whether the setting that enables autocast has a default somewhere, which is false."""
     switch = keyword_value(autocast, "enabled") if isinstance(autocast, ast.Call) else None
     name = last_component(dotted_name(switch)) if switch is not None else ""
-    return name != "" and flow.linked.mentions(rf"\b{name}\b(?:\s*:\s*\w+)?\s*=\s*False\b")
+    return name != "" and any(name in script.off_by_default for script in flow.linked.scripts)
 
 
 @rule("AMP854", LossCalled)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -19,12 +18,10 @@ from ampaudit.linter.flow.statement_context import (
     location_suffix,
     nodes_around,
 )
-from ampaudit.linter.flow.syntax import receiver_name
+from ampaudit.linter.flow.syntax import mentions, receiver_name
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, MANAGING_PACKAGES
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, Arguments, Parameters, ScaleReading
 from ampaudit.linter.rules.rule import rule
-
-_BY_NORM: Final = re.compile(r"(?:grad|rho|radius|epsilon).* / \(?\w*norm")
 
 
 @rule("AMP802", ScalerStep)
@@ -139,8 +136,8 @@ def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
     """Clipping by torch of gradients that FSDP shards: each process sees a part of their norm."""
     parameters = event.arguments.get(0, "parameters")
     models = parameters.models if isinstance(parameters, Parameters) else None
-    tests = [ast.unparse(guard.node.test) for guard in flow.guards if isinstance(guard.node, ast.If)]
-    has_alternative = any("clip_grad_norm_" in test for test in tests)
+    tests = [guard.node.test for guard in flow.guards if isinstance(guard.node, ast.If)]
+    has_alternative = any(mentions(test, "clip_grad_norm_") for test in tests)
     if not models or has_alternative or not event.function.startswith("torch."):
         return
     if models & flow.sharded - flow.replicated:
@@ -152,14 +149,23 @@ def _clipped_shards(flow: Interpreter, event: Clip) -> Iterator[Mistake]:
         )
 
 
+def _divides_by_norm(node: ast.AST) -> bool:
+    """Return whether an expression is a gradient, or the length of a step along it, by a norm."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return False
+    return mentions(node.left, *_ALONG_GRADIENT) and mentions(node.right, "norm")
+
+
+_ALONG_GRADIENT: Final = ("grad", "rho", "radius", "epsilon")
+
+
 @rule("AMP808", GradientRead)
 def _read_scaled(flow: Interpreter, event: GradientRead) -> Iterator[Mistake]:
     """A use of gradients that are still scaled, at the first of several in a line."""
     node, certainty = event.node, flow.state.still_scaled
     if event.is_copy or not certainty or isinstance(event.statement, ast.Assert):
         return
-    texts = (ast.unparse(n) for n in nodes_around(flow.linked, node) if isinstance(n, ast.BinOp))
-    if any(_BY_NORM.search(text) for text in texts):  # the scale cancels
+    if any(_divides_by_norm(part) for part in nodes_around(flow.linked, node)):  # the scale cancels
         return
     place = call_beside_scaler(flow.linked, node, flow.calls)
     if not any(key[:2] == ("AMP808", line_of(place)) for key in flow.diagnostics):

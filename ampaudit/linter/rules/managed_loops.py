@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, Mistake, file_number, line_of
 from ampaudit.linter.flow.events import (
+    ApexInitialized,
     Backward,
     ClassFollowed,
     Clip,
@@ -39,7 +40,7 @@ from ampaudit.linter.flow.syntax import (
     simple_name,
 )
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
-from ampaudit.linter.flow.values import ClassInfo, FunctionInfo, Tensor
+from ampaudit.linter.flow.values import ClassInfo, FunctionInfo, KnownItems, Model, Tensor
 from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of, tests_remainder
 from ampaudit.linter.rules.rule import rule
 
@@ -288,3 +289,16 @@ def _keeps_masters(script: Script) -> Certainty:
             is_option = any(isinstance(n, ast.Constant) and n.value == "O2" for n in script.nodes())
             return Certainty.LIKELY if level is not None and is_option else Certainty.UNKNOWN
     return Certainty.UNKNOWN
+
+
+@rule("AMP858", ApexInitialized)
+def wrapped_before_apex(_: Interpreter, event: ApexInitialized) -> Iterator[Mistake]:
+    """Check that ``amp.initialize`` gets models that are not wrapped yet, since it refuses others."""
+    for model in event.models.items if isinstance(event.models, KnownItems) else (event.models,):
+        if isinstance(model, Model) and model.wrapper:
+            yield Mistake(
+                event.node,
+                f"this model is already inside {model.wrapper}, which amp.initialize refuses: it casts the "
+                "parameters before they are wrapped",
+                "call amp.initialize first and wrap what it returns",
+            )

@@ -25,6 +25,7 @@ from ampaudit.linter.flow.gradients import has_single_optimizer
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import AccumulatedGradients
 from ampaudit.linter.flow.statement_context import scaler_in_scope
+from ampaudit.linter.flow.syntax import mentions, simple_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED
 from ampaudit.linter.rules.rule import rule
 
@@ -163,7 +164,8 @@ def _second_step(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]:
 
 
 # a finite loss says nothing of the gradients
-_FINITE_TEST: Final = r"(?:isfinite|isinf|isnan)(?!\([^)]*loss)|found_inf|check_inf|overflow"
+_OVERFLOWS: Final = ("found_inf", "check_inf", "overflow")
+_TESTS_FINITE: Final = ("isfinite", "isinf", "isnan")
 
 
 @rule("AMP803", OptimizerStep)
@@ -192,7 +194,17 @@ def _overflow_is_unchecked(flow: Interpreter) -> bool:
     """Return whether gradients were unscaled, and the script does not test for overflow itself."""
     unscaled = of_type(flow.events.values(), ScalerUnscale)
     inner = len(flow.guards) > min((len(e.guards) for e in unscaled), default=0)
-    return flow.state.is_unscaled and bool(unscaled) and not inner and not flow.linked.mentions(_FINITE_TEST)
+    if (
+        not flow.state.is_unscaled
+        or not unscaled
+        or inner
+        or flow.linked.mentions("found_inf", "check_inf", "overflow")
+    ):
+        return False
+    calls = (n for script in flow.linked.scripts for n in script.nodes() if isinstance(n, ast.Call))
+    # a finite loss says nothing of the gradients
+    tests = (c for c in calls if simple_name(c.func) in _TESTS_FINITE)
+    return all(c.args and mentions(c.args[0], "loss") for c in tests)
 
 
 @rule("AMP815", ScalerStep)

@@ -25,11 +25,11 @@ from ampaudit.linter.flow.values import LiteralValue, Tensor, literal_of
 from ampaudit.linter.rules.rule import rule
 
 _ADAPTS: Final = re.compile(r"inject|adapter|peft|lora")
-_CASTS_BACK: Final = r"\.data = |cast_training_params|\(torch\.float32\)|dtype=torch\.float32|upcast"
+_CASTS_BACK: Final = ("cast_training_params", "float32", "upcast")
 # a step of Adam is about as long; half a unit in the last place of 0.05 is longer
 _SMALL_LEARNING_RATE: Final = 1e-4
 # what keeps or rounds the weights otherwise, or trains others than these
-_OTHERWISE: Final = r"stochastic|[Kk]ahan|master|fp32_param|LoRA|[Ll]ora_|peft|adapter|deepspeed"
+_OTHERWISE: Final = ("stochastic", "kahan", "master", "fp32_param", "lora", "peft", "adapter", "deepspeed")
 _SMALLEST_CHANGE: Final = {"float16": "1/2048", "bfloat16": "1/256"}  # half a unit in the last place
 
 
@@ -70,7 +70,7 @@ def _half_adapters(flow: Interpreter, event: ScalerStep | AdaptersPrepared) -> I
             for call in nodes
             if isinstance(call, ast.Call) and call.lineno < line_of(fact)
         )
-        if put_before and not flow.linked.mentions(_CASTS_BACK):
+        if put_before and not flow.linked.mentions(*_CASTS_BACK):
             yield Mistake(
                 fact,
                 "this casts the adapters that the frozen model was given before to float16 as well, and the "
@@ -148,7 +148,7 @@ def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterat
     if models is None:  # of the only model, if there is one
         facts = flow.state.matching(BFLOAT16_WEIGHTS)
         models = frozenset(key[0] for key, fact in facts if fact is not None)
-    if len(models) != 1 or flow.linked.mentions(_OTHERWISE):
+    if len(models) != 1 or flow.linked.mentions(*_OTHERWISE):
         return
     cast = flow.state.trained_cast(BFLOAT16_WEIGHTS, next(iter(models)))
     if cast is not None:
