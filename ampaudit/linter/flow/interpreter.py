@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
-from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, key_of, position_of
+from ampaudit.linter.diagnostic import Certainty, Diagnostic, Mistake, key_of, position_of
 from ampaudit.linter.flow.events import Event, EventPlace, Guard, ScalerReplaced
 from ampaudit.linter.flow.script import Script, ScriptTooLong
 from ampaudit.linter.flow.state import State, item_of
@@ -47,6 +47,7 @@ __all__ = [
     "Frame",
     "ImportsTooLong",
     "Interpreter",
+    "LintRule",
     "ProgramPoint",
     "RulesBySubject",
     "StepLimitReached",
@@ -57,9 +58,6 @@ _MAX_STEPS: Final = 60_000  # per entry point; the rest of a longer one is skipp
 _MAX_STEPS_ELSEWHERE: Final = 20_000  # per script, in files that it imports
 _SIZE_PER_STEP: Final = 16  # facts, names and events that cost as much as a step
 _MAX_WORK: Final = 2_500_000  # per script, which is not read beyond it: some seconds
-_OF_DTYPES: Final = frozenset(
-    "AMP844 AMP854 AMP845 AMP846 AMP860 AMP861 AMP867 AMP868 AMP869 AMP873 AMP874".split()
-)
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
 _BUILTINS = frozenset(
@@ -68,9 +66,23 @@ _BUILTINS = frozenset(
 )
 
 
-RulesBySubject: TypeAlias = Mapping[
-    type, Sequence[tuple[str, Callable[["Interpreter", Any], Iterator[Mistake]]]]
-]
+@dataclass(frozen=True, slots=True)
+class LintRule:
+    """A rule of the linter.
+
+    Attributes:
+        code: Code of its mistakes.
+        check: Function of the interpreter and an event that yields them.
+        of_dtypes: Whether it is about dtypes, and not about a scaler or a loop: then it also speaks where a
+            framework runs the code, and is as certain as the class of the model.
+    """
+
+    code: str
+    check: Callable[[Interpreter, Any], Iterator[Mistake]]
+    of_dtypes: bool
+
+
+RulesBySubject: TypeAlias = Mapping[type, Sequence[LintRule]]
 Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
@@ -231,29 +243,21 @@ class Interpreter:
 
     # diagnostics and events
 
-    def report(
-        self,
-        code: str,
-        node: ast.AST,
-        cause: str,
-        advice: str,
-        fix: Fix | None = None,
-        certainty: Certainty = Certainty.KNOWN,
-    ) -> None:
-        """Report a diagnostic, once per rule and position, with the highest certainty of its paths."""
-        if self.point.muted or (self.managed and code not in _OF_DTYPES):
+    def _report(self, rule: LintRule, mistake: Mistake) -> None:
+        """Report a mistake, once per rule and position, with the highest certainty of its paths."""
+        if self.point.muted or (self.managed and not rule.of_dtypes):
             return
-        node = self._reported(node)
+        node = self._reported(mistake.node)
         is_guess = (  # a name that is used like a scaler may be no scaler of torch
-            self.guesses
-            if code in _OF_DTYPES
-            else any(scaler.node is None for scaler in self.scalers.values())
+            self.guesses if rule.of_dtypes else any(scaler.node is None for scaler in self.scalers.values())
         )
-        certainty = min(certainty, Certainty.LIKELY) if is_guess else certainty
-        key = (code, *position_of(node))
+        certainty = min(mistake.certainty, Certainty.LIKELY) if is_guess else mistake.certainty
+        key = (rule.code, *position_of(node))
         earlier = self.diagnostics.get(key)
         if earlier is None or earlier.certainty < certainty:
-            self.diagnostics[key] = Diagnostic(code, node, cause, advice, fix, certainty)
+            self.diagnostics[key] = Diagnostic(
+                rule.code, node, mistake.cause, mistake.advice, mistake.fix, certainty
+            )
 
     def record(self, event: Event) -> None:
         """Record an event, once per type, node and guards, before it takes effect on the state."""
@@ -262,9 +266,9 @@ class Interpreter:
 
     def judge(self, subject: object) -> None:
         """Report what the rules that listen to this kind of event say of one."""
-        for code, check in self.rules.get(type(subject), ()):
-            for item in check(self, subject):
-                self.report(code, item.node, item.cause, item.advice, item.fix, item.certainty)
+        for rule in self.rules.get(type(subject), ()):
+            for mistake in rule.check(self, subject):
+                self._report(rule, mistake)
 
     def record_dtypes(self, node: ast.AST, operands: Iterable[Value]) -> None:
         """Record the dtypes of the operands of an op, only likely if the class of the model was guessed."""

@@ -57,13 +57,13 @@ _BELOW_ONE: Final = {
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
-@rule("AMP860", ScriptFollowed)
+@rule("AMP860", ScriptFollowed, of_dtypes=True)
 def unfit_masks(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check for masks that are outside the range of float16."""
     yield from _mistakes("AMP860", interpreter)
 
 
-@rule("AMP861", ScriptFollowed)
+@rule("AMP861", ScriptFollowed, of_dtypes=True)
 def rounded_numbers(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check for numbers that 16 bits round to zero, or to 1."""
     yield from _mistakes("AMP861", interpreter)
@@ -411,7 +411,7 @@ def half_layers(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[
         )
 
 
-@rule("AMP873", ScriptFollowed)
+@rule("AMP873", ScriptFollowed, of_dtypes=True)
 def half_accumulators(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report tensors that are made in 16 bits and to which a later line adds again and again."""
     script = interpreter.linked.main

@@ -23,7 +23,7 @@ from ampaudit.linter.rules.rule import rule
 _IN_FLOAT32: Final = "under 'with torch.autocast(device_type, enabled=False):'"
 
 
-@rule("AMP844", LossCalled)
+@rule("AMP844", LossCalled, of_dtypes=True)
 def _probabilities(flow: Interpreter, event: LossCalled) -> Iterator[Mistake]:
     """Binary cross entropy of probabilities, which CUDA's autocast refuses."""
     autocast, node = event.autocast, event.node
@@ -51,7 +51,7 @@ def _is_off_by_default(flow: Interpreter, autocast: ast.AST | None) -> bool:
     return name != "" and any(name in script.off_by_default for script in flow.linked.scripts)
 
 
-@rule("AMP854", LossCalled)
+@rule("AMP854", LossCalled, of_dtypes=True)
 def _loss_outside(flow: Interpreter, event: LossCalled) -> Iterator[Mistake]:
     """A loss outside autocast of what a model returned under it."""
     del flow
@@ -66,7 +66,7 @@ def _loss_outside(flow: Interpreter, event: LossCalled) -> Iterator[Mistake]:
         )
 
 
-@rule("AMP845", OpEvaluated)
+@rule("AMP845", OpEvaluated, of_dtypes=True)
 def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """A tensor that is cast to float32 for a matrix product, before which autocast casts it back."""
     cast = autocast_dtype(flow) if event.name == "matmul" else ""
@@ -79,7 +79,7 @@ def _undone(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
             )
 
 
-@rule("AMP846", OpEvaluated)
+@rule("AMP846", OpEvaluated, of_dtypes=True)
 def _without_kernel(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """An op that has no 16-bit kernel."""
     del flow
@@ -110,7 +110,7 @@ def _without_kernel(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
         )
 
 
-@rule("AMP868", OpEvaluated)
+@rule("AMP868", OpEvaluated, of_dtypes=True)
 def _exp(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """An exponential of unbounded values in float16."""
     del flow
@@ -143,7 +143,7 @@ def _is_bounded(node: ast.AST) -> bool:
 _BOUNDS: Final = ("max", "clamp", "clip", "sigmoid", "tanh", "var", "std", "sigma")
 
 
-@rule("AMP868", OpEvaluated)
+@rule("AMP868", OpEvaluated, of_dtypes=True)
 def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """Log-probabilities of the output of a model whose weights are 16-bit."""
     dtype = event.tensors[0].weights_dtype if event.tensors else ""
@@ -161,7 +161,7 @@ def _log_probabilities(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistak
         )
 
 
-@rule("AMP869", OpEvaluated)
+@rule("AMP869", OpEvaluated, of_dtypes=True)
 def _angles(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """Sines and cosines of positions that were rounded to 16 bits, also in a model that takes times."""
     for value in event.tensors:
@@ -188,7 +188,7 @@ def _names_time(name: str) -> bool:
     return name in ("time", "times") or "timestep" in name or "time_step" in name or "sigma" in name
 
 
-@rule("AMP873", OpEvaluated)
+@rule("AMP873", OpEvaluated, of_dtypes=True)
 def _sum(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """A sum of float16 values outside autocast, which would compute it in float32."""
     del flow
@@ -202,7 +202,7 @@ def _sum(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
         )
 
 
-@rule("AMP874", OpEvaluated)
+@rule("AMP874", OpEvaluated, of_dtypes=True)
 def _two_dtypes(flow: Interpreter, event: OpEvaluated) -> Iterator[Mistake]:
     """An op that converts nothing and takes a 16-bit and a float32 tensor."""
     del flow

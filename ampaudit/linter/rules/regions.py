@@ -104,7 +104,7 @@ def _block_around_loop(step: StepEvent, events: list[Event]) -> ast.With | None:
     return None
 
 
-@rule("AMP854", EntryPointFollowed)
+@rule("AMP854", EntryPointFollowed, of_dtypes=True)
 def model_outside(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for models that are called outside autocast although the loss of their output is inside."""
     forwards = of_type(followed.events, ModelCall)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ampaudit.linter.diagnostic import Mistake
-from ampaudit.linter.flow.interpreter import Interpreter, RulesBySubject
+from ampaudit.linter.flow.interpreter import Interpreter, LintRule, RulesBySubject
 
 __all__ = ["RULES", "rule"]
 
 R = TypeVar("R", bound=Callable[[Interpreter, Any], Iterator[Mistake]])
-_by_subject: dict[type, list[tuple[str, Callable[[Interpreter, Any], Iterator[Mistake]]]]] = {}
+_by_subject: dict[type, list[LintRule]] = {}
 RULES: RulesBySubject = _by_subject
 
 
-def rule(code: str, *subjects: type) -> Callable[[R], R]:
+def rule(code: str, *subjects: type, of_dtypes: bool = False) -> Callable[[R], R]:
     """Register a function that yields the mistakes of one code.
 
     The function gets the interpreter, whose state is the one before the event takes effect, and the event.
@@ -24,11 +24,13 @@ def rule(code: str, *subjects: type) -> Callable[[R], R]:
         code: Code of the mistakes.
         *subjects: Events to listen to, or one of ``EntryPointFollowed``, ``BranchesFollowed``,
             ``ClassFollowed`` and ``ScriptFollowed``, which end the analysis of a part of the script.
+        of_dtypes: Whether the rule is about dtypes, and not about a scaler or a loop: then it also speaks
+            where a framework runs the code, and is as certain as the class of the model.
     """
 
     def register(check: R) -> R:
         for subject in subjects:
-            _by_subject.setdefault(subject, []).append((code, check))
+            _by_subject.setdefault(subject, []).append(LintRule(code, check, of_dtypes))
         return check
 
     return register

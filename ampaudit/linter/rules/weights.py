@@ -161,7 +161,7 @@ def _updates_are_rounded_away(flow: Interpreter, event: OptimizerMade) -> Iterat
         )
 
 
-@rule("AMP867", WeightsAveraged)
+@rule("AMP867", WeightsAveraged, of_dtypes=True)
 def _average_stands_still(flow: Interpreter, event: WeightsAveraged) -> Iterator[Mistake]:
     """An average of weights that is kept in 16 bits."""
     cast, dtype = event.average.cast, event.average.dtype
