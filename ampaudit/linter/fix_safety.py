@@ -57,17 +57,17 @@ def is_bound(script: Script, line: int, name: str) -> bool:
     """
     blocks = _blocks_around(script.tree.body, line)
     functions = [depth for depth, (owner, _) in enumerate(blocks) if isinstance(owner, _FUNCTIONS)]
-    own = functions[-1] if functions else 0  # the outermost block in the function around the line
+    outermost = functions[-1] if functions else 0  # the outermost block in the function around the line
     if any(name in _bound_by_head(owner) for owner, _ in blocks if owner is not None):
         return True
     root = name.partition(".")[0]
-    is_bound_later = any(root in _stored_in(s, from_line=line) for s in blocks[own][1])
+    is_bound_later = any(root in _stored_in(s, from_line=line) for s in blocks[outermost][1])
     for depth, (owner, block) in enumerate(blocks):
-        if depth < own and (root != name or isinstance(owner, ast.ClassDef)):
+        if depth < outermost and (root != name or isinstance(owner, ast.ClassDef)):
             continue
         for statement in block:
             # the function runs later than the code around it
-            counts = depth < own or statement.lineno < line or not is_bound_later
+            counts = depth < outermost or statement.lineno < line or not is_bound_later
             if counts and not _covers(statement, line) and name in _mentioned(statement):
                 return True
     return False

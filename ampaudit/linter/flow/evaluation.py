@@ -489,8 +489,9 @@ def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
     key = interpreter.evaluate(node.slice)
     if isinstance(base, KnownItems) and isinstance(node.slice, ast.Constant) and not base.repeated:
         index = node.slice.value
-        is_valid = isinstance(index, int) and -len(base.items) <= index < len(base.items)
-        return base.items[index] if is_valid else UNKNOWN  # type: ignore[index]
+        if isinstance(index, int) and -len(base.items) <= index < len(base.items):
+            return base.items[index]
+        return UNKNOWN
     if isinstance(base, LossGradients | Parameters | Managed | KnownItems):
         return item_of(base)
     if isinstance(base, Tensor):

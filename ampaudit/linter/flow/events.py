@@ -137,7 +137,7 @@ class Event:
         return self.guards
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EntryPointFollowed:
     """A function that no other calls, or the module, was followed to its end."""
 
@@ -357,7 +357,7 @@ class PrecisionChosen(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ApexInitialized(Event):
+class ApexInitialized(PrecisionChosen):
     """``apex.amp.initialize(models, ...)``."""
 
     models: Value | None

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ampaudit.linter.diagnostic import Certainty, file_number
 from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Frame, Interpreter
@@ -34,9 +34,6 @@ from ampaudit.linter.flow.values import (
     Scaler,
     Value,
 )
-
-if TYPE_CHECKING:
-    from ampaudit.linter.flow.interpreter import Interpreter
 
 __all__ = ["bind_fields", "follow_callback", "inline_call", "instance_of_class"]
 

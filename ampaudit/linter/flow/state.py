@@ -163,8 +163,9 @@ class State:
         self, phase: Phase, update: ast.AST | None = None, scaler: str = "", *, stepped: str | None = None
     ) -> None:
         """Begin a phase of the gradients; what was stepped is kept until the next backward."""
-        kept = "" if phase is Phase.FRESH else self.life.stepped
-        self.life = Life(phase, update, scaler, kept if stepped is None else stepped)
+        if stepped is None:
+            stepped = "" if phase is Phase.FRESH else self.life.stepped
+        self.life = Life(phase, update, scaler, stepped)
 
     def stages(self, scaler: str | None = None) -> list[Stage | Perhaps]:
         """Return the stages of the optimizers of a scaler, or of all; ``PERHAPS`` stands for any."""

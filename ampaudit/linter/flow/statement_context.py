@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from ampaudit.linter.diagnostic import line_of
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
+from ampaudit.linter.flow.syntax import dotted_name, nested_blocks, tests_remainder
 from ampaudit.linter.source_tree import LinkedScript
 
 __all__ = [
@@ -150,7 +150,7 @@ def _unconditional_calls(statement: ast.stmt) -> Iterator[ast.Call]:
     """Yield calls that run once per statement: not in loops, definitions, or conditions on a count."""
     if isinstance(statement, _DEFINITIONS + _LOOPS):
         return
-    if isinstance(statement, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(statement.test)):
+    if isinstance(statement, ast.If) and tests_remainder(statement.test):
         return
     blocks = nested_blocks(statement)
     if not blocks:

@@ -27,6 +27,7 @@ __all__ = [
     "receiver_name",
     "sets_own_context",
     "simple_name",
+    "tests_remainder",
 ]
 
 
@@ -136,6 +137,11 @@ def calls_method(node: ast.AST, name: str) -> bool:
 def calls_any(node: ast.AST, *names: str) -> bool:
     """Return whether a node contains a call of a function or method with one of some names."""
     return any(isinstance(part, ast.Call) and simple_name(part.func) in names for part in ast.walk(node))
+
+
+def tests_remainder(test: ast.AST) -> bool:
+    """Return whether an expression has a remainder in it, as in ``(i + 1) % accumulate == 0``."""
+    return any(isinstance(node, ast.Mod) for node in ast.walk(test))
 
 
 def enters_autocast(node: ast.With) -> bool:

@@ -19,7 +19,6 @@ from ampaudit.linter.flow.events import (
     LossCalled,
     LossInside,
     NumberRead,
-    PrecisionChosen,
     ScalerMade,
     UnknownEffect,
 )
@@ -107,8 +106,7 @@ def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments
     if (framework := framework_of(path)) is not None:
         return make_managed(interpreter, node, framework, arguments)
     if path == "apex.amp.initialize":
-        interpreter.record(PrecisionChosen(interpreter.at(node)))
-        interpreter.judge(ApexInitialized(interpreter.at(node), arguments.get(0, "models")))
+        interpreter.record(ApexInitialized(interpreter.at(node), arguments.get(0, "models")))
     if makes_optimizer(path):
         return optimizers.optimizer_value(interpreter, node, "", arguments)
     if makes_model(path):

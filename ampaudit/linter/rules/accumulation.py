@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, Mistake, line_of
@@ -26,13 +27,20 @@ from ampaudit.linter.flow.events import (
     of_type,
 )
 from ampaudit.linter.flow.statement_context import assigned_values
-from ampaudit.linter.flow.syntax import calls_any, covers_line, dotted_name, last_component, mentions
+from ampaudit.linter.flow.syntax import (
+    calls_any,
+    covers_line,
+    dotted_name,
+    last_component,
+    mentions,
+    tests_remainder,
+)
 from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["branch_of", "excludes", "side_of", "tests_remainder"]
+__all__ = ["branch_of", "excludes", "side_of"]
 
 Branch = tuple[tuple[ast.AST, str], ...]  # conditions with the side of each
 
@@ -50,7 +58,10 @@ class _Accumulation:
     always: list[Event]
 
 
-def _accumulations(events: list[Event]) -> Iterator[_Accumulation]:
+@lru_cache(maxsize=1)
+def _accumulations(followed: EntryPointFollowed) -> list[_Accumulation]:
+    """Return the branches that accumulate, which several rules ask for one after the other."""
+    events, accumulations = followed.events, []
     for loop in dict.fromkeys(e.loop for e in of_type(events, Backward)):
         inside = [e for e in events if (e.loop is None if loop is None else e.is_inside(loop))]
         backwards = [e for e in of_type(inside, Backward) if e.loop is loop]
@@ -61,7 +72,8 @@ def _accumulations(events: list[Event]) -> Iterator[_Accumulation]:
             always = [e for e in there if branch_of(loop, e) == branch and not _is_on_count(loop, e)]
             is_gated = bool(steps) and all(_is_on_count(loop, e) for e in steps)
             if is_gated and all(e in always for e in backwards if branch_of(loop, e) == branch):
-                yield _Accumulation(there, always)
+                accumulations.append(_Accumulation(there, always))
+    return accumulations
 
 
 def branch_of(loop: ast.AST | None, event: Event) -> Branch:
@@ -103,15 +115,10 @@ def _is_on_remainder(guard: Guard) -> bool:
     return guard.kind == "if" and test is not None and tests_remainder(test)
 
 
-def tests_remainder(test: ast.AST) -> bool:
-    """Return whether an expression has a remainder in it."""
-    return any(isinstance(node, ast.Mod) for node in ast.walk(test))
-
-
 @rule("AMP810", EntryPointFollowed)
 def unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that gradients are unscaled only where they are applied."""
-    for accumulation in _accumulations(followed.events):
+    for accumulation in _accumulations(followed):
         for event in of_type(accumulation.always, ScalerUnscale):
             yield Mistake(
                 event.node,
@@ -124,7 +131,7 @@ def unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Ite
 @rule("AMP806", EntryPointFollowed)
 def updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for an update that raises after a batch without a step, as nothing has looked for infinities."""
-    for accumulation in _accumulations(followed.events):
+    for accumulation in _accumulations(followed):
         stepped = {event.scaler for event in of_type(accumulation.events, ScalerStep)}
         looked = {event.scaler for event in of_type(accumulation.always, ScalerUnscale)}
         for event in of_type(accumulation.always, ScalerUpdate):
@@ -139,7 +146,7 @@ def updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iter
 @rule("AMP830", EntryPointFollowed)
 def never_divided(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that the mean over one batch is divided by the number of batches."""
-    for accumulation in _accumulations(followed.events):
+    for accumulation in _accumulations(followed):
         if any(isinstance(e, GradientRead | UnknownBackward) for e in accumulation.events):
             continue
         for event in of_type(accumulation.always, Backward):

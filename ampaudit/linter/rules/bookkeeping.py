@@ -143,11 +143,11 @@ def never_updated(interpreter: Interpreter, followed: ScriptFollowed) -> Iterato
 @rule("AMP820", ScriptFollowed)
 def never_saved(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check that a checkpoint with the state of an optimizer has that of the scaler as well."""
-    own = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
+    of_script = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
     saved = {e.scaler for e in of_type(followed.events, ScalerSaved)}
-    missing = own & {e.scaler for e in of_type(followed.events, ScalerStep)} - saved
+    missing = of_script & {e.scaler for e in of_type(followed.events, ScalerStep)} - saved
     # the name of an unknown scaler may be another one's
-    if not _owns_scaler(interpreter, followed) or (saved and not (missing and saved <= own)):
+    if not _owns_scaler(interpreter, followed) or (saved and not (missing and saved <= of_script)):
         return
     resumes = bool(of_type(followed.events, OptimizerRestored))
     for events in followed.events_by_entry:

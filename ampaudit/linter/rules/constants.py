@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic, Fix, Mistake, line_of, position_of
@@ -70,12 +71,18 @@ def rounded_numbers(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mis
 
 
 def _mistakes(code: str, interpreter: Interpreter) -> Iterator[Mistake]:
-    for item in _unfit_numbers(interpreter.linked.main, interpreter.dtype_uses):
+    for item in _unfit_numbers(interpreter):
         if item.code == code:
             yield Mistake(item.node, item.cause, item.advice, item.fix, item.certainty)
 
 
-def _unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
+@lru_cache(maxsize=1)
+def _unfit_numbers(interpreter: Interpreter) -> list[Diagnostic]:
+    """Return the numbers of a script that both rules ask for, one after the other."""
+    return list(_find_unfit_numbers(interpreter.linked.main, interpreter.dtype_uses))
+
+
+def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
     """Check masks everywhere, and eps in modules, whose tensors may be 16-bit.
 
     Ops with a float32 operand are left out; a mask likely meets float16 under float16 autocast.
@@ -116,7 +123,6 @@ def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -
     return Certainty.LIKELY if diagnostic.code == "AMP860" or in_log else Certainty.UNKNOWN
 
 
-_OF_DTYPES: Final = ("float16", "half", "dtype", "fp16", "autocast")
 _NUMBERS: Final = (ast.Constant, ast.BinOp, ast.Attribute)
 
 

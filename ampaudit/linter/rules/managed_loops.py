@@ -38,10 +38,11 @@ from ampaudit.linter.flow.syntax import (
     mentions,
     receiver_name,
     simple_name,
+    tests_remainder,
 )
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, Framework
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo, KnownItems, Model, Tensor
-from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of, tests_remainder
+from ampaudit.linter.rules.accumulation import branch_of, excludes, side_of
 from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def half_weights(interpreter: Interpreter, event: ManagedModel) -> Iterator[Mist
     is_frozen = interpreter.state.get(FROZEN, event.model) is not None
     if not isinstance(halved, ast.AST) or is_frozen or not managed.scales or managed.framework is None:
         return
-    if not any(mentions(script.tree, *_TRAINS_COPIES) for script in interpreter.linked.scripts):
+    if not interpreter.linked.mentions(*_TRAINS_COPIES):
         yield Mistake(
             halved,
             f"these parameters are float16{', if a setting says so' if halved is not fact else ''}, and the "
@@ -73,8 +74,9 @@ _TRAINS_COPIES: Final = ("add_adapter", "peft", "lora", "cast_training_params")
 @rule("AMP802", EntryPointFollowed)
 def bypassing_backward(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a backward pass of the script before a step of the framework."""
-    for index, event in enumerate(followed.events):
-        steps = of_type(followed.events[index:], ManagedStep, StepEvent)
+    events = followed.events
+    for index, event in enumerate(events) if of_type(events, ManagedStep) else ():
+        steps = of_type(events[index:], ManagedStep, StepEvent)
         step = next((e for e in steps if file_number(e.node) == file_number(event.node)), None)
         if isinstance(step, ManagedStep) and not _is_alternative(interpreter, event):
             yield from _bypassing(event, step.managed.framework, step.managed.scales)

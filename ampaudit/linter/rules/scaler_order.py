@@ -194,12 +194,7 @@ def _overflow_is_unchecked(flow: Interpreter) -> bool:
     """Return whether gradients were unscaled, and the script does not test for overflow itself."""
     unscaled = of_type(flow.events.values(), ScalerUnscale)
     inner = len(flow.guards) > min((len(e.guards) for e in unscaled), default=0)
-    if (
-        not flow.state.is_unscaled
-        or not unscaled
-        or inner
-        or flow.linked.mentions("found_inf", "check_inf", "overflow")
-    ):
+    if not flow.state.is_unscaled or not unscaled or inner or flow.linked.mentions(*_OVERFLOWS):
         return False
     calls = (n for script in flow.linked.scripts for n in script.nodes() if isinstance(n, ast.Call))
     # a finite loss says nothing of the gradients
