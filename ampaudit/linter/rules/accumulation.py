@@ -207,13 +207,13 @@ def rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mist
 
 
 @rule("AMP839", BranchesFollowed)
-def zeroed_on_one_branch(interpreter: Interpreter, branches: BranchesFollowed) -> Iterator[Mistake]:
+def zeroed_on_one_branch(flow: Interpreter, branches: BranchesFollowed) -> Iterator[Mistake]:
     """Check a loop that zeroes the gradients if a condition holds, and steps without if it does not."""
     for run, counterpart in ((branches.one, branches.other), (branches.other, branches.one)):
         if any(isinstance(e, ZeroGrad | UnknownEffect | UnknownBackward | ManagedZeroGrad) for e in run):
             continue
         zeroed = {guard.node for e in of_type(counterpart, ZeroGrad) for guard in e.guards}
-        stepped = {e.loop for e in of_type(run, StepEvent) if not _may_zero_itself(interpreter, e)}
+        stepped = {e.loop for e in of_type(run, StepEvent) if not _may_zero_itself(flow, e)}
         for event in of_type(run, Backward):
             if event.loop is not None and event.loop in stepped & zeroed:
                 yield Mistake(
@@ -224,21 +224,21 @@ def zeroed_on_one_branch(interpreter: Interpreter, branches: BranchesFollowed) -
                 )
 
 
-def _may_zero_itself(interpreter: Interpreter, step: StepEvent) -> bool:
+def _may_zero_itself(flow: Interpreter, step: StepEvent) -> bool:
     """Return whether an optimizer is of a class that is not known, and that may zero the gradients."""
-    values = interpreter.script.assigned.get(step.optimizer.removeprefix("name "), ())
+    values = flow.script.assigned.get(step.optimizer.removeprefix("name "), ())
     classes = (last_component(dotted_name(v.func)) for v in values if isinstance(v, ast.Call))
     return step.optimizer.startswith("name ") and any(name[:1].isupper() for name in classes)
 
 
 @rule("AMP828", EntryPointFollowed)
-def skipped_update(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def skipped_update(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for ``unscale_`` that runs always where ``update`` runs only if a computed condition allows."""
     for event in of_type(followed.events, ScalerUnscale):
         updates = [e for e in of_type(followed.events, ScalerUpdate) if e.scaler == event.scaler]
         conditions = {_condition_beyond(event, e) for e in updates}
         condition = conditions.pop() if len(conditions) == 1 else None
-        if condition is None or not _is_computed(interpreter, condition, event):
+        if condition is None or not _is_computed(flow, condition, event):
             continue
         if len({side_of(condition, e.node) == "orelse" for e in updates}) == 1:
             skips = isinstance(condition.body[-1], ast.Continue)
@@ -263,12 +263,12 @@ def _condition_beyond(event: Event, other: Event) -> ast.If | None:
     return beyond[0].node if isinstance(beyond[0].node, ast.If) else None
 
 
-def _is_computed(interpreter: Interpreter, condition: ast.If, event: Event) -> bool:
+def _is_computed(flow: Interpreter, condition: ast.If, event: Event) -> bool:
     """Return whether a condition depends on the gradients or the loss rather than on a setting."""
     is_setting = mentions(condition.test, "precision", "fp16", "amp", "scaler", "dtype")
     if is_setting or tests_remainder(condition.test):
         return False
     ends = any(isinstance(n, ast.Raise | ast.Break) for n in ast.walk(condition))
-    values = (condition.test, *assigned_values(interpreter.linked, event.node, condition.test))
+    values = (condition.test, *assigned_values(flow.linked, event.node, condition.test))
     computed = any(mentions(value, "norm", "finite", "nan", "isinf", "grad") for value in values)
     return computed and not ends and not calls_any(condition, "exit", "GradScaler")

@@ -29,9 +29,9 @@ _PRODUCTS: Final = frozenset(
 
 
 @rule("AMP850", ScriptFollowed)
-def autograd_functions(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report functions with matrix products that lack ``custom_fwd`` or ``custom_bwd``."""
-    script = interpreter.linked.main
+    script = flow.linked.main
     if "autocast" not in script.text or "Function" not in script.text:
         return
     for info in script.classes.values():

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 @rule("AMP814", ScalerReplaced)
-def replaced(interpreter: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
+def replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
     """Check that a method which trains does not replace the scaler of its object."""
-    restores = any(calls_any(script.tree, "load_state_dict") for script in interpreter.linked.scripts)
+    restores = any(calls_any(script.tree, "load_state_dict") for script in flow.linked.scripts)
     if restores and any(word in event.function for word in ("fit", "train", "run", "epoch")):
         yield Mistake(
             event.node,
@@ -113,18 +113,18 @@ def growth_taken_for_skip(_: Interpreter, event: ScaleCompared) -> Iterator[Mist
 
 
 @rule("AMP804", ScriptFollowed)
-def never_updated(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def never_updated(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check that what steps with a scaler also updates it, perhaps by another name."""
     updated = {e.scaler for e in of_type(followed.events, ScalerUpdate)}
-    scaled = {e.scaler for e in of_type(followed.events, ScalerScale)} - updated - interpreter.escaped
+    scaled = {e.scaler for e in of_type(followed.events, ScalerScale)} - updated - flow.escaped
     names = {
         last_component(text)
-        for script in interpreter.linked.scripts
+        for script in flow.linked.scripts
         for text, used in script.usage.methods.items()
         if "update" in used
     }
     for step in of_type(followed.events, ScalerStep):
-        scaler = interpreter.scalers.get(step.scaler)
+        scaler = flow.scalers.get(step.scaler)
         if scaler is None or step.scaler not in scaled or last_component(scaler.text) in names:
             continue
         if "name " in step.scaler and updated:
@@ -141,13 +141,13 @@ def never_updated(interpreter: Interpreter, followed: ScriptFollowed) -> Iterato
 
 
 @rule("AMP820", ScriptFollowed)
-def never_saved(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check that a checkpoint with the state of an optimizer has that of the scaler as well."""
-    of_script = {scaler.key for scaler in interpreter.scalers.values() if scaler.node is not None}
+    of_script = {scaler.key for scaler in flow.scalers.values() if scaler.node is not None}
     saved = {e.scaler for e in of_type(followed.events, ScalerSaved)}
     missing = of_script & {e.scaler for e in of_type(followed.events, ScalerStep)} - saved
     # the name of an unknown scaler may be another one's
-    if not _owns_scaler(interpreter, followed) or (saved and not (missing and saved <= of_script)):
+    if not _owns_scaler(flow, followed) or (saved and not (missing and saved <= of_script)):
         return
     resumes = bool(of_type(followed.events, OptimizerRestored))
     for events in followed.events_by_entry:
@@ -160,14 +160,14 @@ def never_saved(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[
                     "the checkpoint contains the optimizer's state but not the scaler's: a resumed run "
                     "starts at a scale that overflows",
                     "save scaler.state_dict() as well",
-                    None if saved else _save_scaler_fix(interpreter, events, event),
+                    None if saved else _save_scaler_fix(flow, events, event),
                 )
 
 
 @rule("AMP820", ScriptFollowed)
-def never_restored(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check that what restores the state of an optimizer restores that of the scaler as well."""
-    if not _owns_scaler(interpreter, followed) or of_type(followed.events, ScalerRestored):
+    if not _owns_scaler(flow, followed) or of_type(followed.events, ScalerRestored):
         return
     for event in of_type(followed.events, OptimizerRestored):
         yield Mistake(
@@ -177,10 +177,10 @@ def never_restored(interpreter: Interpreter, followed: ScriptFollowed) -> Iterat
         )
 
 
-def _owns_scaler(interpreter: Interpreter, followed: ScriptFollowed) -> bool:
+def _owns_scaler(flow: Interpreter, followed: ScriptFollowed) -> bool:
     """Return whether a script makes the scaler that it uses, and does not leave it to other code."""
-    stepped = {e.scaler for e in of_type(followed.events, ScalerStep)} & interpreter.scalers.keys()
-    return bool(stepped and of_type(followed.events, ScalerMade)) and not stepped & interpreter.escaped
+    stepped = {e.scaler for e in of_type(followed.events, ScalerStep)} & flow.scalers.keys()
+    return bool(stepped and of_type(followed.events, ScalerMade)) and not stepped & flow.escaped
 
 
 def _place_here(event: Event, node: ast.AST) -> ast.AST:
@@ -189,9 +189,9 @@ def _place_here(event: Event, node: ast.AST) -> ast.AST:
     return next((place for place in (node, *calls) if not file_number(place)), node)
 
 
-def _save_scaler_fix(interpreter: Interpreter, events: list[Event], event: CheckpointSaved) -> Fix | None:
+def _save_scaler_fix(flow: Interpreter, events: list[Event], event: CheckpointSaved) -> Fix | None:
     """Return the fix that saves the scaler, if its name is in scope where the checkpoint is written."""
-    node, texts = event.entries.node, {scaler.text for scaler in interpreter.scalers.values() if scaler.text}
+    node, texts = event.entries.node, {scaler.text for scaler in flow.scalers.values() if scaler.text}
     if len(texts) != 1 or not isinstance(node, ast.Dict) or _calls_function(event):
         return None
     text = texts.pop()

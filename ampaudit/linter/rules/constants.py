@@ -59,27 +59,27 @@ _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
 @rule("AMP860", ScriptFollowed, of_dtypes=True)
-def unfit_masks(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def unfit_masks(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check for masks that are outside the range of float16."""
-    yield from _mistakes("AMP860", interpreter)
+    yield from _mistakes("AMP860", flow)
 
 
 @rule("AMP861", ScriptFollowed, of_dtypes=True)
-def rounded_numbers(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check for numbers that 16 bits round to zero, or to 1."""
-    yield from _mistakes("AMP861", interpreter)
+    yield from _mistakes("AMP861", flow)
 
 
-def _mistakes(code: str, interpreter: Interpreter) -> Iterator[Mistake]:
-    for item in _unfit_numbers(interpreter):
+def _mistakes(code: str, flow: Interpreter) -> Iterator[Mistake]:
+    for item in _unfit_numbers(flow):
         if item.code == code:
             yield Mistake(item.node, item.cause, item.advice, item.fix, item.certainty)
 
 
 @lru_cache(maxsize=1)
-def _unfit_numbers(interpreter: Interpreter) -> list[Diagnostic]:
+def _unfit_numbers(flow: Interpreter) -> list[Diagnostic]:
     """Return the numbers of a script that both rules ask for, one after the other."""
-    return list(_find_unfit_numbers(interpreter.linked.main, interpreter.dtype_uses))
+    return list(_find_unfit_numbers(flow.linked.main, flow.dtype_uses))
 
 
 def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]:
@@ -402,10 +402,10 @@ class ConstantFinder:
 
 
 @rule("AMP801", ScriptFollowed)
-def half_layers(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def half_layers(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check layers that are made with ``dtype=torch.float16``, unless the script freezes parameters."""
     steps = [event for event in followed.events if isinstance(event, ScalerUnscale | ScalerStep)]
-    if not steps or interpreter.linked.mentions("requires_grad"):
+    if not steps or flow.linked.mentions("requires_grad"):
         return
     for event in of_type(followed.events, HalfLayer):
         yield Mistake(
@@ -418,9 +418,9 @@ def half_layers(interpreter: Interpreter, followed: ScriptFollowed) -> Iterator[
 
 
 @rule("AMP873", ScriptFollowed, of_dtypes=True)
-def half_accumulators(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def half_accumulators(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report tensors that are made in 16 bits and to which a later line adds again and again."""
-    script = interpreter.linked.main
+    script = flow.linked.main
     if "float16" not in script.text and "half" not in script.text:
         return
     dtypes = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 @rule("AMP801", ManagedModel)
-def half_weights(interpreter: Interpreter, event: ManagedModel) -> Iterator[Mistake]:
+def half_weights(flow: Interpreter, event: ManagedModel) -> Iterator[Mistake]:
     """Check that the parameters of a model, whose gradients a framework unscales, are not float16."""
-    managed, fact = event.managed, interpreter.state.get(HALF_WEIGHTS, event.model)
+    managed, fact = event.managed, flow.state.get(HALF_WEIGHTS, event.model)
     halved = fact.node if isinstance(fact, PerhapsHalf) else fact
-    is_frozen = interpreter.state.get(FROZEN, event.model) is not None
+    is_frozen = flow.state.get(FROZEN, event.model) is not None
     if not isinstance(halved, ast.AST) or is_frozen or not managed.scales or managed.framework is None:
         return
-    if not interpreter.linked.mentions(*_TRAINS_COPIES):
+    if not flow.linked.mentions(*_TRAINS_COPIES):
         yield Mistake(
             halved,
             f"these parameters are float16{', if a setting says so' if halved is not fact else ''}, and the "
@@ -72,28 +72,28 @@ _TRAINS_COPIES: Final = ("add_adapter", "peft", "lora", "cast_training_params")
 
 
 @rule("AMP802", EntryPointFollowed)
-def bypassing_backward(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def bypassing_backward(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a backward pass of the script before a step of the framework."""
     events = followed.events
     for index, event in enumerate(events) if of_type(events, ManagedStep) else ():
         steps = of_type(events[index:], ManagedStep, StepEvent)
         step = next((e for e in steps if file_number(e.node) == file_number(event.node)), None)
-        if isinstance(step, ManagedStep) and not _is_alternative(interpreter, event):
+        if isinstance(step, ManagedStep) and not _is_alternative(flow, event):
             yield from _bypassing(event, step.managed.framework, step.managed.scales)
 
 
-def _is_alternative(interpreter: Interpreter, event: Event) -> bool:
+def _is_alternative(flow: Interpreter, event: Event) -> bool:
     """Return whether a condition chooses between this backward and another, which is the framework's."""
-    choices = (n for n in nodes_around(interpreter.linked, event.node) if isinstance(n, ast.If))
+    choices = (n for n in nodes_around(flow.linked, event.node) if isinstance(n, ast.If))
     sides = ((choice, side_of(choice, event.node)) for choice in choices)
     others = (choice.orelse if side == "body" else choice.body for choice, side in sides if side)
     return any(calls_method(statement, "backward") for other in others for statement in other)
 
 
 @rule("AMP802", ClassFollowed)
-def bypassing_backward_in_step(interpreter: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
+def bypassing_backward_in_step(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
     """Check a training step that replaces that of a framework, whose optimizers expect a scaled loss."""
-    for managed in sorted(interpreter.managers, key=lambda one: one.scales, reverse=True):
+    for managed in sorted(flow.managers, key=lambda one: one.scales, reverse=True):
         framework = managed.framework
         step = followed.info.methods.get(framework.step) if framework is not None else None
         if framework is not None and step is not None and followed.info.derives(*framework.bases):
@@ -103,18 +103,18 @@ def bypassing_backward_in_step(interpreter: Interpreter, followed: ClassFollowed
 
 
 @rule("AMP802", ClassFollowed)
-def bypassing_backward_in_module(interpreter: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
+def bypassing_backward_in_module(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
     """Check that a Lightning module which optimizes manually does not call ``loss.backward()``."""
     if _optimizes_manually(followed.info):
-        certainties = _lightning_trainers(interpreter) or [Certainty.LIKELY]
+        certainties = _lightning_trainers(flow) or [Certainty.LIKELY]
         for event in followed.events:
             yield from _bypassing(event, _LIGHTNING, max(certainties))
 
 
 @rule("AMP807", ClassFollowed)
-def clipped_before_unscaling(interpreter: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
+def clipped_before_unscaling(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
     """Check that a Lightning module which optimizes manually clips in a hook that runs after unscaling."""
-    info, certainty = followed.info, max(_lightning_trainers(interpreter), default=Certainty.UNKNOWN)
+    info, certainty = followed.info, max(_lightning_trainers(flow), default=Certainty.UNKNOWN)
     if not certainty or not _optimizes_manually(info):
         return
     names = ("on_before_optimizer_step", "configure_gradient_clipping")
@@ -143,9 +143,9 @@ def clipped_before_unscaling(interpreter: Interpreter, followed: ClassFollowed) 
 _LIGHTNING: Final = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
 
 
-def _lightning_trainers(interpreter: Interpreter) -> list[Certainty]:
+def _lightning_trainers(flow: Interpreter) -> list[Certainty]:
     """Return how certain it is of each trainer of Lightning that it scales the loss."""
-    return [managed.scales for managed in interpreter.managers if managed.framework is _LIGHTNING]
+    return [managed.scales for managed in flow.managers if managed.framework is _LIGHTNING]
 
 
 def _optimizes_manually(info: ClassInfo) -> bool:
@@ -207,12 +207,12 @@ def updated_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mist
 
 
 @rule("AMP859", ManagedBackward)
-def divided_twice(interpreter: Interpreter, event: ManagedBackward) -> Iterator[Mistake]:
+def divided_twice(flow: Interpreter, event: ManagedBackward) -> Iterator[Mistake]:
     """Check that a loss is not divided by the accumulated batches before a backward that does it."""
     loss, framework = event.loss, event.managed.framework
     if not event.managed.divides or framework is None or not isinstance(loss, Tensor) or not loss.divided:
         return
-    for node in nodes_around(interpreter.linked, event.node):
+    for node in nodes_around(flow.linked, event.node):
         if isinstance(node, ast.BinOp):
             divided, divisor = node.left, node.right
         elif isinstance(node, ast.AugAssign):
@@ -231,14 +231,14 @@ def divided_twice(interpreter: Interpreter, event: ManagedBackward) -> Iterator[
 
 
 @rule("AMP810", ManagedClip)
-def clipped_for_each_batch(interpreter: Interpreter, event: ManagedClip) -> Iterator[Mistake]:
+def clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mistake]:
     """Check that Accelerate clips only where it steps, as each call unscales."""
     managed = event.managed
     blocks = [guard.node for guard in event.guards if isinstance(guard.node, ast.With)]
     accumulates = any(calls_method(item, "accumulate") for block in blocks for item in block.items)
     if not accumulates or managed.framework is None or managed.framework.name != "Accelerate":
         return
-    conditions = conditions_around(interpreter.linked, event.node)
+    conditions = conditions_around(flow.linked, event.node)
     is_gated = any(mentions(condition, "sync") or tests_remainder(condition) for condition in conditions)
     if managed.scales and not is_gated:
         yield Mistake(
@@ -251,9 +251,9 @@ def clipped_for_each_batch(interpreter: Interpreter, event: ManagedClip) -> Iter
 
 
 @rule("AMP807", ScriptFollowed)
-def clipped_beside_apex(interpreter: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check that clipping is behind the block of ``scale_loss``, and on the gradients that the step uses."""
-    script = interpreter.linked.main
+    script = flow.linked.main
     certainty = _keeps_masters(script)
     for function in script.nodes() if "scale_loss" in script.text else ():
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

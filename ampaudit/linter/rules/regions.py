@@ -105,14 +105,14 @@ def _block_around_loop(step: StepEvent, events: list[Event]) -> ast.With | None:
 
 
 @rule("AMP854", EntryPointFollowed, of_dtypes=True)
-def model_outside(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for models that are called outside autocast although the loss of their output is inside."""
     forwards = of_type(followed.events, ModelCall)
     if any(e.autocast.enabled is not False for e in forwards):
         return
     for loss in of_type(followed.events, LossInside):
         for event in forwards:
-            info = interpreter.script.classes.get(event.model.origin)
+            info = flow.script.classes.get(event.model.origin)
             enters_autocast = info is not None and has_name(info.node, "autocast")
             if not enters_autocast and id(event.node) in loss.outputs:
                 yield Mistake(
@@ -173,12 +173,12 @@ def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
 
 
 @rule("AMP847", EntryPointFollowed)
-def scaler_of_other_device(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def scaler_of_other_device(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a scaler for another device than the one that all autocast blocks are for."""
     entered = [e.context for e in of_type(followed.events, AutocastEntered)]
     devices = {context.device for context in entered if context.enabled is not False}
     device = devices.pop() if len(devices) == 1 else None
-    for scaler in _scalers(interpreter, followed.events) if not interpreter.assumptions else ():
+    for scaler in _scalers(flow, followed.events) if not flow.assumptions else ():
         if scaler.node is not None and scaler.device and device not in (None, scaler.device):
             yield Mistake(
                 scaler.node,
@@ -189,14 +189,14 @@ def scaler_of_other_device(interpreter: Interpreter, followed: EntryPointFollowe
 
 
 @rule("AMP818", EntryPointFollowed)
-def scaler_for_any_dtype(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a scaler that is on whichever dtype was chosen."""
     entered = _autocasts(followed.events)
     dtype = keyword_value(entered[0], "dtype") if len(entered) == 1 else None
     name = dotted_name(dtype) if dtype is not None else ""
-    for scaler in _scalers(interpreter, followed.events):
+    for scaler in _scalers(flow, followed.events):
         is_always_on = isinstance(scaler.node, ast.Call) and not scaler.node.keywords
-        if scaler.node is not None and is_always_on and name in _dtype_choices(interpreter):
+        if scaler.node is not None and is_always_on and name in _dtype_choices(flow):
             yield Mistake(
                 scaler.node,
                 f"this scaler is on also where {name} is bfloat16, whose gradients need no loss scale",
@@ -206,19 +206,19 @@ def scaler_for_any_dtype(interpreter: Interpreter, followed: EntryPointFollowed)
 
 
 @rule("AMP856", EntryPointFollowed)
-def autocast_of_default_dtype(interpreter: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for autocast with its default dtype where the scaler or a name has the dtype that was chosen."""
     for call in _autocasts(followed.events) if of_type(followed.events, Backward) else ():
         if len(call.args) > 1 or any(keyword.arg in ("dtype", None) for keyword in call.keywords):
             continue
-        calls = [scaler.node for scaler in _scalers(interpreter, followed.events)]
+        calls = [scaler.node for scaler in _scalers(flow, followed.events)]
         switches = [keyword_value(node, "enabled") for node in calls if isinstance(node, ast.Call)]
         reasons = [
             f"the scaler at line {switch.lineno} is on only for one of several dtypes"
             for switch in switches
             if isinstance(switch, ast.Compare) and has_name(switch.left, "dtype")
         ]
-        choices = _dtype_choices(interpreter).items()
+        choices = _dtype_choices(flow).items()
         reasons += [f"line {value.lineno} chooses one as {name}" for name, value in choices]
         if reasons:
             yield Mistake(
@@ -235,17 +235,17 @@ def _autocasts(events: list[Event]) -> list[ast.Call]:
     return [c.node for c in contexts if isinstance(c.node, ast.Call) and c.enabled is not False]
 
 
-def _scalers(interpreter: Interpreter, events: list[Event]) -> list[Scaler]:
+def _scalers(flow: Interpreter, events: list[Event]) -> list[Scaler]:
     """Return the scalers that scale a loss."""
     keys = dict.fromkeys(event.scaler for event in of_type(events, ScalerScale))
-    return [interpreter.scalers[key] for key in keys if key in interpreter.scalers]
+    return [flow.scalers[key] for key in keys if key in flow.scalers]
 
 
-def _dtype_choices(interpreter: Interpreter) -> dict[str, ast.expr]:
+def _dtype_choices(flow: Interpreter) -> dict[str, ast.expr]:
     """Return the names that are assigned either 16-bit dtype of torch, with what chooses it."""
     return {
         name: value
-        for name, values in interpreter.script.assigned.items()
+        for name, values in flow.script.assigned.items()
         for value in values
         if isinstance(value, ast.IfExp | ast.Subscript)
         and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in ast.walk(value)}
