@@ -196,11 +196,11 @@ FIELD_TWINS: dict[str, tuple[str, str, str]] = {
         LOOP + "\nself.grad_scaler.step(self.opt)\n"
         "old = self.grad_scaler.get_scale()\n"
         "self.grad_scaler.update()\n"
-        "if self.grad_scaler.get_scale() != old:\n    continue",
+        "if self.grad_scaler.get_scale() != old:\n    self.opt.zero_grad()\n    continue",
         LOOP + "\nself.grad_scaler.step(self.opt)\n"
         "old = self.grad_scaler.get_scale()\n"
         "self.grad_scaler.update()\n"
-        "if self.grad_scaler.get_scale() < old:\n    continue",
+        "if self.grad_scaler.get_scale() < old:\n    self.opt.zero_grad()\n    continue",
     ),
     "AMP828": (
         HELPERS,

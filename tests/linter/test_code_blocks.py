@@ -14,7 +14,7 @@ SETUP = (
 )
 CELL = (
     "%%time\nfor x, y in loader:\n    loss = criterion(model(x), y)\n"
-    "    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()"
+    "    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()"
 )
 
 
@@ -44,7 +44,8 @@ def test_code_blocks_of_markdown() -> None:
     text = (
         "# Mixed precision\n\n```python\nfrom torch.cuda.amp import GradScaler as Scaler\n```\n\n"
         "1. then\n\n   ```py\n   scaler = Scaler()\n   for x in data:\n       loss = model(x).sum()\n"
-        "       scaler.scale(loss).backward()\n       optimizer.step()\n       scaler.update()\n   ```\n\n"
+        "       scaler.scale(loss).backward()\n       optimizer.step()\n       scaler.update()\n"
+        "       optimizer.zero_grad()\n   ```\n\n"
         "```bash\nmake\n```\n\n```python\nnot python at all ...\n```\n"
     )
     linted = lint(text, "README.md")

@@ -207,3 +207,51 @@ def test_what_never_runs_is_not_judged(test: str, wanted: list[str]) -> None:
         f"scaler.scale(loss).backward()\nif {test}:\n    {clip}\nscaler.step(optimizer)\nscaler.update()"
     )
     assert codes(text) == wanted
+
+
+def test_a_cast_model_is_the_same_in_a_helper() -> None:
+    text = """
+import torch
+from nets import build
+
+def objective(model, x):
+    with torch.autocast("cuda", dtype=torch.float16):
+        return model(x).mean()
+
+def train(loader):
+    model = build().cuda()
+    model.half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        scaler.scale(objective(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+    assert codes(text) == ["AMP801"]
+
+
+@pytest.mark.parametrize("name", ["gs", "scaler"])
+def test_unscale_in_a_method_is_followed_whatever_the_name_of_the_scaler(name: str) -> None:
+    text = f"""
+import torch
+
+class Stepper:
+    def __init__(self, model):
+        self.model = model
+        self.adam = torch.optim.Adam(model.parameters())
+        self.{name} = torch.amp.GradScaler("cuda")
+
+    def expose(self):
+        self.{name}.unscale_(self.adam)
+
+    def step(self, loss):
+        self.{name}.scale(loss).backward()
+        self.expose()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.{name}.step(self.adam)
+        self.{name}.update()
+        self.adam.zero_grad()
+"""
+    assert codes(text) == []

@@ -160,13 +160,13 @@ TWINS: dict[str, tuple[str, str, str]] = {
         _train(
             _FORWARD,
             _BACK,
-            "scaler.step(opt_a)\nscaler.update()\nscaler.step(opt_b)\nscaler.update()",
+            "scaler.step(opt_a)\nscaler.update()\nscaler.step(opt_b)\nscaler.update()\nmodel.zero_grad()",
             arguments="model, opt_a, opt_b, loader",
         ),
         _train(
             _FORWARD,
             _BACK,
-            "scaler.step(opt_a)\nscaler.step(opt_b)\nscaler.update()",
+            "scaler.step(opt_a)\nscaler.step(opt_b)\nscaler.update()\nmodel.zero_grad()",
             arguments="model, opt_a, opt_b, loader",
         ),
     ),
@@ -270,7 +270,7 @@ TWINS: dict[str, tuple[str, str, str]] = {
         ),
         _train("def closure():\n    return F.mse_loss(model(x), y)\n\noptimizer.step(closure)"),
     ),
-    "AMP817": (HELPERS, "scaler.step(optimizer)\nscaler.update()\noptimizer.step()", _FINISH),
+    "AMP817": (HELPERS, f"{_FINISH}\noptimizer.step()", _FINISH),
     "AMP818": (
         PLAIN,
         script_of(

@@ -5,9 +5,16 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.events import Backward, GradientNorm, GradientRead, UnknownBackward, UnknownEffect
+from ampaudit.linter.flow.events import (
+    Backward,
+    GradientNorm,
+    GradientRead,
+    UnknownBackward,
+    UnknownEffect,
+    ZeroGrad,
+)
 from ampaudit.linter.flow.facts import STAGE, Life, Phase, Stage
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, Contribution, item_of
+from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, item_of
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -33,6 +40,7 @@ __all__ = [
     "replace_gradients",
     "unknown_backward",
     "use_loss_gradients",
+    "zero_gradients",
 ]
 
 _NORMS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
@@ -100,6 +108,16 @@ def replace_gradients(interpreter: Interpreter, node: ast.AST) -> None:
     """Interpret ``p.grad = ...``, which may be of any scale."""
     interpreter.record(UnknownEffect(interpreter.at(node)))
     interpreter.state.assume_any_step()
+
+
+def zero_gradients(interpreter: Interpreter, node: ast.Call, optimizer: str = "") -> None:
+    """Interpret ``zero_grad()`` of an optimizer, by key, or of a model."""
+    state = interpreter.state
+    interpreter.record(ZeroGrad(interpreter.at(node), optimizer))
+    state.gradients = AccumulatedGradients()
+    # a step would be wrong after an early update as well; another optimizer may still have gradients
+    if state.life.phase not in (Phase.EARLY, Phase.UPDATED) and has_single_optimizer(interpreter):
+        state.reach(Phase.IDLE)
 
 
 def has_single_optimizer(interpreter: Interpreter) -> bool:

@@ -138,7 +138,7 @@ def _bind_parameters(
         ast.unparse(a.annotation) for a in (*names, *arguments.kwonlyargs) if a.annotation is not None
     ]
     for index, argument in enumerate([*names, *arguments.kwonlyargs]):
-        value = values.get(argument.arg, values.get(str(index)))
+        value = passed = values.get(argument.arg, values.get(str(index)))
         default = defaults.get(argument.arg)
         if value is None and isinstance(default, ast.Constant):
             value = LiteralValue(default.value)
@@ -150,7 +150,7 @@ def _bind_parameters(
         if argument.annotation is not None and value is UNKNOWN:
             is_alone = annotation_texts.count(ast.unparse(argument.annotation)) == 1
             value = annotated_value(interpreter, argument.annotation, argument.arg, is_alone=is_alone)
-        if not isinstance(value, Model) or argument.arg not in values:
+        if not isinstance(passed, Model):
             interpreter.state.forget(argument.arg)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
     parameters = {argument.arg for argument in (*names, *arguments.kwonlyargs)}

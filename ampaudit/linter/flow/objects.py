@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
-from ampaudit.linter.flow.events import Clip, ModelCall, PrecisionChosen, ZeroGrad
+from ampaudit.linter.flow.events import Clip, ModelCall, PrecisionChosen
 from ampaudit.linter.flow.facts import (
     BFLOAT16_WEIGHTS,
     CAST_BY_DTYPE,
@@ -18,7 +18,7 @@ from ampaudit.linter.flow.facts import (
     PERHAPS,
     PerhapsHalf,
 )
-from ampaudit.linter.flow.gradients import unknown_backward
+from ampaudit.linter.flow.gradients import unknown_backward, zero_gradients
 from ampaudit.linter.flow.inlining import bind_fields, inline_call
 from ampaudit.linter.flow.state import flattened
 from ampaudit.linter.flow.tensors import autocast_dtype, call_op, dtype_named, requested_dtype
@@ -113,8 +113,7 @@ def model_method(
     if name in ("parameters", "named_parameters", "state_dict"):
         return Parameters(frozenset({model.key}))
     if name == "zero_grad":
-        state.zero_gradients()
-        interpreter.record(ZeroGrad(interpreter.at(node), ""))
+        zero_gradients(interpreter, node)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
         interpreter.record(Clip(interpreter.at(node), name, arguments))

@@ -6,8 +6,9 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.linter.diagnostic import key_of
-from ampaudit.linter.flow.events import OptimizerMade, OptimizerRestored, OptimizerStep, ZeroGrad
+from ampaudit.linter.flow.events import OptimizerMade, OptimizerRestored, OptimizerStep
 from ampaudit.linter.flow.facts import Phase
+from ampaudit.linter.flow.gradients import zero_gradients
 from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, item_of
 from ampaudit.linter.flow.values import (
     UNKNOWN,
@@ -34,8 +35,7 @@ def optimizer_method(
     if name == "step":
         _step(interpreter, node, optimizer, arguments)
     elif name == "zero_grad":
-        interpreter.record(ZeroGrad(interpreter.at(node), optimizer.key))
-        interpreter.state.zero_gradients()
+        zero_gradients(interpreter, node, optimizer.key)
     elif name == "state_dict":
         return StateDict("optimizer", optimizer.key)
     elif name == "load_state_dict" and not isinstance(arguments.get(0, "state_dict"), StateDict):

@@ -29,13 +29,13 @@ __all__ = ["Script", "ScriptTooLong", "is_worth_reading", "matching_lines", "par
 
 # lines that matter for the precision of a training loop
 MATTERS: Final = re2.compile(
-    r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
+    r"autocast|[Ss]caler|\bscale|unscale_|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
     r"|precision|torch\.save|log_softmax|logsumexp|parameters\(|\.mul_\(|lerp_|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
     r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
 )
 # and those that matter for a loop in another file
 MATTERS_TO_IMPORTERS: Final = re2.compile(
-    r"autocast|[Ss]caler|\.scale\(|backward|\bhalf\(|float16|\.step\(|zero_grad|\.grad\b|clip_grad|\bamp\b|no_sync"
+    r"autocast|[Ss]caler|\.scale\(|unscale_|backward|\bhalf\(|float16|\.step\(|zero_grad|\.grad\b|clip_grad|\bamp\b|no_sync"
     r"|DataParallel|state_dict|optim|parameters\(|\.mul_\(|lerp_"
 )
 # files that rules may have something to report in
@@ -55,6 +55,7 @@ _MAKES_MODELS = re.compile(r"build|factory|_fn$|func|creat|make|init|class|cls|l
 _OF_MODELS = frozenset(
     "parameters train eval half named_parameters state_dict no_sync zero_grad (call)".split()
 )
+_OF_ESTIMATORS = frozenset({"fit", "transform"})
 _MAX_TOKENS = 1_000_000  # 500 MB as a syntax tree
 _MAX_SETTINGS = 3  # from name to name
 _TOKEN = re.compile(r"\w+|[^\w\s]")
@@ -79,12 +80,12 @@ class NameUsage:
 
     def is_scaler(self, text: str) -> bool:
         """Return whether a name is used like a gradient scaler: ``unscale_``, or ``scale`` with others."""
-        used = self.methods.get(text, ())
-        if "unscale_" in used:
-            return True
+        used, is_named = self.methods.get(text, set()), "scaler" in last_component(text).lower()
         if "scale" not in used:
-            return "scaler" in last_component(text).lower() and {"step", "update"} <= set(used)
-        return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
+            return "unscale_" in used or (is_named and {"step", "update"} <= used)
+        return (
+            is_named or bool(used & {"unscale_", "step"}) or ("update" in used and not used & _OF_ESTIMATORS)
+        )
 
     def kind(self, text: str) -> str:
         """Return what a name stands for; empty if its uses do not tell."""

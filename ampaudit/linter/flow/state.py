@@ -183,12 +183,6 @@ class State:
         """How certain it is that all gradients are scaled."""
         return Certainty.UNKNOWN if set(self.stages()) - {Stage.RENEWED} else self.gradients.scaled
 
-    def zero_gradients(self) -> None:
-        """Forget the gradients after all were zeroed."""
-        self.gradients = AccumulatedGradients()
-        if self.life.phase not in (Phase.EARLY, Phase.UPDATED):  # which are wrong to follow with a step
-            self.reach(Phase.IDLE)
-
     def assume_any_call(self) -> None:
         """Forget what is not certain after unknown code, which may run a backward or zero the gradients."""
         if self.life.phase is Phase.UPDATED:

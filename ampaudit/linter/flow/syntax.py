@@ -178,6 +178,8 @@ def parameter_defaults(arguments: ast.arguments) -> dict[str, ast.expr]:
 
 def sets_own_context(node: ast.AST) -> bool:
     """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
+    if getattr(node, "name", "") == "forward":
+        return False  # the loop that calls it is elsewhere
     for inner in ast.walk(node):
         if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
             return True

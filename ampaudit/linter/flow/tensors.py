@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.linter.flow.events import NumberRead, OpEvaluated
+from ampaudit.linter.flow.events import ModelCall, NumberRead, OpEvaluated
 from ampaudit.linter.flow.gradients import backward, use_loss_gradients
 from ampaudit.linter.flow.syntax import names_in
 from ampaudit.linter.flow.torch_names import (
@@ -22,6 +22,7 @@ from ampaudit.linter.flow.values import (
     UNKNOWN,
     UNSCALED,
     UNSCALED_TENSOR,
+    Autocast,
     ImportedName,
     LiteralValue,
     LossGradients,
@@ -40,7 +41,9 @@ __all__ = [
     "call_op",
     "combine",
     "common_scale",
+    "computed_under",
     "dtype_named",
+    "dtype_of_model_calls",
     "dtype_of_result",
     "first_rounded",
     "keeps_dtype",
@@ -66,15 +69,33 @@ def dtype_named(value: Value) -> str:
     return DTYPES.get(value.path, "") if isinstance(value, ImportedName) else ""
 
 
-def autocast_dtype(interpreter: Interpreter) -> str:
-    """Return the dtype in which autocast computes matrix products here; empty if that is not certain."""
-    autocast = interpreter.autocast
+def autocast_dtype(interpreter: Interpreter, context: Autocast | None = None) -> str:
+    """Return the dtype in which autocast computes matrix products; empty if that is not certain.
+
+    Args:
+        interpreter: Interpreter.
+        context: Autocast context; by default the current one.
+    """
+    autocast = interpreter.autocast if context is None else context
     if autocast.enabled is not True:
         return ""
     # the CPU may be only the device of an assumed setting
     is_certain = autocast.dtype == "" and (autocast.device != "cpu" or not interpreter.assumptions)
     default = _DEFAULT_DTYPES.get(autocast.device or "") if is_certain else None
     return autocast.dtype or default or "16-bit"
+
+
+def computed_under(interpreter: Interpreter, operands: Sequence[Tensor]) -> str:
+    """Return the 16-bit dtype of autocast in which a result, or one of its operands, is computed."""
+    return autocast_dtype(interpreter) or next((t.computed_under for t in operands if t.computed_under), "")
+
+
+def dtype_of_model_calls(interpreter: Interpreter) -> str:
+    """Return the 16-bit dtype of autocast around every call of a model that is trained, else empty."""
+    calls = (event for event in interpreter.events.values() if isinstance(event, ModelCall))
+    trained = [call.autocast for call in calls if "no_grad" not in call.grad_modes]
+    dtypes = {autocast_dtype(interpreter, autocast) if autocast.explicit else "" for autocast in trained}
+    return dtypes.pop() if len(dtypes) == 1 else ""
 
 
 def call_op(interpreter: Interpreter, node: ast.AST, path: str, operands: Sequence[Value]) -> None:
@@ -90,11 +111,10 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
     dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
     implied = "" if "float32" in dtypes else interpreter.point.weights
     rounded = node if (cast or implied) and _are_positions(*operands) else first_rounded(values)
-    if interpreter.autocast.enabled is False and len(values) > 1:
-        cast = _dtype_of_pair(*values[:2])
+    is_off = interpreter.autocast.enabled is False and len(values) > 1
     return Tensor(
-        dtype=cast,
-        computed_under=cast,
+        dtype=_dtype_of_pair(*values[:2]) if is_off else cast,
+        computed_under=computed_under(interpreter, [v for v in values if isinstance(v, Tensor)]),
         model_calls=all_model_calls(values),
         scaler_key=_scale_of_product(values),
         rounded=rounded,

@@ -191,6 +191,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
         scaler_key=tensors.common_scale(tensor),
         dtype=_dtype(interpreter, name, tensor),
         weights_dtype=next((v.weights_dtype for v in tensor if name in KEEPS_DTYPE), ""),
+        computed_under=tensors.computed_under(interpreter, tensor),
         model_calls=tensors.all_model_calls(tensor),
         rounded=tensors.first_rounded(tensor),
         node=node,
@@ -336,9 +337,7 @@ def _unknown_result(interpreter: Interpreter, values: list[Value]) -> Value:
     tensor_arguments = [value for value in values if isinstance(value, Tensor)]
     if any(value.scaler_key for value in tensor_arguments):
         return UNKNOWN
-    computed_under = tensors.autocast_dtype(interpreter) or next(
-        (value.computed_under for value in tensor_arguments if value.computed_under), ""
-    )
+    computed_under = tensors.computed_under(interpreter, tensor_arguments)
     return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR
 
 
@@ -461,9 +460,7 @@ def call_loss_function(
     record_loss(interpreter, node, tensor_arguments)
     event = LossCalled(interpreter.at(node), loss, (arguments.first, *arguments.all()), interpreter.autocast)
     interpreter.judge(event)
-    computed_under = tensors.autocast_dtype(interpreter) or next(
-        (t.computed_under for t in tensor_arguments if t.computed_under), ""
-    )
+    computed_under = tensors.computed_under(interpreter, tensor_arguments)
     roots = tensors.all_model_calls(tensor_arguments) if tensor_arguments else None
     divided = False if loss.reduction in ("mean", "batchmean") else None
     return Tensor(

@@ -19,6 +19,7 @@ from ampaudit.linter.flow.statement_context import (
     nodes_around,
 )
 from ampaudit.linter.flow.syntax import mentions, receiver_name
+from ampaudit.linter.flow.tensors import dtype_of_model_calls
 from ampaudit.linter.flow.torch_names import FRAMEWORKS, MANAGING_PACKAGES
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, Arguments, Parameters, ScaleReading
 from ampaudit.linter.rules.rule import rule
@@ -55,7 +56,7 @@ def _without_scale(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]
     if any(s.scales_losses or any(n.startswith(MANAGING_PACKAGES) for n in s.imports) for s in scripts):
         return
     for item in contributions:
-        if item.computed_under == "float16":
+        if (item.computed_under or dtype_of_model_calls(flow)) == "float16":
             yield Mistake(
                 item.node,
                 "the loss is computed under float16 autocast without "

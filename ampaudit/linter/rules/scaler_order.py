@@ -13,14 +13,17 @@ from typing import Final
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of, position_of, remove_statement
 from ampaudit.linter.flow.events import (
     Backward,
+    EntryPointFollowed,
     Event,
     OptimizerStep,
     ScalerStep,
     ScalerUnscale,
     ScalerUpdate,
+    StepEvent,
+    UnknownEffect,
     of_type,
 )
-from ampaudit.linter.flow.facts import STAGE, UNUSED, Phase, Stage
+from ampaudit.linter.flow.facts import PERHAPS, STAGE, UNUSED, Phase, Stage
 from ampaudit.linter.flow.gradients import has_single_optimizer
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.state import AccumulatedGradients
@@ -55,6 +58,10 @@ _MISPLACED: Final[Mapping[tuple[type[Event], object], tuple[str, str]]] = {
     (ScalerUnscale, _BEFORE_USE): _NOTHING_SCALED,
     (ScalerStep, Stage.STEPPED): _TWICE,
     (ScalerStep, Stage.RENEWED): _TWICE,
+    (ScalerStep, Phase.IDLE): (
+        "step() runs after the gradients of this iteration were zeroed",
+        "call zero_grad() after the step, or before backward",
+    ),
     (ScalerStep, _BEFORE_USE): (f"step() runs {_BEFORE_USE}", "call it after backward on a scaled loss"),
     (ScalerUpdate, Phase.UPDATED): (
         "update() runs again, although no optimizer has been stepped since the last one",
@@ -142,13 +149,41 @@ def _added_to_unscaled(flow: Interpreter, event: Backward) -> Iterator[Mistake]:
     state, scaler = flow.state, event.loss.scaler_key
     stages = state.stages(scaler)
     is_unscaled = bool(stages) and all(stage is Stage.UNSCALED for stage in stages)
-    is_certain = scaler not in (UNSCALED, MAYBE) and state.gradients.known and has_single_optimizer(flow)
-    if is_certain and (is_unscaled or state.life.phase is Phase.LOOKED):
+    if scaler in (UNSCALED, MAYBE) or not has_single_optimizer(flow):
+        return
+    if state.gradients.known and (is_unscaled or state.life.phase is Phase.LOOKED):
         yield Mistake(
             event.node,
             "scaled gradients are added to gradients that have already been unscaled",
             "call unscale_() once, after the last backward before the step",
         )
+
+
+@rule("AMP812", EntryPointFollowed)
+def _never_zeroed(flow: Interpreter, entry: EntryPointFollowed) -> Iterator[Mistake]:
+    """A loop that steps, and never zeroes the gradients."""
+    if (
+        flow.linked.mentions(*_ZEROES)
+        or flow.linked.uses_name("grad")
+        or of_type(entry.events, UnknownEffect)
+    ):
+        return
+    steps = of_type(entry.events, StepEvent)
+    for event in of_type(entry.events, Backward):
+        loops = [guard.node for guard in event.guards if guard.kind == "loop"]
+        around = [step for step in steps if any(step.is_inside(loop) for loop in loops)]
+        is_scaled = event.loss.scaler_key not in (UNSCALED, MAYBE)
+        if around and (is_scaled or of_type(around, ScalerStep)):
+            yield Mistake(
+                event.node,
+                "nothing zeroes the gradients: this backward adds scaled gradients to those that the step of "
+                "the iteration before has unscaled",
+                "call optimizer.zero_grad() after each step",
+                certainty=Certainty.LIKELY,
+            )
+
+
+_ZEROES: Final = ("zero_", "clear", "reset")
 
 
 @rule("AMP817", OptimizerStep)
@@ -172,14 +207,15 @@ _TESTS_FINITE: Final = ("isfinite", "isinf", "isnan")
 def _bypassed_scaler(flow: Interpreter, event: OptimizerStep) -> Iterator[Mistake]:
     """A step with gradients of a scaled loss that the scaler should take."""
     state, node = flow.state, event.node
-    contributions = state.gradients.known
-    is_second = event.optimizer != "" and state.life.stepped == event.optimizer
-    if not contributions or all(item.scaler == "" for item in contributions) or is_second:
-        return
-    is_single = has_single_optimizer(flow)
-    if not set(state.stages()) - {Stage.RENEWED} and (is_single or len(contributions) == 1):
+    if event.optimizer and state.life.stepped == event.optimizer:
+        return  # AMP817
+    is_single, contributions = has_single_optimizer(flow), state.gradients.known or frozenset()
+    is_scaled = any(item.scaler for item in contributions)
+    stages = {stage for key, stage in state.matching(STAGE) if is_single or key[1] == event.optimizer}
+    is_still_scaled = not set(state.stages()) - {Stage.RENEWED}
+    if is_scaled and is_still_scaled and (is_single or len(contributions) == 1):
         cause = "the optimizer steps with scaled gradients, and nothing skips the step if they overflow"
-    elif is_single and _overflow_is_unchecked(flow):
+    elif (Stage.UNSCALED in stages or (is_scaled and PERHAPS in stages)) and _overflow_is_unchecked(flow):
         cause = "the step bypasses the scaler: nothing skips it if the gradients have overflowed"
     else:
         return
@@ -194,7 +230,7 @@ def _overflow_is_unchecked(flow: Interpreter) -> bool:
     """Return whether gradients were unscaled, and the script does not test for overflow itself."""
     unscaled = of_type(flow.events.values(), ScalerUnscale)
     inner = len(flow.guards) > min((len(e.guards) for e in unscaled), default=0)
-    if not flow.state.is_unscaled or not unscaled or inner or flow.linked.mentions(*_OVERFLOWS):
+    if not unscaled or inner or flow.linked.mentions(*_OVERFLOWS):
         return False
     calls = (n for script in flow.linked.scripts for n in script.nodes() if isinstance(n, ast.Call))
     # a finite loss says nothing of the gradients

@@ -20,6 +20,7 @@ from ampaudit.linter.flow.facts import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS, H
 from ampaudit.linter.flow.interpreter import Interpreter
 from ampaudit.linter.flow.statement_context import nodes_around
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
+from ampaudit.linter.flow.tensors import dtype_of_model_calls
 from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO
 from ampaudit.linter.flow.values import LiteralValue, Tensor, literal_of
 from ampaudit.linter.rules.rule import rule
@@ -97,11 +98,11 @@ def _sharded(flow: Interpreter, event: ScalerStep | ScalerUnscale) -> Iterator[M
 @rule("AMP818", ScalerScale)
 def _scaled_bfloat16(flow: Interpreter, event: ScalerScale) -> Iterator[Mistake]:
     """A scale of a loss in bfloat16."""
-    del flow
     place, outputs = event.value.node or event.node, event.outputs
-    if event.value.enabled is not True or not isinstance(outputs, Tensor):
+    if event.value.enabled is not True:
         return
-    if outputs.computed_under == "bfloat16":
+    by_loss = outputs.computed_under if isinstance(outputs, Tensor) else ""
+    if (by_loss or dtype_of_model_calls(flow)) == "bfloat16":
         fix = None
         if isinstance(place, ast.Call) and not _may_set_enabled(place):
             fix = Fix.at(place, "set keyword", "enabled", "False")
