@@ -18,7 +18,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, file_number
 from ampaudit.linter.flow.script import Script, ScriptTooLong, is_worth_reading, read_script
-from ampaudit.linter.flow.syntax import imported_modules, imported_names, mentions, module_aliases
+from ampaudit.linter.flow.syntax import imported_modules, imported_names, module_aliases
 from ampaudit.linter.flow.torch_names import MANAGING_PACKAGES
 from ampaudit.linter.flow.values import ClassInfo
 from ampaudit.linter.source_text import Unreadable, decode
@@ -189,7 +189,6 @@ class LinkedScript:
     path: str = ""
     tree: SourceTree = field(default_factory=SourceTree)
     imported: dict[int, Script] = field(default_factory=dict)
-    _mentioned: dict[tuple[str, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._visit(self.main, self.path, {self.tree.number_of(self.path)})
@@ -232,9 +231,7 @@ class LinkedScript:
 
     def mentions(self, *texts: str) -> bool:
         """Return whether a name or string in the script, or in a file it imports, has one of some texts."""
-        if texts not in self._mentioned:
-            self._mentioned[texts] = any(mentions(script.tree, *texts) for script in self.scripts)
-        return self._mentioned[texts]
+        return any(text in script.words for script in self.scripts for text in texts)
 
     def uses_name(self, name: str) -> bool:
         """Return whether the script or a file it imports has a variable or attribute of a name."""

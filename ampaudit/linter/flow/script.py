@@ -21,6 +21,7 @@ from ampaudit.linter.flow.syntax import (
     last_component,
     nested_blocks,
     parameter_defaults,
+    words_of,
 )
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo
 from ampaudit.linter.source_text import split_lines
@@ -166,6 +167,11 @@ class Script:
         """All names of variables, parameters and attributes."""
         fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg"}
         return frozenset(getattr(n, fields[type(n)]) or "" for n in self.nodes() if type(n) in fields)
+
+    @cached_property
+    def words(self) -> str:
+        """All names, attributes and strings, in lower case and on a line each."""
+        return words_of(self.nodes())
 
     @cached_property
     def assignments(self) -> list[Assignment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 __all__ = [
     "calls_any",
@@ -28,6 +29,7 @@ __all__ = [
     "sets_own_context",
     "simple_name",
     "tests_remainder",
+    "words_of",
 ]
 
 
@@ -118,14 +120,19 @@ def names_in(node: ast.AST) -> set[str]:
     }
 
 
+def words_of(nodes: Sequence[ast.AST]) -> str:
+    """Return the names, attributes and strings among nodes, in lower case and on a line each."""
+    words = {simple_name(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+    words |= {
+        text for node in nodes if isinstance(node, ast.Constant) and isinstance(text := node.value, str)
+    }
+    return "\n".join(words).lower()
+
+
 def mentions(node: ast.AST, *texts: str) -> bool:
     """Return whether a name, an attribute or a string in a node contains one of some texts, in any case."""
-    for part in ast.walk(node):
-        name = part.value if isinstance(part, ast.Constant) else ""
-        name = simple_name(part) if isinstance(part, ast.Name | ast.Attribute) else name
-        if isinstance(name, str) and any(text in name.lower() for text in texts):
-            return True
-    return False
+    words = words_of(list(ast.walk(node)))
+    return any(text in words for text in texts)
 
 
 def calls_method(node: ast.AST, name: str) -> bool:
@@ -152,6 +159,8 @@ def enters_autocast(node: ast.With) -> bool:
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes directly inside a node, except contexts such as ``ast.Load``."""
     nodes: list[ast.AST] = []
+    if isinstance(node, ast.Name | ast.Constant):
+        return nodes  # half of all nodes
     for name in node._fields:
         part = getattr(node, name, None)
         if isinstance(part, list):

@@ -167,9 +167,11 @@ def never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) ->
             continue
         counts = mentions(loop.iter, "accum", "micro", "grad_steps", "virtual")
         steps_outside = any(not e.is_inside(loop) for e in of_type(followed.events, StepEvent))
+        if not counts or not steps_outside:
+            continue
         nodes = (node for part in (loop, event.node) for node in ast.walk(part))
         divides = calls_any(loop, *_OF_ALL_BATCHES) or any(isinstance(node, ast.Div) for node in nodes)
-        if counts and steps_outside and not divides and event.loss.loss == "" and event.loss.divided is None:
+        if not divides and event.loss.loss == "" and event.loss.divided is None:
             yield _undivided(event, Certainty.LIKELY)
 
 

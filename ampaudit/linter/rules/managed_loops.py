@@ -254,8 +254,10 @@ def clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mi
 def clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check that clipping is behind the block of ``scale_loss``, and on the gradients that the step uses."""
     script = flow.linked.main
+    if "scale_loss" not in script.text:
+        return
     certainty = _keeps_masters(script)
-    for function in script.nodes() if "scale_loss" in script.text else ():
+    for function in script.nodes():
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         nodes = script.nodes(function)

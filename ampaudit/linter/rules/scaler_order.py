@@ -21,6 +21,7 @@ from ampaudit.linter.flow.events import (
     ScalerUpdate,
     StepEvent,
     UnknownEffect,
+    ZeroGrad,
     of_type,
 )
 from ampaudit.linter.flow.facts import PERHAPS, STAGE, UNUSED, Phase, Stage
@@ -31,6 +32,7 @@ from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.syntax import mentions, simple_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED
 from ampaudit.linter.rules.rule import rule
+from ampaudit.linter.source_tree import LinkedScript
 
 _BEFORE_USE: Final = "before any loss was scaled"
 _TWICE: Final = (
@@ -162,18 +164,14 @@ def _added_to_unscaled(flow: Interpreter, event: Backward) -> Iterator[Mistake]:
 @rule("AMP812", EntryPointFollowed)
 def _never_zeroed(flow: Interpreter, entry: EntryPointFollowed) -> Iterator[Mistake]:
     """A loop that steps, and never zeroes the gradients."""
-    if (
-        flow.linked.mentions(*_ZEROES)
-        or flow.linked.uses_name("grad")
-        or of_type(entry.events, UnknownEffect)
-    ):
+    if of_type(entry.events, ZeroGrad, UnknownEffect):
         return
     steps = of_type(entry.events, StepEvent)
     for event in of_type(entry.events, Backward):
         loops = [guard.node for guard in event.guards if guard.kind == "loop"]
         around = [step for step in steps if any(step.is_inside(loop) for loop in loops)]
         is_scaled = event.loss.scaler_key not in (UNSCALED, MAYBE)
-        if around and (is_scaled or of_type(around, ScalerStep)):
+        if around and (is_scaled or of_type(around, ScalerStep)) and not _zeroes_otherwise(flow.linked):
             yield Mistake(
                 event.node,
                 "nothing zeroes the gradients: this backward adds scaled gradients to those that the step of "
@@ -183,7 +181,8 @@ def _never_zeroed(flow: Interpreter, entry: EntryPointFollowed) -> Iterator[Mist
             )
 
 
-_ZEROES: Final = ("zero_", "clear", "reset")
+def _zeroes_otherwise(linked: LinkedScript) -> bool:
+    return linked.mentions("zero_", "clear", "reset") or linked.uses_name("grad")
 
 
 @rule("AMP817", OptimizerStep)
