@@ -252,7 +252,7 @@ def zero_grad_by_helper(tree: ast.Module) -> bool:
         call = _method(statement, "zero_grad", "opt")
         if call is None or not isinstance(call.func, ast.Attribute):
             return None
-        return _parsed(f"prepare({ast.unparse(call.func.value)})")
+        return _parsed(f"prepare_gradients({ast.unparse(call.func.value)})")
 
     return _replaced(tree, by_helper)
 

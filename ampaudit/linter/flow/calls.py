@@ -11,6 +11,7 @@ from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import inline_call
 from ampaudit.linter.flow.managed import make_trainer, managed_method
 from ampaudit.linter.flow.objects import call_model
+from ampaudit.linter.flow.optimizers import copies_method
 from ampaudit.linter.flow.state import choice_of_dtypes, join_items
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_calls import assume_any_effect, call_loss_function, unknown_call
@@ -43,7 +44,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.linter.flow.weight_copies import copies_method
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter

@@ -10,6 +10,7 @@ from ampaudit.linter.flow.calls import evaluate_call
 from ampaudit.linter.flow.events import AutocastEntered, GradientRead, PrecisionChosen, ScaleCompared
 from ampaudit.linter.flow.gradients import replace_gradients
 from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST
+from ampaudit.linter.flow.optimizers import freeze
 from ampaudit.linter.flow.state import State, choice_of_dtypes, item_of, join, join_all, join_values
 from ampaudit.linter.flow.syntax import dotted_name, module_of
 from ampaudit.linter.flow.tensors import call_op, combine, matrix_product
@@ -45,7 +46,6 @@ from ampaudit.linter.flow.values import (
     function_of_lambda,
     literal_of,
 )
-from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Handlers, Interpreter, ProgramPoint

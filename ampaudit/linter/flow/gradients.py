@@ -13,8 +13,16 @@ from ampaudit.linter.flow.events import (
     UnknownEffect,
     ZeroGrad,
 )
-from ampaudit.linter.flow.facts import STAGE, Life, Phase, Stage
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, item_of
+from ampaudit.linter.flow.state import (
+    STAGE,
+    UNKNOWN_GRADIENTS,
+    AccumulatedGradients,
+    Contribution,
+    Life,
+    Phase,
+    Stage,
+    item_of,
+)
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,

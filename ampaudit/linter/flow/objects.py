@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from ampaudit.linter.diagnostic import file_number, key_of
 from ampaudit.linter.flow.events import Clip, ModelCall, PrecisionChosen
-from ampaudit.linter.flow.facts import (
+from ampaudit.linter.flow.gradients import unknown_backward, zero_gradients
+from ampaudit.linter.flow.inlining import bind_fields, inline_call
+from ampaudit.linter.flow.optimizers import freeze
+from ampaudit.linter.flow.state import (
     BFLOAT16_WEIGHTS,
     CAST_BY_DTYPE,
     DEVICE,
@@ -17,10 +20,8 @@ from ampaudit.linter.flow.facts import (
     HALVED_IN_LOOP,
     PERHAPS,
     PerhapsHalf,
+    flattened,
 )
-from ampaudit.linter.flow.gradients import unknown_backward, zero_gradients
-from ampaudit.linter.flow.inlining import bind_fields, inline_call
-from ampaudit.linter.flow.state import flattened
 from ampaudit.linter.flow.tensors import autocast_dtype, call_op, dtype_named, requested_dtype
 from ampaudit.linter.flow.torch_names import FLOAT32_LAYERS, LAYERS_WITHOUT_DTYPE, MATRIX_LAYERS
 from ampaudit.linter.flow.values import (
@@ -39,7 +40,6 @@ from ampaudit.linter.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.linter.flow.weight_copies import freeze
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter

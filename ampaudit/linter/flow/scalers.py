@@ -14,9 +14,17 @@ from ampaudit.linter.flow.events import (
     ScalerUnscale,
     ScalerUpdate,
 )
-from ampaudit.linter.flow.facts import PERHAPS, STAGE, UNUSED, Life, Phase, Stage
 from ampaudit.linter.flow.gradients import has_single_optimizer
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients
+from ampaudit.linter.flow.state import (
+    PERHAPS,
+    STAGE,
+    UNKNOWN_GRADIENTS,
+    UNUSED,
+    AccumulatedGradients,
+    Life,
+    Phase,
+    Stage,
+)
 from ampaudit.linter.flow.values import (
     MAYBE,
     UNKNOWN,

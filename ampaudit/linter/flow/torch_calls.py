@@ -22,17 +22,20 @@ from ampaudit.linter.flow.events import (
     ScalerMade,
     UnknownEffect,
 )
-from ampaudit.linter.flow.facts import (
-    BFLOAT16_WEIGHTS,
-    HALF_WEIGHTS,
-    PERHAPS,
-    UNUSED,
-)
 from ampaudit.linter.flow.gradients import gradient_method, use_loss_gradients
 from ampaudit.linter.flow.inlining import follow_callback
 from ampaudit.linter.flow.managed import make_managed
 from ampaudit.linter.flow.objects import device_of
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, flattened, item_of
+from ampaudit.linter.flow.optimizers import average_in_list
+from ampaudit.linter.flow.state import (
+    BFLOAT16_WEIGHTS,
+    HALF_WEIGHTS,
+    PERHAPS,
+    UNKNOWN_GRADIENTS,
+    UNUSED,
+    flattened,
+    item_of,
+)
 from ampaudit.linter.flow.syntax import dotted_name
 from ampaudit.linter.flow.torch_names import (
     AUTOCASTS,
@@ -75,7 +78,6 @@ from ampaudit.linter.flow.values import (
     Value,
     literal_of,
 )
-from ampaudit.linter.flow.weight_copies import average_in_list
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter

@@ -8,9 +8,9 @@ from typing import Final
 
 from ampaudit.linter.diagnostic import Fix, Mistake, line_of
 from ampaudit.linter.flow.events import Clip, GradientNorm, GradientRead, OptimizerStep, ScalerStep
-from ampaudit.linter.flow.facts import STAGE
 from ampaudit.linter.flow.gradients import has_single_optimizer
 from ampaudit.linter.flow.interpreter import Interpreter
+from ampaudit.linter.flow.state import STAGE
 from ampaudit.linter.flow.statement_context import (
     call_beside_scaler,
     following_step,

@@ -25,8 +25,8 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
-from ampaudit.linter.flow.facts import FROZEN, HALF_WEIGHTS, PerhapsHalf
 from ampaudit.linter.flow.script import Script
+from ampaudit.linter.flow.state import FROZEN, HALF_WEIGHTS, PerhapsHalf
 from ampaudit.linter.flow.statement_context import conditions_around, nodes_around
 from ampaudit.linter.flow.syntax import (
     calls_any,

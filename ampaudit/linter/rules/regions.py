@@ -1,4 +1,4 @@
-"""Rules on autocast blocks: what belongs inside, and what they share with the scaler."""
+"""Rules on autocast blocks: what belongs inside, for which device, and what they share with the scaler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from ampaudit.linter.diagnostic import Certainty, Fix, Mistake, line_of
 from ampaudit.linter.flow.events import (
     AutocastEntered,
+    AutocastMade,
     Backward,
     EntryPointFollowed,
     Event,
@@ -19,8 +20,11 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
+from ampaudit.linter.flow.interpreter import Interpreter
+from ampaudit.linter.flow.objects import applies_to_device
+from ampaudit.linter.flow.state import DEVICE
 from ampaudit.linter.flow.syntax import dotted_name, has_name, keyword_value, simple_name
-from ampaudit.linter.flow.values import Autocast, Scaler
+from ampaudit.linter.flow.values import Autocast, DeviceValue, Scaler, literal_of
 from ampaudit.linter.rules.rule import rule
 
 if TYPE_CHECKING:
@@ -250,3 +254,36 @@ def _dtype_choices(flow: Interpreter) -> dict[str, ast.expr]:
         if isinstance(value, ast.IfExp | ast.Subscript)
         and {"torch.float16", "torch.bfloat16"} <= {dotted_name(node) for node in ast.walk(value)}
     }
+
+
+@rule("AMP847", ModelCall)
+def _another_device(flow: Interpreter, event: ModelCall) -> Iterator[Mistake]:
+    """Autocast for another device than that of the model."""
+    if not applies_to_device(flow, event.model):
+        device = flow.state.get(DEVICE, event.model.key)
+        yield Mistake(
+            event.autocast.node or event.node,
+            f"autocast is for {event.autocast.device}, but the model called at line {line_of(event.node)} is "
+            f"on {device}, so nothing is cast",
+            f'use torch.autocast("{device}")',
+        )
+
+
+@rule("AMP847", AutocastMade)
+def _no_device(flow: Interpreter, event: AutocastMade) -> Iterator[Mistake]:
+    """Autocast without the device type, which only the older names have by themselves."""
+    node, arguments = event.arguments.node, event.arguments
+    first = arguments.get(0, "device_type")
+    text = literal_of(first)
+    is_flag = isinstance(first, DeviceValue) or isinstance(text, bool)
+    has_more = "**" in arguments.keywords or any(isinstance(a, ast.Starred) for a in node.args)
+    is_known = isinstance(node.func, ast.Attribute) or bool(
+        flow.script.imports & {"torch.amp.autocast", "torch.autocast"}
+    )
+    names_index = isinstance(text, str) and ":" in text  # a device, and not its type
+    if (is_known and not has_more and (first is None or is_flag)) or names_index:
+        yield Mistake(
+            node,
+            'torch.autocast needs the device type as a string, such as "cuda", and raises without it',
+            'write torch.autocast("cuda", ...), or torch.autocast(device.type, ...)',
+        )

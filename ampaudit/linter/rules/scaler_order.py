@@ -24,10 +24,9 @@ from ampaudit.linter.flow.events import (
     ZeroGrad,
     of_type,
 )
-from ampaudit.linter.flow.facts import PERHAPS, STAGE, UNUSED, Phase, Stage
 from ampaudit.linter.flow.gradients import has_single_optimizer
 from ampaudit.linter.flow.interpreter import Interpreter
-from ampaudit.linter.flow.state import AccumulatedGradients
+from ampaudit.linter.flow.state import PERHAPS, STAGE, UNUSED, AccumulatedGradients, Phase, Stage
 from ampaudit.linter.flow.statement_context import scaler_in_scope
 from ampaudit.linter.flow.syntax import mentions, simple_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED

@@ -16,8 +16,8 @@ from ampaudit.linter.flow.events import (
     ScalerUnscale,
     WeightsAveraged,
 )
-from ampaudit.linter.flow.facts import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS, HALVED_IN_LOOP
 from ampaudit.linter.flow.interpreter import Interpreter
+from ampaudit.linter.flow.state import BFLOAT16_WEIGHTS, FROZEN, HALF_WEIGHTS, HALVED_IN_LOOP
 from ampaudit.linter.flow.statement_context import nodes_around
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.tensors import dtype_of_model_calls
