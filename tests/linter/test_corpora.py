@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from ampaudit.report.lint import LintFinding
 from tests.linter.corpora import SETS, Script, read_set, write_set
-from tests.linter.examples import lint
+from tests.linter.examples import PAGES, lint
 
 STYLES = "correct-styles"
 
@@ -69,3 +70,12 @@ def test_the_sets_are_whole() -> None:
     assert len({script.name for script in mistakes}) == 448
     assert all(script.marked for script in mistakes)
     assert not any(script.marked for script in correct)
+
+
+def test_each_page_says_how_many_mistakes_are_of_its_kind() -> None:
+    mistakes = [script for name in SETS if name.startswith("mistakes-") for script in read_set(name)]
+    counts = Counter(code for script in mistakes for code in script.codes)
+    for code, page in PAGES.items():
+        number, verb = counts[code] or "none", "are" if counts[code] > 1 else "is"
+        assert f"Of the {len(mistakes)} mistakes" in page.text, code
+        assert f" {number} {verb} of this kind" in " ".join(page.text.split()), code

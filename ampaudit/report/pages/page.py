@@ -40,7 +40,8 @@ Kind = Literal[
 ]
 Level = Literal["error", "warning", "note"]
 SECTIONS = ("What it says", "Why it is bad", "Bad example", "Good example", "When to ignore it")
-FURTHER = ("How safe is the fix", "References")  # where there is something to say
+# where there is something to say
+FURTHER = ("How often it is right", "How safe is the fix", "References")
 LINTED = "AMP8"  # prefix of the codes that `ampaudit lint` reports
 _FAMILIES = {
     "1": "range of forward values",
