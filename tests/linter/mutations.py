@@ -55,6 +55,12 @@ def _first(block: Block, is_meant: Callable[[ast.stmt], bool]) -> int | None:
     return next((index for index, statement in enumerate(block) if is_meant(statement)), None)
 
 
+def _stepped(tree: ast.Module) -> list[str]:
+    """Return the optimizers that a scaler steps, each once."""
+    calls = (_method(s, "step") for block in _blocks(tree) for s in block if _is_step(s))
+    return sorted({ast.unparse(call.args[0]) for call in calls if call is not None})
+
+
 def _parsed(text: str) -> ast.stmt:
     return ast.parse(text).body[0]
 
@@ -89,7 +95,7 @@ def update_left_out(tree: ast.Module) -> bool:
 
 def zero_grad_left_out(tree: ast.Module) -> bool:
     others = ("zero_", ".grad", "clear", "reset")
-    is_single = len({ast.unparse(s) for block in _blocks(tree) for s in block if _is_step(s)}) == 1
+    is_single = len(_stepped(tree)) == 1
     changed = _without(tree, lambda s: _method(s, "zero_grad") is not None)
     return changed and is_single and not any(text in ast.unparse(tree) for text in others)
 
@@ -136,7 +142,7 @@ def update_before_step(tree: ast.Module) -> bool:
 
 
 def zero_grad_before_step(tree: ast.Module) -> bool:
-    if len({ast.unparse(s) for block in _blocks(tree) for s in block if _is_step(s)}) != 1:
+    if len(_stepped(tree)) != 1:
         return False
     for block in _blocks(tree):
         step = _first(block, _is_step)
@@ -259,8 +265,7 @@ def zero_grad_by_helper(tree: ast.Module) -> bool:
 
 def gradients_of_another_zeroed(tree: ast.Module) -> bool:
     """Zero the gradients of the second of two optimizers before the first steps."""
-    steps = [call for block in _blocks(tree) for s in block if _is_step(s) and (call := _method(s, "step"))]
-    names = sorted({ast.unparse(call.args[0]) for call in steps})
+    names = _stepped(tree)
     for block in _blocks(tree):
         index = _first(block, _is_scaled_backward)
         step = None if index is None else _first(block[index:], _is_step)

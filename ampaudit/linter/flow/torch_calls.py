@@ -81,7 +81,6 @@ from ampaudit.linter.flow.values import (
 
 if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
-    from ampaudit.linter.flow.values import Arguments
 
 __all__ = ["assume_any_effect", "call_imported", "call_loss_function", "unknown_call"]
 
