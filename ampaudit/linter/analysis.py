@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ampaudit.linter.diagnostic import Certainty, Diagnostic
-from ampaudit.linter.fix_safety import with_safety
 from ampaudit.linter.flow.evaluation import HANDLERS
 from ampaudit.linter.flow.events import (
     Backward,
@@ -51,6 +50,7 @@ from ampaudit.linter.flow.values import (
     LiteralValue,
     Value,
 )
+from ampaudit.linter.repair import with_safety
 from ampaudit.linter.rules import RULES
 from ampaudit.linter.source_tree import LinkedScript
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ampaudit.linter.fix_safety import is_bound
 from ampaudit.linter.flow.script import read_script
+from ampaudit.linter.repair import is_bound
 from tests.linter.examples import BAD, lint
 
 

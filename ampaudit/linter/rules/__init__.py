@@ -2,7 +2,6 @@
 
 from ampaudit.linter.rules import (
     accumulation,
-    autograd_functions,
     bookkeeping,
     constants,
     dtypes,
@@ -17,7 +16,6 @@ from ampaudit.linter.rules.rule import RULES
 __all__ = [
     "RULES",
     "accumulation",
-    "autograd_functions",
     "bookkeeping",
     "constants",
     "dtypes",
