@@ -169,8 +169,8 @@ def _never_passed(script: Script, info: FunctionInfo) -> dict[str, Value]:
     optional = [name for name, d in defaults if isinstance(d, ast.Constant) and d.value is None]
     if not optional or "(call)" not in script.usage.methods.get(name, ()):
         return {}
-    calls = [n for n in script.nodes() if isinstance(n, ast.Call) and dotted_name(n.func) == name]
-    if len(calls) != sum(isinstance(n, ast.Name) and n.id == name for n in script.nodes()):
+    calls = [call for call in script.of_type(ast.Call) if dotted_name(call.func) == name]
+    if len(calls) != sum(node.id == name for node in script.of_type(ast.Name)):
         return {}  # other code may call it as well
     most = max((len(call.args) for call in calls), default=0)
     passed = {keyword.arg for call in calls for keyword in call.keywords}

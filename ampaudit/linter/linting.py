@@ -218,11 +218,11 @@ def lint_text(
             if analysis is not before:
                 changed.append((original, analysis.text))
                 block = block.with_text(analysis.text)
-        linted.findings += _to_findings(name, block, analysis.diagnostics, enabled)
+        linted.findings += _to_findings(name, block, analysis.diagnostics, enabled, analysis.tree)
         linted.findings += _unused_suppressions(name, block, analysis.diagnostics, enabled)
         for path, script, diagnostics in analysis.imported:
             linted.imported += _to_findings(
-                str(path), CodeBlock(script), diagnostics, selection.for_file(path)
+                str(path), CodeBlock(script), diagnostics, selection.for_file(path), parse(script)
             )
         names |= analysis.names  # a later block may use them
     if changed:
@@ -248,7 +248,7 @@ def _analyze(text: str, path: str, names: Mapping[str, Value], tree: SourceTree)
         for number, script in linked.imported.items()
         if number in by_file
     ]
-    return Analysis(text, by_file.get(0, []), names_at_end, imported)
+    return Analysis(text, by_file.get(0, []), linked.main.tree, names_at_end, imported)
 
 
 def _analyze_block(
@@ -290,12 +290,15 @@ def _reason(error: Exception) -> str:
 
 
 def _to_findings(
-    path: str, block: CodeBlock, diagnostics: Sequence[Diagnostic], selection: RuleSelection
+    path: str,
+    block: CodeBlock,
+    diagnostics: Sequence[Diagnostic],
+    selection: RuleSelection,
+    tree: ast.Module,
 ) -> Iterator[LintFinding]:
-    """Yield the findings of the enabled rules, including suppressed ones."""
+    """Yield the findings of the enabled rules, including suppressed ones; ``tree`` is that of the block."""
     lines, comments = split_lines(block.text), comments_of(block.text)
     included = [item for item in diagnostics if selection.includes(item.code)]
-    tree = parse(block.text if included else "")
     for item in included:
         first = int(getattr(item.node, "lineno", 1))
         last = int(getattr(item.node, "end_lineno", first) or first)

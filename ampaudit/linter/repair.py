@@ -28,12 +28,14 @@ class Analysis:
     Attributes:
         text: Text itself.
         diagnostics: Mistakes in it.
+        tree: Syntax tree.
         names: Values of the imported names at its end.
         imported: Paths, texts and diagnostics of the files that it imports.
     """
 
     text: str
     diagnostics: Sequence[Diagnostic] = ()
+    tree: ast.Module = field(default_factory=lambda: ast.Module([], []))
     names: Mapping[str, Value] = field(default_factory=dict)
     imported: Sequence[tuple[Path, str, list[Diagnostic]]] = ()
 

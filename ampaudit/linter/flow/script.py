@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import re2
 
@@ -21,6 +22,7 @@ from ampaudit.linter.flow.syntax import (
     last_component,
     nested_blocks,
     parameter_defaults,
+    simple_name,
     words_of,
 )
 from ampaudit.linter.flow.values import ClassInfo, FunctionInfo
@@ -45,6 +47,7 @@ _MENTIONS = re2.compile(
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
     r"|Accelerator|deepspeed|[Ff]abric|precision=|fp16=|FullySharded"
 )
+N = TypeVar("N", bound=ast.AST)
 Condition: TypeAlias = tuple[str, bool]  # a name, and whether it must be true or false
 _OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")
 _SCHEDULER = re.compile(r"sched")
@@ -151,6 +154,17 @@ class Script:
         return self._inside[root]
 
     @cached_property
+    def _by_type(self) -> dict[type[ast.AST], list[Any]]:
+        nodes: dict[type[ast.AST], list[Any]] = defaultdict(list)
+        for node in self.nodes():
+            nodes[type(node)].append(node)
+        return nodes
+
+    def of_type(self, *kinds: type[N]) -> list[N]:
+        """Return the nodes of the script of some kinds, kind by kind, outer ones first."""
+        return [node for kind in kinds for node in self._by_type.get(kind, ())]
+
+    @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node directly around each node."""
         return {child: node for node in self.nodes() for child in children(node)}
@@ -165,13 +179,14 @@ class Script:
     @cached_property
     def names(self) -> frozenset[str]:
         """All names of variables, parameters and attributes."""
-        fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg"}
-        return frozenset(getattr(n, fields[type(n)]) or "" for n in self.nodes() if type(n) in fields)
+        names = {simple_name(node) for node in self.of_type(ast.Name, ast.Attribute)}
+        names.update(parameter.arg for parameter in self.of_type(ast.arg))
+        return frozenset(names.union(keyword.arg or "" for keyword in self.of_type(ast.keyword)))
 
     @cached_property
     def words(self) -> str:
         """All names, attributes and strings, in lower case and on a line each."""
-        return words_of(self.nodes())
+        return words_of(self.of_type(ast.Name, ast.Attribute, ast.Constant))
 
     @cached_property
     def assignments(self) -> list[Assignment]:
@@ -202,7 +217,7 @@ class Script:
     @cached_property
     def root_module(self) -> ClassInfo | None:
         """The class of a model that nothing in the script makes; ``None`` if there is none, or several."""
-        called = {dotted_name(node.func) for node in self.nodes() if isinstance(node, ast.Call)}
+        called = {dotted_name(call.func) for call in self.of_type(ast.Call)}
         bases = {base for info in self.classes.values() for base in info.bases}
         roots = [
             info
@@ -237,31 +252,22 @@ class Script:
     @cached_property
     def defaults(self) -> dict[str, object]:
         """The defaults of settings: of options of argparse, and of fields, by name."""
-        defaults: dict[str, object] = {}
-        for node in self.nodes():
-            if isinstance(node, ast.Call) and dotted_name(node.func).endswith("add_argument"):
-                default = keyword_value(node, "default")
-                options = [a.value for a in node.args if isinstance(a, ast.Constant)]
-                name = str(options[-1]).lstrip("-").replace("-", "_") if options else ""
-            elif isinstance(node, ast.AnnAssign):
-                default, name = node.value, dotted_name(node.target)
-            else:
-                continue
-            if isinstance(default, ast.Constant):
-                defaults[name] = default.value
-        return defaults
+        pairs = [(dotted_name(field.target), field.value) for field in self.of_type(ast.AnnAssign)]
+        for call in self.of_type(ast.Call):
+            options = [a.value for a in call.args if isinstance(a, ast.Constant)]
+            if options and dotted_name(call.func).endswith("add_argument"):
+                name = str(options[-1]).lstrip("-").replace("-", "_")
+                pairs.append((name, keyword_value(call, "default")))
+        return {name: default.value for name, default in pairs if isinstance(default, ast.Constant)}
 
     @cached_property
     def off_by_default(self) -> set[str]:
         """The last components of what is set to ``False`` somewhere, also as a default or an argument."""
         pairs = [(item.name, item.value) for item in self.assignments]
-        for node in self.nodes():
-            if isinstance(node, ast.FunctionDef):
-                pairs += parameter_defaults(node.args).items()
-            elif isinstance(node, ast.keyword) and node.arg is not None:
-                pairs.append((node.arg, node.value))
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                pairs.append((dotted_name(node.target), node.value))
+        pairs += [(k.arg, k.value) for k in self.of_type(ast.keyword) if k.arg is not None]
+        pairs += [(dotted_name(f.target), f.value) for f in self.of_type(ast.AnnAssign) if f.value]
+        for function in self.of_type(ast.FunctionDef):
+            pairs += parameter_defaults(function.args).items()
         return {
             last_component(name)
             for name, value in pairs
@@ -282,7 +288,8 @@ class Script:
         """Whether code, and not only an import or a comment, names a scaler or a loss scale, or uses one."""
         if "scal" not in self.text.lower():
             return False
-        return any(map(_SCALES.search, self.names)) or any(map(_multiplies_loss_by_scale, self.nodes()))
+        products = self.of_type(ast.BinOp, ast.AugAssign)
+        return any(map(_SCALES.search, self.names)) or any(map(_multiplies_loss_by_scale, products))
 
     def is_relevant(self, node: ast.stmt | ast.Lambda) -> bool:
         """Return whether any line of a statement or lambda matters."""
@@ -396,9 +403,8 @@ def _record_call(usage: NameUsage, node: ast.Call) -> None:
 
 
 def _multiplies_loss_by_scale(node: ast.AST) -> bool:
-    if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Mult):
-        return False
-    text = ast.unparse(node).lower()
+    is_product = isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Mult)
+    text = ast.unparse(node).lower() if is_product else ""
     return "loss" in text and "scale" in text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from typing import Final
 
 __all__ = [
     "calls_any",
@@ -157,17 +158,20 @@ def enters_autocast(node: ast.With) -> bool:
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes directly inside a node, except contexts such as ``ast.Load``."""
+    """Return the nodes directly inside a node, except contexts and operators such as ``ast.Load``."""
     nodes: list[ast.AST] = []
     if isinstance(node, ast.Name | ast.Constant):
         return nodes  # half of all nodes
     for name in node._fields:
-        part = getattr(node, name, None)
+        part = None if name in _WITHOUT_NODES else getattr(node, name, None)
         if isinstance(part, list):
             nodes += [item for item in part if isinstance(item, ast.AST)]
-        elif isinstance(part, ast.AST) and name != "ctx":
+        elif isinstance(part, ast.AST):
             nodes.append(part)
     return nodes
+
+
+_WITHOUT_NODES: Final = frozenset("ctx op ops attr arg name asname type_comment".split())
 
 
 def nested_blocks(statement: ast.AST) -> list[list[ast.stmt]]:

@@ -89,18 +89,16 @@ def _find_unfit_numbers(script: Script, uses: DtypeUses) -> Iterator[Diagnostic]
     """
     if "torch" not in script.text:
         return
-    lines = _lines_of(script, lambda node: isinstance(node, _NUMBERS) and _is_extreme(number_of(node)))
+    numbers = script.of_type(ast.Constant, ast.BinOp, ast.Attribute)
+    lines = sorted({line_of(node) for node in numbers if _is_extreme(number_of(node))})
     if not lines:
         return
     float16, exempt, bfloat16 = map(uses.positions, ("float16", "float32", "bfloat16"))
     by_dtype = {"float16": float16, "bfloat16": bfloat16}
     finder = ConstantFinder(_named_constants(script, lines), bfloat16)
     if finder.named:
-        named = _lines_of(
-            script,
-            lambda node: isinstance(node, ast.Name | ast.Attribute) and dotted_name(node) in finder.named,
-        )
-        lines = sorted({*lines, *named})
+        names = script.of_type(ast.Name, ast.Attribute)
+        lines = sorted({*lines, *(line_of(node) for node in names if dotted_name(node) in finder.named)})
     modules = [c.node for c in script.classes.values() if c.derives("Module", "LightningModule")]
     for statement in _innermost_statements(script.tree.body, lines):
         module = any(covers_line(node, statement.lineno) for node in modules)
@@ -121,14 +119,6 @@ def _likely(diagnostic: Diagnostic, statement: ast.stmt, half_lines: Set[int]) -
     calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
     in_log = statement.lineno in half_lines and any(simple_name(call.func) == "log" for call in calls)
     return Certainty.LIKELY if diagnostic.code == "AMP860" or in_log else Certainty.UNKNOWN
-
-
-_NUMBERS: Final = (ast.Constant, ast.BinOp, ast.Attribute)
-
-
-def _lines_of(script: Script, is_meant: Callable[[ast.AST], bool]) -> list[int]:
-    """Return the lines, in order, of the nodes that a function selects."""
-    return sorted({line_of(node) for node in script.nodes() if is_meant(node)})
 
 
 def _is_extreme(value: float | None) -> bool:
@@ -169,16 +159,14 @@ def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
                 target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
                 places = (f"self.{dotted_name(target)}", f"{info.node.name}.{dotted_name(target)}")
                 constants |= dict.fromkeys(places, statement.value)
-    functions = [n for n in script.nodes() if isinstance(n, ast.FunctionDef)] if lines else []
-    for function in functions:
+    for function in script.of_type(ast.FunctionDef) if lines else ():
         arguments = function.args
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
         constants |= dict(zip(names[::-1], arguments.defaults[::-1], strict=False))
     constants = {name: value for name, value in constants.items() if number_of(value) is not None}
     if constants:
         stored = Counter(a.name for a in script.assignments)
-        nodes = script.nodes()
-        stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
+        stored += Counter(parameter.arg for parameter in script.of_type(ast.arg))
         constants = {
             name: value for name, value in constants.items() if stored[name] == (1 if name in stored else 0)
         }
@@ -424,8 +412,8 @@ def half_accumulators(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]
     if "float16" not in script.text and "half" not in script.text:
         return
     dtypes = {item.name: dtype for item in script.assignments if (dtype := _dtype(script, item.value))}
-    for node in script.nodes() if dtypes else ():
-        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
+    for node in script.of_type(ast.AugAssign) if dtypes else ():
+        if not isinstance(node.op, ast.Add):
             continue
         if isinstance(node.target, ast.Subscript) and any(
             isinstance(part, ast.Slice) for part in ast.walk(node.target.slice)

@@ -257,9 +257,7 @@ def clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistak
     if "scale_loss" not in script.text:
         return
     certainty = _keeps_masters(script)
-    for function in script.nodes():
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    for function in script.of_type(ast.FunctionDef, ast.AsyncFunctionDef):
         nodes = script.nodes(function)
         withs = [node for node in nodes if isinstance(node, ast.With)]
         blocks = [node for node in withs if any(calls_any(item, "scale_loss") for item in node.items)]
@@ -285,12 +283,12 @@ def clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistak
 
 def _keeps_masters(script: Script) -> Certainty:
     """Return how certain it is that apex keeps float32 copies of float16 parameters, as O2 does."""
-    for node in script.nodes():
-        if isinstance(node, ast.Call) and dotted_name(node.func).endswith("amp.initialize"):
+    for node in script.of_type(ast.Call):
+        if dotted_name(node.func).endswith("amp.initialize"):
             level = keyword_value(node, "opt_level")
             if isinstance(level, ast.Constant):
                 return Certainty.KNOWN if level.value in ("O2", "O3") else Certainty.UNKNOWN
-            is_option = any(isinstance(n, ast.Constant) and n.value == "O2" for n in script.nodes())
+            is_option = any(constant.value == "O2" for constant in script.of_type(ast.Constant))
             return Certainty.LIKELY if level is not None and is_option else Certainty.UNKNOWN
     return Certainty.UNKNOWN
 

@@ -358,7 +358,7 @@ def _multiplies(function: ast.AST) -> bool:
 
 def _runs_under_autocast(script: Script, name: str) -> bool:
     """Return whether it is applied in an autocast block, in a module, or by a function called in one."""
-    blocks = (node for node in script.nodes() if isinstance(node, ast.With) and enters_autocast(node))
+    blocks = filter(enters_autocast, script.of_type(ast.With))
     inside = {dotted_name(node) for block in blocks for node in ast.walk(block)} - {""}
 
     def is_entered(node: ast.AST) -> bool:

@@ -230,7 +230,7 @@ def _overflow_is_unchecked(flow: Interpreter) -> bool:
     inner = len(flow.guards) > min((len(e.guards) for e in unscaled), default=0)
     if not unscaled or inner or flow.linked.mentions(*_OVERFLOWS):
         return False
-    calls = (n for script in flow.linked.scripts for n in script.nodes() if isinstance(n, ast.Call))
+    calls = (call for script in flow.linked.scripts for call in script.of_type(ast.Call))
     # a finite loss says nothing of the gradients
     tests = (c for c in calls if simple_name(c.func) in _TESTS_FINITE)
     return all(c.args and mentions(c.args[0], "loss") for c in tests)
