@@ -16,6 +16,7 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
+    file_option,
     format_option,
     given,
     report_options,
@@ -39,7 +40,7 @@ _OF_A_MODEL = set("weights inputs batches train stream fail_on min_headroom min_
 
 @click.command("convert", cls=GroupedCommand)
 @click.argument("model")
-@click.option("-o", "--output", type=FILE, required=True, metavar="DIR", help="Directory to write.")
+@file_option("-o", "--output", required=True, metavar="DIR", help="Directory to write.")
 @config_options(ConvertConfig, SourceConfig)
 @click.option(
     "--to",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ampaudit.cli.options import FILE, debug_option, force_option
+from ampaudit.cli.options import FILE, debug_option, file_option, force_option
 from ampaudit.core.text import escape_control
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def example_inputs():
 
 @click.command("init")
 @click.argument("directory", type=FILE, default=".")
-@click.option("-o", "--output", type=FILE, help=f"File to write.  [default: {_NAME} in DIRECTORY]")
+@file_option("-o", "--output", help=f"File to write.  [default: {_NAME} in DIRECTORY]")
 @force_option
 @debug_option
 def init_command(directory: Path, output: Path | None, *, force: bool, debug: bool) -> None:

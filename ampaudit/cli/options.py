@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
 
@@ -32,6 +32,7 @@ __all__ = [
     "config_options",
     "configuration_option",
     "debug_option",
+    "file_option",
     "force_option",
     "format_option",
     "given",
@@ -127,9 +128,17 @@ def _group(option: click.Option) -> str:
     return "Output" if "--help" in option.opts else _GROUP_OF.get(option.name or "", "Options")
 
 
-configuration_option = click.option(
+def _one_path(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> Path | None:
+    """Return the path of an option; click by itself would drop all but the last."""
+    del context, parameter
+    if len(paths) > 1:
+        raise click.BadParameter(f"takes one path, not {len(paths)}: {', '.join(map(describe, paths))}")
+    return paths[0] if paths else None
+
+
+file_option = partial(click.option, type=FILE, multiple=True, callback=_one_path)
+configuration_option = file_option(
     "--config",
-    type=FILE,
     metavar="FILE",
     help="Configuration file.  [default: the nearest pyproject.toml]",
 )
@@ -153,9 +162,7 @@ def report_options(kind: str | None, also: Sequence[str] = ()) -> Callable[[Comm
         type=click.Choice(forms, case_sensitive=False),
         help="Output format.  [default: by the suffix of --output, else text]",
     )
-    add_output = click.option(
-        "-o", "--output", type=FILE, metavar="FILE", help=f"Write the report to FILE: {suffixes}."
-    )
+    add_output = file_option("-o", "--output", metavar="FILE", help=f"Write the report to FILE: {suffixes}.")
 
     def decorate(command: Command) -> Command:
         @wraps(command)
@@ -209,7 +216,7 @@ def _check_outputs(options: dict[str, Any]) -> None:
 def plot_option(what: str) -> Callable[[Command], Command]:
     """Add ``--plot``."""
     text = f"Draw {what}: .png, .svg or .pdf."
-    return click.option("--plot", type=FILE, metavar="FILE", help=text)
+    return file_option("--plot", metavar="FILE", help=text)
 
 
 def verbose_option(text: str) -> Callable[[Command], Command]:
@@ -259,6 +266,8 @@ def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], 
             return click.option(*flags, name, is_flag=True, callback=_switched_off, help=option.help)
         is_flag = None if "/" in flags[0] else True
         return click.option(*flags, name, is_flag=is_flag, default=False, help=option.help)
+    if kind is Path:
+        return file_option(*flags, name, metavar=option.metavar, help=option.help)
     if option.commas:
         default = ",".join(map(str, default)) or None
     several = get_origin(kind) is not None and get_origin(kind) is not Literal and not option.commas
@@ -282,8 +291,6 @@ def _switched_off(context: click.Context, parameter: click.Parameter, value: boo
 def _type(kind: Any, field: FieldInfo) -> Any:
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
-    if kind is Path:
-        return FILE
     low, high, is_open = limits_of(field)
     if kind in (int, float) and (low is not None or high is not None):
         return (click.IntRange if kind is int else click.FloatRange)(low, high, min_open=is_open)

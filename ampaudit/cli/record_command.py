@@ -16,6 +16,7 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
+    file_option,
     force_option,
 )
 from ampaudit.cli.terminal import print_notes
@@ -47,7 +48,7 @@ _SHOWN = 8  # called classes listed in an error
     metavar="NAME",
     help="Module to record (repeatable).",
 )
-@click.option("-o", "--output", type=FILE, required=True, metavar="DIR", help="Directory to write.")
+@file_option("-o", "--output", required=True, metavar="DIR", help="Directory to write.")
 @config_options(RecordConfig)
 @force_option
 @debug_option

@@ -11,12 +11,12 @@ import click
 from ampaudit.audit.config import ScanConfig, policies_of
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
-    FILE,
     DividedCommand,
     among_ranks,
     config_from,
     config_options,
     debug_option,
+    file_option,
     given,
     quiet_option,
     report_options,
@@ -43,14 +43,10 @@ __all__ = ["audited", "report_scan", "scan_command"]
 @click.command("scan", cls=DividedCommand)
 @click.argument("model")
 @config_options(ScanConfig, SourceConfig)
-@click.option(
-    "--advise-policy", type=FILE, metavar="FILE", help="Write one policy for all errors; implies --advise."
-)
+@file_option("--advise-policy", metavar="FILE", help="Write one policy for all errors; implies --advise.")
 @click.option("--part", metavar="N/COUNT", help="Run every COUNT-th batch, for 'ampaudit merge'; needs -o.")
 @click.option("--pipeline", is_flag=True, help="Divide the model, not the batches, among torchrun's ranks.")
-@click.option(
-    "--resume", type=FILE, metavar="DIR", help="Keep what is done in a directory, and go on from there."
-)
+@file_option("--resume", metavar="DIR", help="Keep what is done in a directory, and go on from there.")
 @report_options("scan")
 @quiet_option
 @verbose_option("Show notes and every site.")

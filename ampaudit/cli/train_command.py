@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from ampaudit.cli.options import (
-    FILE,
     GroupedCommand,
     config_from,
     config_options,
     debug_option,
+    file_option,
     plot_option,
     quiet_option,
     report_options,
@@ -33,7 +33,7 @@ __all__ = ["train_command"]
 @config_options(TrainConfig, SourceConfig, leave_out=("batches", "train", "stream"))
 @report_options("training")
 @plot_option("the curves")
-@click.option("--tensorboard", type=FILE, metavar="DIR", help="Write TensorBoard summaries to DIR.")
+@file_option("--tensorboard", metavar="DIR", help="Write TensorBoard summaries to DIR.")
 @quiet_option
 @verbose_option("Show notes and every parameter.")
 @debug_option

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.options import (
-    FILE,
     DividedCommand,
     among_ranks,
     config_from,
     config_options,
     debug_option,
+    file_option,
     plot_option,
     quiet_option,
     report_options,
@@ -39,7 +39,7 @@ _RULES = (".yaml", ".yml")
 @click.command("tune", cls=DividedCommand)
 @click.argument("model")
 @config_options(TuneConfig, SourceConfig, leave_out=("stream",))
-@click.option("--policy-file", "tuned_policy", type=FILE, metavar="FILE", help="Write the policy to FILE.")
+@file_option("--policy-file", "tuned_policy", metavar="FILE", help="Write the policy to FILE.")
 @plot_option("accuracy against the share of ops in float32")
 @report_options("tuning", also=_RULES)
 @quiet_option

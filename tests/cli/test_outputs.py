@@ -251,6 +251,15 @@ def test_a_mistake_is_told_before_the_model_is_loaded(
     assert (stage.loaded, stage.worked) == (bool(stage.case.loads), 1), right.output
 
 
+@every_command
+def test_a_second_output_is_refused_before_the_work(stage: Stage) -> None:
+    result = stage.run("-o", "first.json", "-o", "second.txt")
+    assert result.exit_code == 2
+    assert "'--output': takes one path, not 2: first.json, second.txt" in result.output
+    assert (stage.loaded, stage.worked) == (0, 0)
+    assert not list(Path.cwd().glob("*.txt"))
+
+
 @pytest.mark.parametrize(
     ("words", "flag"), [("out --to float32 --onnx", "--onnx"), ("w.safetensors --min-sqnr 9", "--min-sqnr")]
 )
