@@ -60,7 +60,7 @@ class CheckConfig(Config):
     baseline: Annotated[
         FilePath | None, Option("File of known findings; only what is new or worse counts.", metavar="FILE")
     ] = None
-    update_baseline: Annotated[bool, Option("Write the results to the file of --baseline.", file=False)] = (
+    update_baseline: Annotated[bool, Option("Write what counts to the file of --baseline.", file=False)] = (
         False
     )
     weights: Annotated[
