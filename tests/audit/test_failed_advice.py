@@ -119,3 +119,20 @@ def test_what_is_kept_in_float32_reaches_up_to_what_was_flushed(name: str) -> No
     rules = [trial for trial in first.tried if trial.kind == "rule"]
     assert [trial.outcome for trial in rules] == ["cure"], first.tried
     assert "square" in rules[0].change or "mul" in rules[0].change or "ops" in rules[0].change
+
+
+@pytest.mark.parametrize("loss", [nn.BCELoss(), torch.nn.functional.binary_cross_entropy])
+def test_a_rule_is_not_offered_for_what_autocast_refuses(loss: Function) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.sigmoid, self.loss = nn.Linear(8, 1), nn.Sigmoid(), loss
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.loss(self.sigmoid(self.inner(x)), y)
+
+    report = scan(Model(), (torch.randn(4, 8), torch.rand(4, 1)), policy="torch-cuda", advise=True)
+    (found,) = errors(report)
+    assert found.code == "AMP601"
+    assert "cure" not in [trial.outcome for trial in found.tried]
+    assert report.combined is None

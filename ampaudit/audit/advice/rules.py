@@ -55,7 +55,7 @@ def exemptions_for(subject: AdviceContext, finding: Finding) -> Iterator[Exempti
     if site is None or site.id not in {s.id for s in context.graph_sites}:
         return
     start = context.flow.readers(site) if site.role.inserted else [site]
-    first = [s for s in start if s.facts is not None]
+    first = [s for s in start if _takes_rules(s)]
     if not first:
         return
     why = f"{page_of(finding.code).title} ({finding.code})"
@@ -68,6 +68,11 @@ def exemptions_for(subject: AdviceContext, finding: Finding) -> Iterator[Exempti
         yield Exemption(_in_order(subject, island.keys()), why)
     if finding.kind != "overflow" or _reads_inaccurate(subject, first):
         yield from _upstream(subject, first, island, why)
+
+
+def _takes_rules(site: Site) -> bool:
+    """Return whether a rule can keep a site in float32; one that lifts a ban does not stop torch's own."""
+    return site.facts is not None and site.decision.cast is not Cast.FORBID
 
 
 def _reads_inaccurate(subject: AdviceContext, first: Sequence[Site]) -> bool:
@@ -88,7 +93,7 @@ def _upstream(
     frontier = list(first)
     for back in range(1, BACK[-1] + 1):
         makers = [m for step in frontier for m in subject.context.flow.makers(step)]
-        frontier = [m for m in makers if m.id not in region and m.facts is not None]
+        frontier = [m for m in makers if m.id not in region and _takes_rules(m)]
         region |= {m.id: m for m in frontier}
         if back in BACK or not frontier:
             yield Exemption(_in_order(subject, region.keys()), why)
@@ -110,7 +115,7 @@ def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]
         peak = stats.ref_peak if stats.elements else handed
         if peak <= context.number_format.max / 2:
             continue
-        readers = [r for r in context.flow.readers(site) if r.id not in island and r.facts is not None]
+        readers = [r for r in context.flow.readers(site) if r.id not in island and _takes_rules(r)]
         island |= {reader.id: reader for reader in readers}
         frontier += [(reader, peak) for reader in readers]
     return island
