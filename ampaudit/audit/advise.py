@@ -154,13 +154,14 @@ def advised(
     subject = AdviceContext(source.model, plan.rules, context)
     attempts = Attempts(subject, source, plan, settings, refused_sites(context), tuple(hiding), on_progress)
     advisor = _Advisor(attempts, frozenset(f.site for f in errors), len(errors), LimitedStreams(attempts))
-    tried: dict[int, tuple[Trial, ...]] = {}
+    later = f"(not tried by itself; --advise tries the first {TRIED} errors)"
+    annotated = {id(f): replace(f, advice=f"{f.advice} {later}") for f in errors[TRIED:]}
+    form = context.number_format.name
     for number, finding in enumerate(errors[:TRIED]):
         on_progress(f"trying changes for {finding.site}", number, min(len(errors), TRIED))
-        tried[id(finding)] = advisor.trials(finding)
-    form = context.number_format.name
-    annotated = tuple(_with_trials(f, tried[id(f)], form) if id(f) in tried else f for f in findings)
-    return annotated, combined_policy(attempts, findings, advisor.exemptions)
+        annotated[id(finding)] = _with_trials(finding, advisor.trials(finding), form)
+    combined = combined_policy(attempts, findings, advisor.exemptions)
+    return tuple(annotated.get(id(f), f) for f in findings), combined
 
 
 def _with_trials(finding: Finding, tried: tuple[Trial, ...], form: str) -> Finding:

@@ -136,3 +136,15 @@ def test_a_rule_is_not_offered_for_what_autocast_refuses(loss: Function) -> None
     assert found.code == "AMP601"
     assert "cure" not in [trial.outcome for trial in found.tried]
     assert report.combined is None
+
+
+def test_errors_after_those_that_were_tried_say_so() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(torch.exp(row) for row in x)
+
+    report = scan(Rows(), torch.full((10, 4), 20.0), policy="half", advise=True)
+    assert [bool(found.tried) for found in errors(report)] == [True] * 8 + [False] * 2
+    last = "(not tried by itself; --advise tries the first 8 errors)"
+    assert [last in found.advice for found in errors(report)] == [False] * 8 + [True] * 2
+    assert text_of(report).count(last) == 2
