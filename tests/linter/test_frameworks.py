@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.linter.examples import lint
+from tests.linter.examples import codes, lint
 
 
 def alarms(text: str) -> list[tuple[str, str, int]]:
@@ -196,6 +196,35 @@ def test_clipping_in_a_lightning_module_that_optimizes_manually(
     defaults = {"before": "pass", "inside": "pass", "helper": "pass", "hook": "on_before_optimizer_step"}
     text = MODULE.format(**{**defaults, "precision": "16-mixed", **parts})
     assert [(code, line) for code, _, line in alarms(text)] == [("AMP807", line) for line in lines]
+
+
+PARTS = """
+from accelerate import Accelerator
+
+
+def train(model, critic, optimizer, critic_optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    critic, critic_optimizer = accelerator.prepare(critic, critic_optimizer)
+    for batches in loader:
+        for x in batches:
+            accelerator.backward(model(x))
+            {each}
+        {last}
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.backward(critic(x))
+        accelerator.clip_grad_norm_(critic.parameters(), 1.0)
+        critic_optimizer.step()
+        critic_optimizer.zero_grad()
+"""
+
+
+def test_clipping_by_accelerate_for_each_batch_of_a_step() -> None:
+    clip = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
+    assert codes(PARTS.format(each=clip, last="")) == ["AMP810"]
+    assert codes(PARTS.format(each="", last=f"{clip}; {clip}")) == ["AMP810"]  # it unscales all optimizers
+    assert codes(PARTS.format(each="", last=clip)) == []
 
 
 def test_fabric_computes_in_float32_unless_it_is_told() -> None:

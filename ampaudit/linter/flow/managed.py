@@ -15,7 +15,7 @@ from ampaudit.linter.flow.events import (
     ManagedUpdate,
     ManagedZeroGrad,
 )
-from ampaudit.linter.flow.state import UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution
+from ampaudit.linter.flow.state import STAGE, UNKNOWN_GRADIENTS, AccumulatedGradients, Contribution, Stage
 from ampaudit.linter.flow.syntax import dotted_name, receiver_name
 from ampaudit.linter.flow.torch_names import Framework
 from ampaudit.linter.flow.values import KnownItems, LiteralValue, Managed, Model, Optimizer, Value
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.interpreter import Interpreter
     from ampaudit.linter.flow.values import Arguments
 
-__all__ = ["make_managed", "make_trainer", "managed_method"]
+__all__ = ["MANAGED", "make_managed", "make_trainer", "managed_method"]
 
+MANAGED: Final = "managed"  # the key of the scaler of a framework
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 
 
@@ -62,9 +63,11 @@ def managed_method(
     elif name in (*_CLIPS, "unscale_gradients"):
         interpreter.record(ManagedClip(place, base))
         state.gradients = UNKNOWN_GRADIENTS
+        state.set_fact(STAGE, Stage.UNSCALED, MANAGED, "")
     elif name == "step":
         interpreter.record(ManagedStep(place, base))
         state.gradients = UNKNOWN_GRADIENTS
+        state.clear(STAGE, MANAGED)
     elif name == "zero_grad":
         interpreter.record(ManagedZeroGrad(place, base))
         state.gradients = AccumulatedGradients()

@@ -25,8 +25,9 @@ from ampaudit.linter.flow.events import (
     UnknownBackward,
     of_type,
 )
+from ampaudit.linter.flow.managed import MANAGED
 from ampaudit.linter.flow.script import Script
-from ampaudit.linter.flow.state import FROZEN, HALF_WEIGHTS, PerhapsHalf
+from ampaudit.linter.flow.state import FROZEN, HALF_WEIGHTS, STAGE, PerhapsHalf, Stage
 from ampaudit.linter.flow.statement_context import conditions_around, nodes_around
 from ampaudit.linter.flow.syntax import (
     calls_any,
@@ -232,20 +233,20 @@ def divided_twice(flow: Interpreter, event: ManagedBackward) -> Iterator[Mistake
 
 @rule("AMP810", ManagedClip)
 def clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mistake]:
-    """Check that Accelerate clips only where it steps, as each call unscales."""
+    """Check that Accelerate and Fabric clip only where they step, as each call unscales."""
     managed = event.managed
     blocks = [guard.node for guard in event.guards if isinstance(guard.node, ast.With)]
     accumulates = any(calls_method(item, "accumulate") for block in blocks for item in block.items)
-    if not accumulates or managed.framework is None or managed.framework.name != "Accelerate":
-        return
     conditions = conditions_around(flow.linked, event.node)
     is_gated = any(mentions(condition, "sync") or tests_remainder(condition) for condition in conditions)
-    if managed.scales and not is_gated:
+    is_again = flow.state.get(STAGE, MANAGED, "") is Stage.UNSCALED
+    unscales = managed.framework is not None and managed.framework.name in ("Accelerate", "Fabric")
+    if unscales and managed.scales and (is_again or (accumulates and not is_gated)):
         yield Mistake(
             event.node,
             "the gradients are clipped for every batch, but the step runs only for some: each call unscales, "
             "and with fp16 the second raises",
-            "clip only 'if accelerator.sync_gradients:'",
+            "clip right before the step; with accumulate(), 'if accelerator.sync_gradients:'",
             certainty=managed.scales,
         )
 
