@@ -133,7 +133,9 @@ class Block:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.file.name}:{self.line}"
+        """The page and the first words, which stay when the block moves, and so does the tier of its test."""
+        words = " ".join(re.findall(r"[\w.-]+", self.text))
+        return f"{self.file.name}: {words[:80].strip()}"
 
     @property
     def commands(self) -> list[str]:
