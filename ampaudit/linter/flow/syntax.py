@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 __all__ = [
-    "calls_any",
-    "calls_method",
+    "calls",
     "children",
     "condition_of",
     "covers_line",
     "dotted_name",
     "enters_autocast",
-    "has_name",
     "imported_modules",
     "imported_names",
     "join_names",
@@ -99,14 +97,6 @@ def covers_line(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def has_name(node: ast.AST, *texts: str) -> bool:
-    """Return whether a name or attribute in a node contains one of some texts in lower case."""
-    names = [
-        simple_name(part).lower() for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)
-    ]
-    return any(text in name for name in names for text in texts)
-
-
 def names_in(node: ast.AST) -> set[str]:
     """Return the names and attributes in an expression but for methods, in lower case."""
     methods = {
@@ -136,13 +126,7 @@ def mentions(node: ast.AST, *texts: str) -> bool:
     return any(text in words for text in texts)
 
 
-def calls_method(node: ast.AST, name: str) -> bool:
-    """Return whether a node contains a call ``x.name(...)``."""
-    functions = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
-    return any(isinstance(function, ast.Attribute) and function.attr == name for function in functions)
-
-
-def calls_any(node: ast.AST, *names: str) -> bool:
+def calls(node: ast.AST, *names: str) -> bool:
     """Return whether a node contains a call of a function or method with one of some names."""
     return any(isinstance(part, ast.Call) and simple_name(part.func) in names for part in ast.walk(node))
 
@@ -154,7 +138,7 @@ def tests_remainder(test: ast.AST) -> bool:
 
 def enters_autocast(node: ast.With) -> bool:
     """Return whether a ``with`` statement names autocast."""
-    return any(has_name(item.context_expr, "autocast") for item in node.items)
+    return any(mentions(item.context_expr, "autocast") for item in node.items)
 
 
 def children(node: ast.AST) -> list[ast.AST]:

@@ -28,7 +28,7 @@ from ampaudit.linter.flow.events import (
 )
 from ampaudit.linter.flow.statement_context import assigned_values
 from ampaudit.linter.flow.syntax import (
-    calls_any,
+    calls,
     covers_line,
     dotted_name,
     last_component,
@@ -170,7 +170,7 @@ def never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) ->
         if not counts or not steps_outside:
             continue
         nodes = (node for part in (loop, event.node) for node in ast.walk(part))
-        divides = calls_any(loop, *_OF_ALL_BATCHES) or any(isinstance(node, ast.Div) for node in nodes)
+        divides = calls(loop, *_OF_ALL_BATCHES) or any(isinstance(node, ast.Div) for node in nodes)
         if not divides and event.loss.loss == "" and event.loss.divided is None:
             yield _undivided(event, Certainty.LIKELY)
 
@@ -276,4 +276,4 @@ def _is_computed(flow: Interpreter, condition: ast.If, event: Event) -> bool:
     ends = any(isinstance(n, ast.Raise | ast.Break) for n in ast.walk(condition))
     values = (condition.test, *assigned_values(flow.linked, event.node, condition.test))
     computed = any(mentions(value, "norm", "finite", "nan", "isinf", "grad") for value in values)
-    return computed and not ends and not calls_any(condition, "exit", "GradScaler")
+    return computed and not ends and not calls(condition, "exit", "GradScaler")

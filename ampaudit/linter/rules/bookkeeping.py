@@ -28,7 +28,7 @@ from ampaudit.linter.flow.events import (
     ScriptFollowed,
     of_type,
 )
-from ampaudit.linter.flow.syntax import calls_any, last_component, mentions, receiver_name
+from ampaudit.linter.flow.syntax import calls, last_component, mentions, receiver_name
 from ampaudit.linter.flow.values import MAYBE, UNSCALED, StateDict
 from ampaudit.linter.rules.rule import rule
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @rule("AMP814", ScalerReplaced)
 def replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
     """Check that a method which trains does not replace the scaler of its object."""
-    restores = any(calls_any(script.tree, "load_state_dict") for script in flow.linked.scripts)
+    restores = any(calls(script.tree, "load_state_dict") for script in flow.linked.scripts)
     if restores and any(word in event.function for word in ("fit", "train", "run", "epoch")):
         yield Mistake(
             event.node,

@@ -18,9 +18,9 @@ from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.syntax import (
     covers_line,
     dotted_name,
-    has_name,
     keyword_value,
     last_component,
+    mentions,
     nested_blocks,
     simple_name,
 )
@@ -137,7 +137,7 @@ def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[as
         blocks = nested_blocks(statement)
         if not blocks:
             yield statement
-        if isinstance(statement, ast.If) and has_name(
+        if isinstance(statement, ast.If) and mentions(
             statement.test, "float16", "half", "dtype", "fp16", "autocast"
         ):
             continue  # it handles 16 bits explicitly
@@ -239,7 +239,7 @@ def _is_float32(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     name = simple_name(node.func)
-    if name in _FLOAT32_FUNCTIONS or has_name(node, "float32"):
+    if name in _FLOAT32_FUNCTIONS or mentions(node, "float32"):
         return True
     return (
         isinstance(node.func, ast.Attribute)
@@ -320,7 +320,7 @@ class ConstantFinder:
                 receiver = node.args[0] if index == 2 and node.args else node.func.value
                 if self._too_large(value) and not _is_float32(receiver):
                     yield self._mask_diagnostic(value, dotted_name(receiver))
-        elif name == "where" and node.args and has_name(node.args[0], "mask"):
+        elif name == "where" and node.args and mentions(node.args[0], "mask"):
             for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
                 # two numbers create a float32 tensor, which promotes what it is added to
                 if self._too_large(value) and self._literal(other) is None and not _is_float32(other):
@@ -328,13 +328,13 @@ class ConstantFinder:
 
     def _check_product(self, node: ast.BinOp) -> Iterator[UnfitNumber]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
-            if self._too_large(value) and has_name(other, "mask") and not _is_float32(other):
+            if self._too_large(value) and mentions(other, "mask") and not _is_float32(other):
                 yield self._mask_diagnostic(value, node=node)
 
     def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[UnfitNumber]:
         # a large positive number initializes the search for a minimum, mostly outside 16 bits
         low = (self._literal(node.value) or 0) < 0
-        if low and self._too_large(node.value) and has_name(target.slice, "mask"):
+        if low and self._too_large(node.value) and mentions(target.slice, "mask"):
             name = dotted_name(target.value)
             if name and not name.startswith("np"):
                 yield self._mask_diagnostic(node.value, name)

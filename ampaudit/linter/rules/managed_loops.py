@@ -30,11 +30,9 @@ from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import FROZEN, HALF_WEIGHTS, STAGE, PerhapsHalf, Stage
 from ampaudit.linter.flow.statement_context import conditions_around, nodes_around
 from ampaudit.linter.flow.syntax import (
-    calls_any,
-    calls_method,
+    calls,
     covers_line,
     dotted_name,
-    has_name,
     keyword_value,
     mentions,
     receiver_name,
@@ -88,7 +86,7 @@ def _is_alternative(flow: Interpreter, event: Event) -> bool:
     choices = (n for n in nodes_around(flow.linked, event.node) if isinstance(n, ast.If))
     sides = ((choice, side_of(choice, event.node)) for choice in choices)
     others = (choice.orelse if side == "body" else choice.body for choice, side in sides if side)
-    return any(calls_method(statement, "backward") for other in others for statement in other)
+    return any(calls(statement, "backward") for other in others for statement in other)
 
 
 @rule("AMP802", ClassFollowed)
@@ -124,7 +122,7 @@ def clipped_before_unscaling(flow: Interpreter, followed: ClassFollowed) -> Iter
     clips: list[ast.AST] = [
         node
         for method in methods
-        if not any(calls_method(hook.node, method.node.name) for hook in hooks)
+        if not any(calls(hook.node, method.node.name) for hook in hooks)
         for node in ast.walk(method.node)
         if isinstance(node, ast.Call) and dotted_name(node.func) == "self.clip_gradients"
     ]
@@ -150,7 +148,7 @@ def _lightning_trainers(flow: Interpreter) -> list[Certainty]:
 
 
 def _optimizes_manually(info: ClassInfo) -> bool:
-    return info.derives("LightningModule") and has_name(info.node, "automatic_optimization")
+    return info.derives("LightningModule") and mentions(info.node, "automatic_optimization")
 
 
 def _is_in(node: ast.AST, method: FunctionInfo) -> bool:
@@ -236,7 +234,7 @@ def clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mi
     """Check that Accelerate and Fabric clip only where they step, as each call unscales."""
     managed = event.managed
     blocks = [guard.node for guard in event.guards if isinstance(guard.node, ast.With)]
-    accumulates = any(calls_method(item, "accumulate") for block in blocks for item in block.items)
+    accumulates = any(calls(item, "accumulate") for block in blocks for item in block.items)
     conditions = conditions_around(flow.linked, event.node)
     is_gated = any(mentions(condition, "sync") or tests_remainder(condition) for condition in conditions)
     is_again = flow.state.get(STAGE, MANAGED, "") is Stage.UNSCALED
@@ -261,8 +259,8 @@ def clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistak
     for function in script.of_type(ast.FunctionDef, ast.AsyncFunctionDef):
         nodes = script.nodes(function)
         withs = [node for node in nodes if isinstance(node, ast.With)]
-        blocks = [node for node in withs if any(calls_any(item, "scale_loss") for item in node.items)]
-        uses_masters = has_name(function, "master_params")
+        blocks = [node for node in withs if any(calls(item, "scale_loss") for item in node.items)]
+        uses_masters = mentions(function, "master_params")
         clips = [n for n in nodes if isinstance(n, ast.Call) and simple_name(n.func).startswith("clip_grad")]
         for node in clips if blocks else ():
             if any(covers_line(block, node.lineno) for block in blocks):
@@ -272,7 +270,7 @@ def clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistak
                     "of them",
                     "clip after the block",
                 )
-            elif certainty and not uses_masters and node.args and calls_method(node.args[0], "parameters"):
+            elif certainty and not uses_masters and node.args and calls(node.args[0], "parameters"):
                 yield Mistake(
                     node,
                     "with O2, the optimizer steps with apex's float32 copies of the parameters: this clips "

@@ -26,12 +26,12 @@ from ampaudit.linter.flow.objects import applies_to_device
 from ampaudit.linter.flow.script import Script
 from ampaudit.linter.flow.state import DEVICE
 from ampaudit.linter.flow.syntax import (
-    calls_method,
+    calls,
     dotted_name,
     enters_autocast,
-    has_name,
     keyword_value,
     last_component,
+    mentions,
     simple_name,
 )
 from ampaudit.linter.flow.values import Autocast, DeviceValue, Scaler, literal_of
@@ -127,7 +127,7 @@ def model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
     for loss in of_type(followed.events, LossInside):
         for event in forwards:
             info = flow.script.classes.get(event.model.origin)
-            enters_autocast = info is not None and has_name(info.node, "autocast")
+            enters_autocast = info is not None and mentions(info.node, "autocast")
             if not enters_autocast and id(event.node) in loss.outputs:
                 yield Mistake(
                     event.node,
@@ -158,7 +158,7 @@ def cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> It
         # the no_grad inside the autocast block that the call is in; there is none for a decorator
         withs = [guard.node for guard in event.guards[start + 1 :] if isinstance(guard.node, ast.With)]
         items = (item for node in withs for item in node.items)
-        block = next((item for item in items if has_name(item.context_expr, "no_grad")), None)
+        block = next((item for item in items if mentions(item.context_expr, "no_grad")), None)
         same_block = event.guards[: start + 1]
         again = [
             other
@@ -230,7 +230,7 @@ def autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) -
         reasons = [
             f"the scaler at line {switch.lineno} is on only for one of several dtypes"
             for switch in switches
-            if isinstance(switch, ast.Compare) and has_name(switch.left, "dtype")
+            if isinstance(switch, ast.Compare) and mentions(switch.left, "dtype")
         ]
         choices = _dtype_choices(flow).items()
         reasons += [f"line {value.lineno} chooses one as {name}" for name, value in choices]
@@ -318,7 +318,7 @@ def autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake
         missing = [
             _DECORATORS[name]
             for name, method in methods.items()
-            if not any(has_name(decorator, _DECORATORS[name]) for decorator in method.node.decorator_list)
+            if not any(mentions(decorator, _DECORATORS[name]) for decorator in method.node.decorator_list)
         ]
         always_raises = missing == ["custom_fwd"]
         in_other_dtypes = (
@@ -342,9 +342,8 @@ def autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake
 
 def _chooses_dtypes(node: ast.ClassDef) -> bool:
     return (
-        has_name(node, "autocast")
-        or has_name(node, "dtype")
-        or any(calls_method(node, name) for name in ("to", "float", "type_as"))
+        mentions(node, "autocast", "dtype")
+        or calls(node, "to", "float", "type_as")
         or any(isinstance(part, ast.keyword) and part.arg == "dtype" for part in ast.walk(node))
     )
 
@@ -367,7 +366,7 @@ def _runs_under_autocast(script: Script, name: str) -> bool:
         if isinstance(node, ast.ClassDef):
             return node.name in script.classes and script.classes[node.name].derives("Module")
         return isinstance(node, ast.FunctionDef) and (
-            node.name in inside or any(has_name(d, "autocast") for d in node.decorator_list)
+            node.name in inside or any(mentions(d, "autocast") for d in node.decorator_list)
         )
 
     def applies(node: ast.AST) -> bool:
