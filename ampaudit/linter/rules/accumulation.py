@@ -116,7 +116,7 @@ def _is_on_remainder(guard: Guard) -> bool:
 
 
 @rule("AMP810", EntryPointFollowed)
-def unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that gradients are unscaled only where they are applied."""
     for accumulation in _accumulations(followed):
         for event in of_type(accumulation.always, ScalerUnscale):
@@ -129,7 +129,7 @@ def unscaled_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Ite
 
 
 @rule("AMP806", EntryPointFollowed)
-def updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for an update that raises after a batch without a step, as nothing has looked for infinities."""
     for accumulation in _accumulations(followed):
         stepped = {event.scaler for event in of_type(accumulation.events, ScalerStep)}
@@ -144,7 +144,7 @@ def updated_for_each_batch(_: Interpreter, followed: EntryPointFollowed) -> Iter
 
 
 @rule("AMP830", EntryPointFollowed)
-def never_divided(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _never_divided(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that the mean over one batch is divided by the number of batches."""
     for accumulation in _accumulations(followed):
         if any(isinstance(e, GradientRead | UnknownBackward) for e in accumulation.events):
@@ -159,7 +159,7 @@ _OF_ALL_BATCHES: Final = ("mean", "cat", "concat", "gather", "stack")
 
 
 @rule("AMP830", EntryPointFollowed)
-def never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _never_divided_in_inner_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check a loop over the batches of one step, which follows the loop."""
     for event in of_type(followed.events, Backward):
         loop = event.loop
@@ -186,7 +186,7 @@ def _undivided(event: Backward, certainty: Certainty) -> Mistake:
 
 
 @rule("AMP839", EntryPointFollowed)
-def rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _rarely_zeroed(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a step for every batch, whose gradients are zeroed only for some."""
     for loop in dict.fromkeys(e.loop for e in of_type(followed.events, Backward) if e.loop is not None):
         inside = [e for e in followed.events if e.is_inside(loop)]
@@ -212,7 +212,7 @@ def _zeroes_by_hand(loop: ast.AST) -> bool:
 
 
 @rule("AMP839", BranchesFollowed)
-def zeroed_on_one_branch(flow: Interpreter, branches: BranchesFollowed) -> Iterator[Mistake]:
+def _zeroed_on_one_branch(flow: Interpreter, branches: BranchesFollowed) -> Iterator[Mistake]:
     """Check a loop that zeroes the gradients if a condition holds, and steps without if it does not."""
     for run, counterpart in ((branches.one, branches.other), (branches.other, branches.one)):
         if any(isinstance(e, ZeroGrad | UnknownEffect | UnknownBackward | ManagedZeroGrad) for e in run):
@@ -237,7 +237,7 @@ def _may_zero_itself(flow: Interpreter, step: StepEvent) -> bool:
 
 
 @rule("AMP828", EntryPointFollowed)
-def skipped_update(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _skipped_update(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for ``unscale_`` that runs always where ``update`` runs only if a computed condition allows."""
     for event in of_type(followed.events, ScalerUnscale):
         updates = [e for e in of_type(followed.events, ScalerUpdate) if e.scaler == event.scaler]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @rule("AMP814", ScalerReplaced)
-def replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
+def _replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
     """Check that a method which trains does not replace the scaler of its object."""
     restores = any(calls(script.tree, "load_state_dict") for script in flow.linked.scripts)
     if restores and any(word in event.function for word in ("fit", "train", "run", "epoch")):
@@ -50,7 +50,7 @@ def replaced(flow: Interpreter, event: ScalerReplaced) -> Iterator[Mistake]:
 
 
 @rule("AMP814", EntryPointFollowed)
-def made_in_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _made_in_loop(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that a loop which trains one model does not create a scaler."""
     events = followed.events
     for creation in of_type(events, ScalerMade):
@@ -86,7 +86,7 @@ def _calls(guards: tuple[Guard, ...]) -> list[Guard]:
 
 
 @rule("AMP823", NumberRead)
-def scaled_number(_: Interpreter, event: NumberRead) -> Iterator[Mistake]:
+def _scaled_number(_: Interpreter, event: NumberRead) -> Iterator[Mistake]:
     """Check that a number that is read from a loss does not include the loss scale."""
     if event.value.scaler_key not in (UNSCALED, MAYBE):
         yield Mistake(
@@ -97,7 +97,7 @@ def scaled_number(_: Interpreter, event: NumberRead) -> Iterator[Mistake]:
 
 
 @rule("AMP827", ScaleCompared)
-def growth_taken_for_skip(_: Interpreter, event: ScaleCompared) -> Iterator[Mistake]:
+def _growth_taken_for_skip(_: Interpreter, event: ScaleCompared) -> Iterator[Mistake]:
     """Check that a decision about skipped steps does not count the growth of the scale."""
     statement = event.statement
     if statement is None:
@@ -113,7 +113,7 @@ def growth_taken_for_skip(_: Interpreter, event: ScaleCompared) -> Iterator[Mist
 
 
 @rule("AMP804", ScriptFollowed)
-def never_updated(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def _never_updated(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check that what steps with a scaler also updates it, perhaps by another name."""
     updated = {e.scaler for e in of_type(followed.events, ScalerUpdate)}
     scaled = {e.scaler for e in of_type(followed.events, ScalerScale)} - updated - flow.escaped
@@ -141,7 +141,7 @@ def never_updated(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mista
 
 
 @rule("AMP820", ScriptFollowed)
-def never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def _never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check that a checkpoint with the state of an optimizer has that of the scaler as well."""
     of_script = {scaler.key for scaler in flow.scalers.values() if scaler.node is not None}
     saved = {e.scaler for e in of_type(followed.events, ScalerSaved)}
@@ -165,7 +165,7 @@ def never_saved(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake
 
 
 @rule("AMP820", ScriptFollowed)
-def never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def _never_restored(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check that what restores the state of an optimizer restores that of the scaler as well."""
     if not _owns_scaler(flow, followed) or of_type(followed.events, ScalerRestored):
         return

@@ -59,13 +59,13 @@ _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
 @rule("AMP860", ScriptFollowed, of_dtypes=True)
-def unfit_masks(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def _unfit_masks(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check for masks that are outside the range of float16."""
     yield from _mistakes("AMP860", flow)
 
 
 @rule("AMP861", ScriptFollowed, of_dtypes=True)
-def rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def _rounded_numbers(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check for numbers that 16 bits round to zero, or to 1."""
     yield from _mistakes("AMP861", flow)
 
@@ -390,7 +390,7 @@ class ConstantFinder:
 
 
 @rule("AMP801", ScriptFollowed)
-def half_layers(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
+def _half_layers(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake]:
     """Check layers that are made with ``dtype=torch.float16``, unless the script freezes parameters."""
     steps = [event for event in followed.events if isinstance(event, ScalerUnscale | ScalerStep)]
     if not steps or flow.linked.mentions("requires_grad"):
@@ -406,7 +406,7 @@ def half_layers(flow: Interpreter, followed: ScriptFollowed) -> Iterator[Mistake
 
 
 @rule("AMP873", ScriptFollowed, of_dtypes=True)
-def half_accumulators(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def _half_accumulators(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report tensors that are made in 16 bits and to which a later line adds again and again."""
     script = flow.linked.main
     if "float16" not in script.text and "half" not in script.text:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @rule("AMP801", ManagedModel)
-def half_weights(flow: Interpreter, event: ManagedModel) -> Iterator[Mistake]:
+def _half_weights(flow: Interpreter, event: ManagedModel) -> Iterator[Mistake]:
     """Check that the parameters of a model, whose gradients a framework unscales, are not float16."""
     managed, fact = event.managed, flow.state.get(HALF_WEIGHTS, event.model)
     halved = fact.node if isinstance(fact, PerhapsHalf) else fact
@@ -71,7 +71,7 @@ _TRAINS_COPIES: Final = ("add_adapter", "peft", "lora", "cast_training_params")
 
 
 @rule("AMP802", EntryPointFollowed)
-def bypassing_backward(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _bypassing_backward(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a backward pass of the script before a step of the framework."""
     events = followed.events
     for index, event in enumerate(events) if of_type(events, ManagedStep) else ():
@@ -90,7 +90,7 @@ def _is_alternative(flow: Interpreter, event: Event) -> bool:
 
 
 @rule("AMP802", ClassFollowed)
-def bypassing_backward_in_step(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
+def _bypassing_backward_in_step(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
     """Check a training step that replaces that of a framework, whose optimizers expect a scaled loss."""
     for managed in sorted(flow.managers, key=lambda one: one.scales, reverse=True):
         framework = managed.framework
@@ -102,7 +102,7 @@ def bypassing_backward_in_step(flow: Interpreter, followed: ClassFollowed) -> It
 
 
 @rule("AMP802", ClassFollowed)
-def bypassing_backward_in_module(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
+def _bypassing_backward_in_module(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
     """Check that a Lightning module which optimizes manually does not call ``loss.backward()``."""
     if _optimizes_manually(followed.info):
         certainties = _lightning_trainers(flow) or [Certainty.LIKELY]
@@ -111,7 +111,7 @@ def bypassing_backward_in_module(flow: Interpreter, followed: ClassFollowed) -> 
 
 
 @rule("AMP807", ClassFollowed)
-def clipped_before_unscaling(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
+def _clipped_before_unscaling(flow: Interpreter, followed: ClassFollowed) -> Iterator[Mistake]:
     """Check that a Lightning module which optimizes manually clips in a hook that runs after unscaling."""
     info, certainty = followed.info, max(_lightning_trainers(flow), default=Certainty.UNKNOWN)
     if not certainty or not _optimizes_manually(info):
@@ -175,7 +175,7 @@ def _bypassing(event: Event, framework: Framework | None, certainty: Certainty) 
 
 
 @rule("AMP815", EntryPointFollowed)
-def scaled_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _scaled_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a scaler of the script that scales the loss a second time."""
     for event in of_type(followed.events, ScalerScale):
         branch = branch_of(None, event)
@@ -191,7 +191,7 @@ def scaled_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mista
 
 
 @rule("AMP806", EntryPointFollowed)
-def updated_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _updated_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that the scaler of a framework, whose step updates it, is not updated once more."""
     for event in of_type(followed.events, ManagedUpdate) if of_type(followed.events, ManagedStep) else ():
         framework = event.managed.framework
@@ -206,7 +206,7 @@ def updated_twice(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mist
 
 
 @rule("AMP859", ManagedBackward)
-def divided_twice(flow: Interpreter, event: ManagedBackward) -> Iterator[Mistake]:
+def _divided_twice(flow: Interpreter, event: ManagedBackward) -> Iterator[Mistake]:
     """Check that a loss is not divided by the accumulated batches before a backward that does it."""
     loss, framework = event.loss, event.managed.framework
     if not event.managed.divides or framework is None or not isinstance(loss, Tensor) or not loss.divided:
@@ -230,7 +230,7 @@ def divided_twice(flow: Interpreter, event: ManagedBackward) -> Iterator[Mistake
 
 
 @rule("AMP810", ManagedClip)
-def clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mistake]:
+def _clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mistake]:
     """Check that Accelerate and Fabric clip only where they step, as each call unscales."""
     managed = event.managed
     blocks = [guard.node for guard in event.guards if isinstance(guard.node, ast.With)]
@@ -250,7 +250,7 @@ def clipped_for_each_batch(flow: Interpreter, event: ManagedClip) -> Iterator[Mi
 
 
 @rule("AMP807", ScriptFollowed)
-def clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def _clipped_beside_apex(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Check that clipping is behind the block of ``scale_loss``, and on the gradients that the step uses."""
     script = flow.linked.main
     if "scale_loss" not in script.text:
@@ -293,7 +293,7 @@ def _keeps_masters(script: Script) -> Certainty:
 
 
 @rule("AMP858", ApexInitialized)
-def wrapped_before_apex(_: Interpreter, event: ApexInitialized) -> Iterator[Mistake]:
+def _wrapped_before_apex(_: Interpreter, event: ApexInitialized) -> Iterator[Mistake]:
     """Check that ``amp.initialize`` gets models that are not wrapped yet, since it refuses others."""
     for model in event.models.items if isinstance(event.models, KnownItems) else (event.models,):
         if isinstance(model, Model) and model.wrapper:

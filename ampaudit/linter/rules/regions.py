@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @rule("AMP840", EntryPointFollowed)
-def step_inside(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _step_inside(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that an autocast block ends after the loss, unless AMP852 says more."""
     events = followed.events
     stale = [_block_around_loop(step, events) for step in of_type(events, StepEvent)]
@@ -83,7 +83,7 @@ def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix 
 
 
 @rule("AMP852", EntryPointFollowed)
-def stale_weights(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _stale_weights(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for steps in a loop inside one autocast block.
 
     Autocast keeps the 16-bit copy of each weight until its outermost block ends (torch,
@@ -119,7 +119,7 @@ def _block_around_loop(step: StepEvent, events: list[Event]) -> ast.With | None:
 
 
 @rule("AMP854", EntryPointFollowed, of_dtypes=True)
-def model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for models that are called outside autocast although the loss of their output is inside."""
     forwards = of_type(followed.events, ModelCall)
     if any(e.autocast.enabled is not False for e in forwards):
@@ -138,7 +138,7 @@ def model_outside(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[M
 
 
 @rule("AMP875", EntryPointFollowed)
-def cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _cached_without_gradients(_: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check that no weights are cast under ``no_grad`` that the same autocast block needs with gradients.
 
     Fixed by pull request 165068 of pytorch, of December 2025; reported in issues 65766, 105211 and 112583.
@@ -187,7 +187,7 @@ def _is_same_model(one: ModelCall, other: ModelCall) -> bool:
 
 
 @rule("AMP847", EntryPointFollowed)
-def scaler_of_other_device(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _scaler_of_other_device(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a scaler for another device than the one that all autocast blocks are for."""
     entered = [e.context for e in of_type(followed.events, AutocastEntered)]
     devices = {context.device for context in entered if context.enabled is not False}
@@ -203,7 +203,7 @@ def scaler_of_other_device(flow: Interpreter, followed: EntryPointFollowed) -> I
 
 
 @rule("AMP818", EntryPointFollowed)
-def scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for a scaler that is on whichever dtype was chosen."""
     entered = _autocasts(followed.events)
     dtype = keyword_value(entered[0], "dtype") if len(entered) == 1 else None
@@ -220,7 +220,7 @@ def scaler_for_any_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Ite
 
 
 @rule("AMP856", EntryPointFollowed)
-def autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
+def _autocast_of_default_dtype(flow: Interpreter, followed: EntryPointFollowed) -> Iterator[Mistake]:
     """Check for autocast with its default dtype where the scaler or a name has the dtype that was chosen."""
     for call in _autocasts(followed.events) if of_type(followed.events, Backward) else ():
         if len(call.args) > 1 or any(keyword.arg in ("dtype", None) for keyword in call.keywords):
@@ -306,7 +306,7 @@ _PRODUCTS: Final = frozenset(
 
 
 @rule("AMP850", ScriptFollowed)
-def autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
+def _autograd_functions(flow: Interpreter, _: ScriptFollowed) -> Iterator[Mistake]:
     """Report functions with matrix products that lack ``custom_fwd`` or ``custom_bwd``."""
     script = flow.linked.main
     if "autocast" not in script.text or "Function" not in script.text:

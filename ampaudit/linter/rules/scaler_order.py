@@ -276,9 +276,8 @@ def _other_scaler(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
 
 
 @rule("AMP816", ScalerStep)
-def _closure(flow: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
+def _closure(_: Interpreter, event: ScalerStep) -> Iterator[Mistake]:
     """A step that computes the loss again, which the scaler does not support."""
-    del flow
     if event.has_closure and event.target is not None and event.value.enabled is not False:
         yield Mistake(
             event.node,
