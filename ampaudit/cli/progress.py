@@ -112,7 +112,12 @@ def make_bar(**options: Any) -> Bar:
     name = TextColumn("{task.description}", markup=False)  # a path may look like markup
     left = (TimeRemainingColumn(compact=True), TextColumn("{task.fields[left]}"))
     return Bar(
-        *(SpinnerColumn("line"), name, BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), *left),
+        SpinnerColumn("line"),
+        name,
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        *left,
         **({"console": Console(stderr=True)} | options),
         speed_estimate_period=_ALL_STEPS,
         transient=True,

@@ -214,7 +214,8 @@ def signature_with_options(signature: inspect.Signature, config: type[Config]) -
     others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
         inspect.Parameter(
-            *(name, inspect.Parameter.KEYWORD_ONLY),
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
             default=field.get_default(call_default_factory=True, validated_data={}),
             annotation=_accepted_types(field),
         )

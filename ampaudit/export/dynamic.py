@@ -239,7 +239,11 @@ def retraced(
     """
     before = audited.audit.converted.traced
     traced = trace(
-        *(source.model, batch.args, batch.kwargs, audited.rules, load_policy("torch-cuda")),
+        source.model,
+        batch.args,
+        batch.kwargs,
+        audited.rules,
+        load_policy("torch-cuda"),
         low_precision_format(config.dtype),
         seed=config.seed,
         planned={site.id: site.decision for site in before.sites},

@@ -105,7 +105,13 @@ class FilePart(Share):
         assert self._local is not None
         local, (location, identity) = self._local, self._about
         part = AuditPart(
-            *(KIND, SCHEMA, self._index, self._count, location, identity, tuple(sorted(local.records))),
+            KIND,
+            SCHEMA,
+            self._index,
+            self._count,
+            location,
+            identity,
+            tuple(sorted(local.records)),
             local.failure,
             self._words,
         )

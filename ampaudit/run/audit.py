@@ -111,7 +111,11 @@ def run_audits(
 def _audit(runner: Runner, promoted: tuple[SiteId, ...]) -> Audit:
     sites, (first, *others) = tuple(runner.executors.sites.values()), runner.executors.converted
     return Audit(
-        *(runner.record, sites, first, frozenset(runner.executors.parameter_free), promoted),
+        runner.record,
+        sites,
+        first,
+        frozenset(runner.executors.parameter_free),
+        promoted,
         others=tuple(others),
         recorders=runner.recorders,
     )

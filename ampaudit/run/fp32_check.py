@@ -154,7 +154,12 @@ class Fp32Check:
             uncast = plain_fp32(whole=config.rules.op_names if config.rules is not None else frozenset())
             try:
                 fp32 = trace(
-                    *(model, batch.args, batch.kwargs, uncast, uncast, config.number_format),
+                    model,
+                    batch.args,
+                    batch.kwargs,
+                    uncast,
+                    uncast,
+                    config.number_format,
                     edits=config.edits,
                     differentiated=config.trains,
                     seed=config.seed + number,

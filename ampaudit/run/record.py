@@ -587,7 +587,8 @@ class RunRecord:
             for site, observation in self.observations.items()
         }
         return RunRecord(
-            *(self.device, self.backend),
+            self.device,
+            self.backend,
             observations=peaks,
             masks=self.masks,
             by_design=self.by_design,

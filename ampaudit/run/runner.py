@@ -539,7 +539,12 @@ class ExecutorCache:
         author_rules = config.author_rules if config.rules else plain_fp32()
         sites = tuple(self.sites.values())
         traced = trace(
-            *(self.model, batch.args, batch.kwargs, rules, author_rules, config.number_format),
+            self.model,
+            batch.args,
+            batch.kwargs,
+            rules,
+            author_rules,
+            config.number_format,
             measured=config.measured,
             edits=config.edits,
             differentiated=config.trains,
@@ -563,7 +568,10 @@ class ExecutorCache:
         self._record.add_seconds("trace", time.perf_counter() - started)
         program = compile_program(traced, config.device)
         executor = LockStep(
-            *(program, converted, self.backend, config.device),
+            program,
+            converted,
+            self.backend,
+            config.device,
             reference_only=config.fp32_only,
             by_segment=config.memory is not None,
         )

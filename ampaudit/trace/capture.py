@@ -289,7 +289,11 @@ def capture(
             model, mode, dtypes, convert, trained=config.differentiated, hooked=tracer is not None
         )
         entry = Entry(
-            *(fake_model, args, kwargs, _placed(file.weights.outputs, low_dtype), reads.watching),
+            fake_model,
+            args,
+            kwargs,
+            _placed(file.weights.outputs, low_dtype),
+            reads.watching,
             None
             if tracer is None
             else lambda traced, output: _trace_backward(tracer, caster, traced, output, hooks),

@@ -85,7 +85,10 @@ def trace(
     """
     refuse_unsupported(model, args, kwargs, packed=path is PathTracing.OFF)
     config = TraceConfig(
-        *(rules, author_rules, number_format, measured or {}),
+        rules,
+        author_rules,
+        number_format,
+        measured or {},
         edits=edits or {},
         differentiated=differentiated,
         seed=seed,

@@ -57,7 +57,11 @@ class ReferenceModel:
         self, model: nn.Module, batches: Sequence[Batch], config: RunConfig, places: Sequence[int]
     ) -> None:
         plain = RunConfig(
-            *(None, config.author_rules, config.number_format, config.device, config.seed),
+            None,
+            config.author_rules,
+            config.number_format,
+            config.device,
+            config.seed,
             release=config.release,
         )
         self._executors = ExecutorCache(model, plain, RunRecord(device=config.device.type, backend=""))

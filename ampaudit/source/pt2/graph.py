@@ -698,7 +698,10 @@ def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.T
     """
     text = archive.read(f"{folder}{table}", MAX_TABLE)
     payloads = validate(
-        *(_PAYLOADS, parse_json(text), Path(archive.path, table), SourceError),
+        _PAYLOADS,
+        parse_json(text),
+        Path(archive.path, table),
+        SourceError,
         hint="save the program again with torch.export.save",
     )
     stored = StoredTensors(archive, folder)
