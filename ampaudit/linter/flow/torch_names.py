@@ -272,7 +272,7 @@ FRAMEWORKS: Final = (
         ("no", "bf16", "fp8"),
         "accelerator.backward(loss)",
         "accelerator.clip_grad_norm_(...)",
-        unscale="accelerator.unscale_gradients()",
+        unscale="accelerator.unscale_gradients(), or use them after clip_grad_norm_(...), which calls it",
         divisor="gradient_accumulation_steps",
     ),
     Framework(
