@@ -318,16 +318,17 @@ def test_the_file_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("name", "options", "said"),
     [
-        (["--policy", "half,torch-cuda"], "one --policy"),
-        (["--ranges"], "needs a run in 16 bits"),
-        (["--static"], "needs a run in 16 bits"),
-        (["--advise-policy", "docs"], "docs is a directory"),
+        ("all.yaml", ["--policy", "half,torch-cuda"], "one --policy"),
+        ("all.yaml", ["--ranges"], "needs a run in 16 bits"),
+        ("all.yaml", ["--static"], "needs a run in 16 bits"),
+        ("folder", [], "folder is a directory"),
     ],
 )
-def test_a_policy_file_that_cannot_be(options: list[str], said: str, tmp_path: Path) -> None:
-    made = run_cli("scan", T5, "--advise-policy", str(tmp_path / "all.yaml"), *options)
+def test_a_policy_file_that_cannot_be(name: str, options: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    made = run_cli("scan", T5, "--advise-policy", str(tmp_path / name), *options)
     assert made.exit_code != 0
     assert said in f"{made.stderr}{made.exception}"
 
