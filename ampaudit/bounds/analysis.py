@@ -141,8 +141,10 @@ class _BoundPass:
         shapes = [sizes_of(item) for item in _items(value)]
         input_sizes = {size for source in node.all_input_nodes for size in self._sizes(source)}
         varies = UNKNOWN_SIZE in input_sizes or any(UNKNOWN_SIZE in shape for shape in shapes)
-        if op is None or entry is None or not shapes or varies:
+        if op is None or entry is None or not shapes:
             return self._uncovered_op(str(op or node.target), value)
+        if varies:
+            return self._uncovered_op(f"{op} of a size that depends on data", value)
         if all(0 in shape for shape in shapes):
             zeros = [symmetric(shape, 0.0) for shape in shapes]
             return zeros if isinstance(value, list | tuple) else zeros[0]

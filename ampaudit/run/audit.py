@@ -110,6 +110,10 @@ def run_audits(
 
 def _audit(runner: Runner, promoted: tuple[SiteId, ...]) -> Audit:
     sites, (first, *others) = tuple(runner.executors.sites.values()), runner.executors.converted
+    # an op that writes in place keeps the dtype of what it writes to
+    promoted = tuple(
+        site.id for site in sites if site.id in promoted and site.dtype not in LOW_PRECISION_DTYPES
+    )
     return Audit(
         runner.record,
         sites,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,8 @@ class Program:
             values are in the cache. A call that writes memory or draws random numbers is its own group.
         outputs: Nodes of the model's outputs.
         written: Nodes whose memory some step writes to, or that may share such memory.
+        writers: By node, the earlier steps that wrote to memory that it reads by another name, such as that
+            of a view; also for the node of the outputs.
         parameter_free: Nodes that do not depend on a parameter.
     """
 
@@ -204,7 +206,12 @@ class Program:
     groups: tuple[tuple[Step, ...], ...]
     outputs: tuple[fx.Node, ...]
     written: frozenset[fx.Node]
+    writers: Mapping[fx.Node, tuple[fx.Node, ...]]
     parameter_free: frozenset[fx.Node]
+
+    def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return the nodes that a node's value depends on directly."""
+        return (*node.all_input_nodes, *self.writers.get(node, ()))
 
 
 def compile_program(traced: TracedModel, device: torch.device) -> Program:
@@ -221,7 +228,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         for node in graph.nodes
         if node.op == "call_function"
     )
-    written_nodes = _written_nodes(steps)
+    written_nodes, writers = _written_nodes(steps)
     return Program(
         traced=traced,
         inputs=tuple(graph.find_nodes(op="placeholder")),
@@ -229,12 +236,15 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         groups=_grouped(steps, written_nodes),
         outputs=outputs,
         written=written_nodes,
+        writers=writers,
         parameter_free=_parameter_free(traced),
     )
 
 
-def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
-    """Return all nodes that may share memory with a node that some step writes to."""
+def _written_nodes(
+    steps: Sequence[Step],
+) -> tuple[frozenset[fx.Node], dict[fx.Node, tuple[fx.Node, ...]]]:
+    """Return all nodes that may share memory with one that some step writes to, and the writers."""
     parent: dict[fx.Node, fx.Node] = {}
 
     def root(node: fx.Node) -> fx.Node:
@@ -245,7 +255,7 @@ def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
 
     targets: list[fx.Node] = []
     if not any(map(_write_targets, steps)):
-        return frozenset()
+        return frozenset(), {}
     memory = SharedMemory(steps[0].node.graph)
     for step in steps:
         root(step.node)
@@ -264,7 +274,33 @@ def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
             parent[root(step.node)] = root(target)
             targets.append(target)
     roots = {root(node) for node in targets}
-    return frozenset(node for node in list(parent) if root(node) in roots)
+    written = frozenset(node for node in list(parent) if root(node) in roots)
+    return written, _writers(steps, {node: root(node) for node in written})
+
+
+def _writers(steps: Sequence[Step], roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Return the earlier steps that wrote to memory that a node reads, unless it reads what they return.
+
+    ``roots`` stand for the memory of each node that may be written to.
+    """
+    same_memory = {s.node: s.node.all_input_nodes[:1] for s in steps if not s.makes_values or s.mutates}
+    so_far: dict[fx.Node, list[fx.Node]] = {}  # by root
+    writers: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    output = steps[0].node.graph.output_node()
+    for node, targets in [*((step.node, _write_targets(step)) for step in steps), (output, [])]:
+        found: dict[fx.Node, None] = {}
+        for source in node.all_input_nodes:
+            passed, before = {source}, same_memory.get(source)
+            while before:
+                passed.add(before[0])
+                before = same_memory.get(before[0])
+            candidates = so_far.get(roots[source], ()) if source in roots else ()
+            found |= dict.fromkeys(writer for writer in candidates if writer not in passed)
+        if found:
+            writers[node] = tuple(found)
+        for target in targets:
+            so_far.setdefault(roots[target], []).append(node)
+    return writers
 
 
 def _write_targets(step: Step) -> list[fx.Node]:

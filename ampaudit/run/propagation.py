@@ -71,6 +71,10 @@ class FaultPropagation:
             if row.bad:
                 bad.add((row.site, row.updated))
         self._steps = {step.node: step for step in program.steps}
+        self._users: dict[fx.Node, list[fx.Node]] = {}
+        for step in program.steps:
+            for source in program.sources(step.node):
+                self._users.setdefault(source, []).append(step.node)
         # wrong results, and wrong arguments that were written
         at = {step.site.id: step.node for step in program.steps if step.site is not None}
         self._parts = {(at[site], position) for site, position in bad}
@@ -83,6 +87,21 @@ class FaultPropagation:
             if step.site and self._peaks.get(step.site.id, 0.0) >= limit / 4 and step.node in self._takers
         }
 
+    def _downstream(self, start: fx.Node, through: Set[fx.Node] | None = None) -> set[fx.Node]:
+        """Return a node and all that depend on it, if ``through`` is set only by way of these nodes."""
+        reached, frontier = {start}, [start]
+        while frontier:
+            users = set(self._users.get(frontier.pop(), ())) - reached
+            users = users if through is None else users & through
+            reached |= users
+            frontier += users
+        return reached
+
+    def _reach_output(self, nodes: Container[fx.Node]) -> bool:
+        """Return whether the outputs depend on any of some nodes directly."""
+        output = self._program.traced.graph.output_node()
+        return any(node in nodes for node in self._program.sources(output))
+
     @property
     def need_repair(self) -> bool:
         """Whether anything besides harmless masks is wrong."""
@@ -91,11 +110,11 @@ class FaultPropagation:
     def origin(self, site: SiteId, batch: int, origins: Container[SiteId]) -> Origin:
         """Describe an origin of a batch: the sites that it poisons, and whether an output shows it."""
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
-        reached = _downstream(start, self._wrong)
+        reached = self._downstream(start, self._wrong)
         if again := self._broken_again(origins):
-            for node in again & _downstream(start):
-                reached |= _downstream(node, self._wrong)
-        in_output = any(node in reached for node in self._program.outputs)
+            for node in again & self._downstream(start):
+                reached |= self._downstream(node, self._wrong)
+        in_output = self._reach_output(reached)
         poisons = tuple(
             step.site.id
             for step in self._program.steps
@@ -108,7 +127,7 @@ class FaultPropagation:
             and step.node not in reached
             and step.makes_values
             and step.site.id in self._energies
-            and any(node in reached for node in step.node.all_input_nodes)
+            and any(node in reached for node in self._program.sources(step.node))
         ]
         buffer = self._buffer(start)
         fate: Fate = "reaches the output" if in_output or not hiding or buffer else "recovered"
@@ -135,7 +154,7 @@ class FaultPropagation:
         wrong: set[fx.Node] = set()
         for step in self._program.steps:
             if not step.makes_values:
-                if any(source in wrong for source in step.node.all_input_nodes):
+                if any(source in wrong for source in self._program.sources(step.node)):
                     wrong.add(step.node)
             elif step.site is not None and step.site.id in self._rows:
                 wrong.add(step.node)
@@ -153,7 +172,7 @@ class FaultPropagation:
             step.node
             for step in self._wrong_steps()
             if step.site and step.site.id not in origins and not self._harmless(step)
-            if self._wrong.isdisjoint(step.node.all_input_nodes)
+            if self._wrong.isdisjoint(self._program.sources(step.node))
         }
 
     def _only_negative(self, node: fx.Node) -> bool:
@@ -164,9 +183,8 @@ class FaultPropagation:
     def _is_mask(self, step: Step) -> bool:
         if step.node not in self._takers:
             return False
-        reached = _downstream(step.node, self._wrong)
-        reaches_output = any(node in reached for node in self._program.outputs)
-        return not reaches_output and all(self._only_negative(node) for node in reached)
+        reached = self._downstream(step.node, self._wrong)
+        return not self._reach_output(reached) and all(self._only_negative(node) for node in reached)
 
     def _mask_takers(self) -> set[fx.Node]:
         """Return nodes that are a mask, or fill in, add, select or cast one."""
@@ -211,7 +229,7 @@ class FaultPropagation:
         assert step.site is not None
         if step.site.id in self.masks:
             return True
-        sources = [n for n in step.node.all_input_nodes if n in self._wrong]
+        sources = [n for n in self._program.sources(step.node) if n in self._wrong]
         return bool(sources) and all(self._from_mask(n) for n in sources) and self._only_negative(step.node)
 
     def _from_mask(self, node: fx.Node) -> bool:
@@ -219,19 +237,8 @@ class FaultPropagation:
         if step.site is not None and step.site.id in self.masks:
             return True
         if not step.makes_values:
-            return all(self._from_mask(n) for n in node.all_input_nodes if n in self._wrong)
+            return all(self._from_mask(n) for n in self._program.sources(node) if n in self._wrong)
         return step.site is not None and step.site.id in self._rows and self._harmless(step)
-
-
-def _downstream(start: fx.Node, through: Set[fx.Node] | None = None) -> set[fx.Node]:
-    """Return a node and all that depend on it, if ``through`` is set only by way of these nodes."""
-    reached, frontier = {start}, [start]
-    while frontier:
-        users = frontier.pop().users.keys() - reached
-        users = users if through is None else users & through
-        reached |= users
-        frontier += users
-    return reached
 
 
 class RepairingMeter(WrappedObserver):
@@ -241,9 +248,10 @@ class RepairingMeter(WrappedObserver):
         origins: Sites that went wrong although their inputs were intact.
     """
 
-    def __init__(self, meter: Meter, masks: set[SiteId]) -> None:
+    def __init__(self, meter: Meter, program: Program, masks: set[SiteId]) -> None:
         super().__init__(meter)
         self.meter = meter
+        self._program = program
         self.origins: list[SiteId] = []
         self._masks = masks
         # masks of the repaired elements of each node's value
@@ -311,9 +319,10 @@ class RepairingMeter(WrappedObserver):
     def _affected(self, step: Step, reference: torch.Tensor) -> torch.Tensor | None:
         """Return the elements that depend on a repaired one."""
         masks = [self._repaired[n] for n in step.node.all_input_nodes if n in self._repaired]
-        if not masks:
+        was_written = self._was_written(step)
+        if not masks and not was_written:
             return None
-        if torch.Tag.pointwise in getattr(step.target, "tags", ()):
+        if not was_written and torch.Tag.pointwise in getattr(step.target, "tags", ()):
             try:
                 affected = torch.zeros(reference.shape, dtype=torch.bool, device=reference.device)
                 for mask in masks:
@@ -326,12 +335,21 @@ class RepairingMeter(WrappedObserver):
     def _is_origin(self, step: Step, wrong: torch.Tensor, affected: torch.Tensor | None) -> bool:
         if affected is not None:
             return bool((wrong & ~affected).any())
-        return not any(node in self._repaired for node in step.node.all_input_nodes)
+        return not any(node in self._repaired for node in self._program.sources(step.node))
+
+    def _was_written(self, step: Step) -> bool:
+        """Return whether the step reads memory that was repaired by another name: which part is not known."""
+        return any(node in self._repaired for node in self._program.writers.get(step.node, ()))
 
     def _follow(self, step: Step, value: Any, call: StepCall) -> None:
         """Apply an op that selects, moves or reshapes elements to their masks."""
         sources = [node for node in step.node.all_input_nodes if node in self._repaired]
-        if not sources or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            return
+        if self._was_written(step):
+            self._repaired[step.node] = torch.ones_like(value, dtype=torch.bool)
+            return
+        if not sources:
             return
 
         def mark_of(node: fx.Node) -> Any:

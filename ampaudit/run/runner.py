@@ -170,7 +170,8 @@ class Runner:
 
     def repairing(self, ready: PreparedBatch, masks: Collection[str]) -> RepairingMeter:
         """Return the observer for the second, repaired run of a batch."""
-        return RepairingMeter(self._meter(local=ready.meter.local), set(map(SiteId, masks)))
+        meter = self._meter(local=ready.meter.local)
+        return RepairingMeter(meter, ready.executor.program, set(map(SiteId, masks)))
 
     def conclude(
         self, first_run: UnrepairedRun, repairing: RepairingMeter | None, outputs: list[Pair]

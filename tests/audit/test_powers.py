@@ -58,3 +58,20 @@ def test_a_product_of_two_values_is_no_power() -> None:
     model = Wrap(lambda m, x: (x + m.a.bias) * (x + 200.0), a=linear()).eval()
     report = ampaudit.scan(model, torch.full((4, 8), 300.0), policy="half")
     assert "AMP106" not in {f.code for f in report.findings}
+
+
+def test_a_cast_of_a_square_is_no_square() -> None:
+    """CUDA's autocast computes the square in float32; the cast before the layer overflows."""
+    model = Wrap(lambda m, x: m.a(x.pow(2)), a=linear()).eval()
+    report = ampaudit.scan(model, torch.full((4, 8), 300.0), policy="torch-cuda")
+    (found,) = (f for f in report.findings if f.severity == "error")
+    assert (found.code, found.op) == ("AMP101", "aten.to.dtype")
+    assert "casts this input" in found.cause
+
+
+def test_a_multiple_of_a_power_is_no_exponential() -> None:
+    model = Wrap(lambda m, x: (x * m.a.bias[0]).pow(2) * 2 / 1e4, a=linear()).eval()
+    torch.nn.init.ones_(model.a.bias)
+    inputs = torch.tensor([[200.0, 300.0]])  # twice the square of the first leaves the range as well
+    report = ampaudit.scan(model, inputs, policy="half")
+    assert [f.code for f in report.findings if f.severity == "error"] == ["AMP106", "AMP101"]

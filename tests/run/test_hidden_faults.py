@@ -91,3 +91,59 @@ def test_an_origin_is_judged_by_the_batch_in_which_it_harms(order: tuple[float, 
     (found,) = (f for f in report.findings if f.origin)
     assert found.severity == "error"
     assert found.fate == "reaches the output"
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "slice": lambda y: y[:, ::2],
+    "row": lambda y: y[-1],
+    "flat": lambda y: y.view(-1),
+    "transposed": lambda y: y.t(),
+    "chunk": lambda y: y.chunk(2)[1],
+    "view of a view": lambda y: y[:, ::2].select(1, 0),
+}
+READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clamp": lambda y: y.clamp(max=6.0),
+    "sum": lambda y: (y / 1e4).sum(-1),
+    "another view": lambda y: y.t()[0].contiguous() + 1,
+    "nothing": lambda y: y,
+    "overwritten": lambda y: y.zero_() + 1,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_write_through_a_view_is_followed_to_what_reads_its_base(view: str, reader: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 0
+        VIEWS[view](y).square_()
+        return READERS[reader](y)
+
+    harms = not function(X.half()).isfinite().all()
+    (found,) = (f for f in audited(function, X).findings if f.origin)
+    assert found.severity == ("error" if harms else "note")
+    assert found.site == "(top)/pow_"
+    poisoned = {"sum": {"div", "sum"}, "another view": {"add#2"}}
+    assert {site.partition("/")[2] for site in found.poisons} == poisoned.get(reader, set())
+
+
+def test_what_another_part_of_a_written_tensor_gives_is_right() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 0
+        y[:, ::2].square_()
+        return y[:, 1::2].mean() + (y[:, 1::2] * 1e-3).square().sum()
+
+    report = audited(function, X)
+    assert {f.severity.value for f in report.findings if f.origin} == {"note"}
+    assert report.exit_code == 0
+
+
+def test_an_op_that_writes_to_a_16_bit_tensor_is_not_promoted() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, torch.eye(8, dtype=x.dtype))
+        y.square_()
+        return y / 1e5
+
+    report = scan(Function(function).eval(), X)
+    assert "(top)/pow_" not in report.promoted
+    (found,) = (f for f in report.findings if f.origin and f.site == "(top)/pow_")
+    assert "casts the op's inputs to float32 but not its result" in found.cause

@@ -26,6 +26,7 @@ from ampaudit.audit.checks.precision import (
 from ampaudit.core.formats import BFLOAT16
 from ampaudit.core.ops import having
 from ampaudit.core.text import format_number
+from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Role, Site
@@ -124,15 +125,18 @@ def exponential_reason(context: CheckContext, site: Site, origin: Origin) -> str
     del origin
     limit = math.log(context.number_format.max)
     base = context.flow.base(site)
-    exponent = context.flow.arguments(site).get("exponent")
-    if base == "pow" and isinstance(exponent, int | float) and exponent < 0:
-        return None  # infinite at 0, as a division is
-    if base in having("exponential"):
+    if _is_exponential(context, site):
         return f"{base} grows faster than any format; exp(x) overflows from x = {limit:.4g}"
-    before = (context.flow.base(maker) for maker in context.flow.makers(site))
-    if base in ("sum", "add", "mul", "cumsum") and any(name in having("exponential") for name in before):
+    makers = context.flow.makers(site)
+    if base in ("sum", "add", "mul", "cumsum") and any(_is_exponential(context, maker) for maker in makers):
         return f"these are exponentials written out; exp(x) overflows from x = {limit:.4g}"
     return None
+
+
+def _is_exponential(context: CheckContext, site: Site) -> bool:
+    """Return whether the exponent of a site is computed: a constant one makes a power, or a quotient."""
+    exponent = context.flow.arguments(site).get("exponent")
+    return context.flow.base(site) in having("exponential") and not isinstance(exponent, int | float)
 
 
 EXPONENTIAL_CAUSE = Cause(
@@ -244,6 +248,8 @@ def squares_reason(context: CheckContext, site: Site, origin: Origin) -> str | N
 def _power(context: CheckContext, site: Site) -> float | None:
     """Return the power that a site computes, if above 1; ``None`` otherwise."""
     flow = context.flow
+    if site.role.converts:  # what it converts was computed before
+        return None
     if flow.base(site) in having("squares"):
         return 2.0
     if flow.base(site) in having("product"):
@@ -364,6 +370,8 @@ def _overflow_text(context: CheckContext, site: Site) -> str:
         return f"{what}, and the policy casts this input to {form.name}"
     if site.decision.rule is None:
         return f"{what}, and no rule of the policy keeps this op in float32"
+    if site.decision.cast is Cast.FLOAT32:
+        return f"{what}, and rule {site.decision.rule} casts the op's inputs to float32 but not its result"
     return f"{what}; rule {site.decision.rule} runs this op in {form.name}"
 
 
