@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -184,6 +184,17 @@ def noting_source_line(step: Step) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory after a number of writes to it; ``root`` is a node that stands for it."""
+
+    root: fx.Node
+    writes: int
+
+
+Value: TypeAlias = "fx.Node | Memory"
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A compiled graph.
 
@@ -195,8 +206,8 @@ class Program:
             values are in the cache. A call that writes memory or draws random numbers is its own group.
         outputs: Nodes of the model's outputs.
         written: Nodes whose memory some step writes to, or that may share such memory.
-        writers: By node, the earlier steps that wrote to memory that it reads by another name, such as that
-            of a view; also for the node of the outputs.
+        writers: The memory that a node, also that of the outputs, reads by another name than those of all
+            writes to it, such as that of a view; and of memory the last write, and what it was before.
         parameter_free: Nodes that do not depend on a parameter.
     """
 
@@ -206,12 +217,13 @@ class Program:
     groups: tuple[tuple[Step, ...], ...]
     outputs: tuple[fx.Node, ...]
     written: frozenset[fx.Node]
-    writers: Mapping[fx.Node, tuple[fx.Node, ...]]
+    writers: Mapping[Value, tuple[Value, ...]]
     parameter_free: frozenset[fx.Node]
 
-    def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the nodes that a node's value depends on directly."""
-        return (*node.all_input_nodes, *self.writers.get(node, ()))
+    def sources(self, value: Value) -> tuple[Value, ...]:
+        """Return what a value, or the content of memory, depends on directly."""
+        inputs = value.all_input_nodes if isinstance(value, fx.Node) else ()
+        return (*inputs, *self.writers.get(value, ()))
 
 
 def compile_program(traced: TracedModel, device: torch.device) -> Program:
@@ -243,7 +255,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
 
 def _written_nodes(
     steps: Sequence[Step],
-) -> tuple[frozenset[fx.Node], dict[fx.Node, tuple[fx.Node, ...]]]:
+) -> tuple[frozenset[fx.Node], dict[Value, tuple[Value, ...]]]:
     """Return all nodes that may share memory with one that some step writes to, and the writers."""
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -278,28 +290,29 @@ def _written_nodes(
     return written, _writers(steps, {node: root(node) for node in written})
 
 
-def _writers(steps: Sequence[Step], roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Return the earlier steps that wrote to memory that a node reads, unless it reads what they return.
+def _writers(steps: Sequence[Step], roots: Mapping[fx.Node, fx.Node]) -> dict[Value, tuple[Value, ...]]:
+    """Return the sources of each state of written memory, and the states that nodes depend on.
 
-    ``roots`` stand for the memory of each node that may be written to.
+    ``roots`` stand for the memory of each node that may be written to. A node that reads what all writes to
+    its memory have returned, one from the other, depends on these already.
     """
-    same_memory = {s.node: s.node.all_input_nodes[:1] for s in steps if not s.makes_values or s.mutates}
-    so_far: dict[fx.Node, list[fx.Node]] = {}  # by root
-    writers: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    passed: dict[fx.Node, int] = {}  # the writes that a value has gone through
+    states: dict[fx.Node, Memory] = {}  # the last of each root
+    writers: dict[Value, tuple[Value, ...]] = {}
     output = steps[0].node.graph.output_node()
-    for node, targets in [*((step.node, _write_targets(step)) for step in steps), (output, [])]:
-        found: dict[fx.Node, None] = {}
-        for source in node.all_input_nodes:
-            passed, before = {source}, same_memory.get(source)
-            while before:
-                passed.add(before[0])
-                before = same_memory.get(before[0])
-            candidates = so_far.get(roots[source], ()) if source in roots else ()
-            found |= dict.fromkeys(writer for writer in candidates if writer not in passed)
-        if found:
-            writers[node] = tuple(found)
+    for node, step in [*((step.node, step) for step in steps), (output, None)]:
+        sources = [source for source in node.all_input_nodes if roots.get(source) in states]
+        needed = {states[roots[s]]: None for s in sources if passed.get(s, 0) < states[roots[s]].writes}
+        if needed:
+            writers[node] = tuple(needed)
+        targets = [] if step is None else _write_targets(step)
+        if step is not None and (targets or not step.makes_values):
+            passed[node] = max((passed.get(s, 0) for s in node.all_input_nodes[:1]), default=0) + len(targets)
         for target in targets:
-            so_far.setdefault(roots[target], []).append(node)
+            root = roots[target]
+            before = states.get(root)
+            states[root] = Memory(root, 1 if before is None else before.writes + 1)
+            writers[states[root]] = (node,) if before is None else (node, before)
     return writers
 
 

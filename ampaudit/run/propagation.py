@@ -22,7 +22,7 @@ from ampaudit.core.text import signal_to_noise_db
 from ampaudit.run.lockstep import StepCall, WrappedObserver
 from ampaudit.run.measure import as_complex, components
 from ampaudit.run.meter import MeasuredValue, Meter, float_outputs
-from ampaudit.run.program import Program, Step
+from ampaudit.run.program import Memory, Program, Step, Value
 from ampaudit.run.record import Fate, Origin
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
@@ -71,10 +71,10 @@ class FaultPropagation:
             if row.bad:
                 bad.add((row.site, row.updated))
         self._steps = {step.node: step for step in program.steps}
-        self._users: dict[fx.Node, list[fx.Node]] = {}
-        for step in program.steps:
-            for source in program.sources(step.node):
-                self._users.setdefault(source, []).append(step.node)
+        self._users: dict[Value, list[Value]] = {}
+        for user in dict.fromkeys((*self._steps, *program.writers)):
+            for source in program.sources(user):
+                self._users.setdefault(source, []).append(user)
         # wrong results, and wrong arguments that were written
         at = {step.site.id: step.node for step in program.steps if step.site is not None}
         self._parts = {(at[site], position) for site, position in bad}
@@ -87,8 +87,8 @@ class FaultPropagation:
             if step.site and self._peaks.get(step.site.id, 0.0) >= limit / 4 and step.node in self._takers
         }
 
-    def _downstream(self, start: fx.Node, through: Set[fx.Node] | None = None) -> set[fx.Node]:
-        """Return a node and all that depend on it, if ``through`` is set only by way of these nodes."""
+    def _downstream(self, start: Value, through: Set[Value] | None = None) -> set[Value]:
+        """Return a value and all that depend on it, if ``through`` is set only by way of these."""
         reached, frontier = {start}, [start]
         while frontier:
             users = set(self._users.get(frontier.pop(), ())) - reached
@@ -97,10 +97,10 @@ class FaultPropagation:
             frontier += users
         return reached
 
-    def _reach_output(self, nodes: Container[fx.Node]) -> bool:
-        """Return whether the outputs depend on any of some nodes directly."""
+    def _reach_output(self, values: Container[Value]) -> bool:
+        """Return whether the outputs depend on any of some values directly."""
         output = self._program.traced.graph.output_node()
-        return any(node in nodes for node in self._program.sources(output))
+        return any(source in values for source in self._program.sources(output))
 
     @property
     def need_repair(self) -> bool:
@@ -150,14 +150,18 @@ class FaultPropagation:
                 return self._buffers[target]
         return None
 
-    def _wrong_nodes(self) -> set[fx.Node]:
-        wrong: set[fx.Node] = set()
+    def _wrong_nodes(self) -> set[Value]:
+        wrong: set[Value] = set()
+        right: set[Value] = {value for value in self._program.writers if isinstance(value, Memory)}
         for step in self._program.steps:
-            if not step.makes_values:
-                if any(source in wrong for source in self._program.sources(step.node)):
-                    wrong.add(step.node)
-            elif step.site is not None and step.site.id in self._rows:
-                wrong.add(step.node)
+            if step.makes_values:
+                is_wrong = step.site is not None and step.site.id in self._rows
+            else:
+                is_wrong = any(source in wrong for source in self._program.sources(step.node))
+            if is_wrong:  # and so is what it writes to from here on
+                reached = self._downstream(step.node, right)
+                right -= reached
+                wrong |= reached
         return wrong
 
     def _wrong_steps(self) -> list[Step]:
@@ -184,7 +188,8 @@ class FaultPropagation:
         if step.node not in self._takers:
             return False
         reached = self._downstream(step.node, self._wrong)
-        return not self._reach_output(reached) and all(self._only_negative(node) for node in reached)
+        nodes = (value for value in reached if isinstance(value, fx.Node))
+        return not self._reach_output(reached) and all(map(self._only_negative, nodes))
 
     def _mask_takers(self) -> set[fx.Node]:
         """Return nodes that are a mask, or fill in, add, select or cast one."""
@@ -232,12 +237,19 @@ class FaultPropagation:
         sources = [n for n in self._program.sources(step.node) if n in self._wrong]
         return bool(sources) and all(self._from_mask(n) for n in sources) and self._only_negative(step.node)
 
-    def _from_mask(self, node: fx.Node) -> bool:
-        step = self._steps[node]
+    def _from_mask(self, value: Value) -> bool:
+        while isinstance(value, Memory):
+            writer, *before = self._program.sources(value)
+            if writer in self._wrong and not self._from_mask(writer):
+                return False
+            if not before or before[0] not in self._wrong:
+                return True
+            value = before[0]
+        step = self._steps[value]
         if step.site is not None and step.site.id in self.masks:
             return True
         if not step.makes_values:
-            return all(self._from_mask(n) for n in self._program.sources(node) if n in self._wrong)
+            return all(self._from_mask(v) for v in self._program.sources(value) if v in self._wrong)
         return step.site is not None and step.site.id in self._rows and self._harmless(step)
 
 
@@ -256,6 +268,11 @@ class RepairingMeter(WrappedObserver):
         self._masks = masks
         # masks of the repaired elements of each node's value
         self._repaired: dict[fx.Node, torch.Tensor] = {}
+        writes = ((sources[0], m.root) for m, sources in program.writers.items() if isinstance(m, Memory))
+        self._written_by: dict[Value, list[fx.Node]] = {}  # roots of memory
+        for writer, root in writes:
+            self._written_by.setdefault(writer, []).append(root)
+        self._repaired_memory: set[fx.Node] = set()  # by root
 
     def state(self) -> dict[str, Any]:
         """Return the measurements and repairs as plain data and tensors."""
@@ -271,7 +288,9 @@ class RepairingMeter(WrappedObserver):
         self.meter.restore(state["meter"])
         self.origins = state["origins"]
         nodes = {node.name: node for node in graph.nodes}
-        self._repaired = {nodes[name]: mask for name, mask in state["repaired"].items()}
+        self._repaired = {}
+        for name, mask in state["repaired"].items():
+            self._mark(nodes[name], mask)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure; if elements are broken, attribute the fault and repair them."""
@@ -295,14 +314,14 @@ class RepairingMeter(WrappedObserver):
             return value
         if not single:
             assert wrong is not None
-            self._repaired[step.node] = wrong
+            self._mark(step.node, wrong)
             return _repaired_list(reference, value, step)
         replaced = functools.reduce(torch.logical_or, (m for m in (wrong, affected) if m is not None))
         # FP32's value may exceed the format over many ops: values added to it share the fault
         beyond = reference.abs() > _limit(step.dtypes[0], value.dtype)
         mark = beyond & replaced if wrong is None else beyond & replaced | wrong
         if bool(mark.any()):
-            self._repaired[step.node] = mark
+            self._mark(step.node, mark)
         return _replace(reference, value, replaced, step.dtypes[0], bool(step.mutates))
 
     def _repair_updates(self, step: Step, call: StepCall) -> None:
@@ -335,11 +354,18 @@ class RepairingMeter(WrappedObserver):
     def _is_origin(self, step: Step, wrong: torch.Tensor, affected: torch.Tensor | None) -> bool:
         if affected is not None:
             return bool((wrong & ~affected).any())
-        return not any(node in self._repaired for node in self._program.sources(step.node))
+        is_repaired = any(node in self._repaired for node in step.node.all_input_nodes)
+        return not is_repaired and not self._was_written(step)
+
+    def _mark(self, node: fx.Node, mask: torch.Tensor) -> None:
+        """Keep which elements of a node's value were repaired."""
+        self._repaired[node] = mask
+        self._repaired_memory.update(self._written_by.get(node, ()))
 
     def _was_written(self, step: Step) -> bool:
         """Return whether the step reads memory that was repaired by another name: which part is not known."""
-        return any(node in self._repaired for node in self._program.writers.get(step.node, ()))
+        memory = self._program.writers.get(step.node, ())
+        return any(isinstance(m, Memory) and m.root in self._repaired_memory for m in memory)
 
     def _follow(self, step: Step, value: Any, call: StepCall) -> None:
         """Apply an op that selects, moves or reshapes elements to their masks."""
@@ -347,7 +373,7 @@ class RepairingMeter(WrappedObserver):
         if not isinstance(value, torch.Tensor):
             return
         if self._was_written(step):
-            self._repaired[step.node] = torch.ones_like(value, dtype=torch.bool)
+            self._mark(step.node, torch.ones_like(value, dtype=torch.bool))
             return
         if not sources:
             return
@@ -367,7 +393,7 @@ class RepairingMeter(WrappedObserver):
             mark = self._repaired[sources[0]]
             result = mark if mark.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
         if bool(result.any()):
-            self._repaired[step.node] = result
+            self._mark(step.node, result)
 
 
 def _wrong(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
