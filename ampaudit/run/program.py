@@ -220,6 +220,14 @@ class Program:
     writers: Mapping[Value, tuple[Value, ...]]
     parameter_free: frozenset[fx.Node]
 
+    def memory_after(self) -> dict[Value, list[Memory]]:
+        """Return the memory after each write, by the node that writes."""
+        memory: dict[Value, list[Memory]] = {}
+        for value, sources in self.writers.items():
+            if isinstance(value, Memory):
+                memory.setdefault(sources[0], []).append(value)
+        return memory
+
     def sources(self, value: Value) -> tuple[Value, ...]:
         """Return what a value, or the content of memory, depends on directly."""
         inputs = value.all_input_nodes if isinstance(value, fx.Node) else ()

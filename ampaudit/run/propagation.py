@@ -81,6 +81,7 @@ class FaultPropagation:
         self._takers = self._mask_takers()
         self._wrong = self._wrong_nodes()
         self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
+        self._masked = self._values_from_masks()
         self.by_design = {
             step.site.id
             for step in program.steps
@@ -231,26 +232,26 @@ class FaultPropagation:
 
     def _harmless(self, step: Step) -> bool:
         """Return whether a site is a mask, or only broken by one."""
-        assert step.site is not None
-        if step.site.id in self.masks:
-            return True
-        sources = [n for n in self._program.sources(step.node) if n in self._wrong]
-        return bool(sources) and all(self._from_mask(n) for n in sources) and self._only_negative(step.node)
+        return step.node in self._masked
 
-    def _from_mask(self, value: Value) -> bool:
-        while isinstance(value, Memory):
-            writer, *before = self._program.sources(value)
-            if writer in self._wrong and not self._from_mask(writer):
-                return False
-            if not before or before[0] not in self._wrong:
-                return True
-            value = before[0]
-        step = self._steps[value]
-        if step.site is not None and step.site.id in self.masks:
-            return True
-        if not step.makes_values:
-            return all(self._from_mask(v) for v in self._program.sources(value) if v in self._wrong)
-        return step.site is not None and step.site.id in self._rows and self._harmless(step)
+    def _values_from_masks(self) -> set[Value]:
+        """Return the wrong values that are masks, or only broken by masks."""
+        masked: set[Value] = set()
+        memory_after = self._program.memory_after()
+
+        def is_masked(value: Value) -> bool:
+            return all(s in masked for s in self._program.sources(value) if s in self._wrong)
+
+        for step in self._program.steps:
+            node, site = step.node, step.site
+            if node in self._wrong:
+                is_value = step.makes_values
+                by_others = not is_value or not self._wrong.isdisjoint(self._program.sources(node))
+                is_harmless = by_others and is_masked(node) and (not is_value or self._only_negative(node))
+                if is_harmless or (site is not None and site.id in self.masks):
+                    masked.add(node)
+            masked.update(m for m in memory_after.get(node, ()) if m in self._wrong and is_masked(m))
+        return masked
 
 
 class RepairingMeter(WrappedObserver):
@@ -268,10 +269,7 @@ class RepairingMeter(WrappedObserver):
         self._masks = masks
         # masks of the repaired elements of each node's value
         self._repaired: dict[fx.Node, torch.Tensor] = {}
-        writes = ((sources[0], m.root) for m, sources in program.writers.items() if isinstance(m, Memory))
-        self._written_by: dict[Value, list[fx.Node]] = {}  # roots of memory
-        for writer, root in writes:
-            self._written_by.setdefault(writer, []).append(root)
+        self._memory_after = program.memory_after()
         self._repaired_memory: set[fx.Node] = set()  # by root
 
     def state(self) -> dict[str, Any]:
@@ -360,7 +358,7 @@ class RepairingMeter(WrappedObserver):
     def _mark(self, node: fx.Node, mask: torch.Tensor) -> None:
         """Keep which elements of a node's value were repaired."""
         self._repaired[node] = mask
-        self._repaired_memory.update(self._written_by.get(node, ()))
+        self._repaired_memory.update(memory.root for memory in self._memory_after.get(node, ()))
 
     def _was_written(self, step: Step) -> bool:
         """Return whether the step reads memory that was repaired by another name: which part is not known."""

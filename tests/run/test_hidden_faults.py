@@ -147,3 +147,15 @@ def test_an_op_that_writes_to_a_16_bit_tensor_is_not_promoted() -> None:
     assert "(top)/pow_" not in report.promoted
     (found,) = (f for f in report.findings if f.origin and f.site == "(top)/pow_")
     assert "casts the op's inputs to float32 but not its result" in found.cause
+
+
+def test_many_broken_writes_to_parts_of_a_tensor_are_followed() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_zeros(250, *x.shape)
+        for number in range(250):
+            y[number] = x * x
+        return y.sum(0)
+
+    report = audited(function, X)
+    assert {f.code for f in report.findings if f.origin} == {"AMP106"}
+    assert report.exit_code == 1
