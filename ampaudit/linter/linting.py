@@ -22,7 +22,7 @@ from ampaudit.linter.config import LintConfig
 from ampaudit.linter.diagnostic import Certainty, Diagnostic
 from ampaudit.linter.discovery import find_files, leaves_tree
 from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, read_script
-from ampaudit.linter.flow.syntax import nested_blocks
+from ampaudit.linter.flow.syntax import covers_line, nested_blocks
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.repair import Analysis, repair
 from ampaudit.linter.selection import UNUSED_SUPPRESSION, RuleSelection, suppression_of
@@ -298,8 +298,9 @@ def _to_findings(
 ) -> Iterator[LintFinding]:
     """Yield the findings of the enabled rules, including suppressed ones; ``tree`` is that of the block."""
     lines, comments = split_lines(block.text), comments_of(block.text)
-    included = [item for item in diagnostics if selection.includes(item.code)]
-    for item in included:
+    for item in diagnostics:
+        if not selection.includes(item.code):
+            continue
         first = int(getattr(item.node, "lineno", 1))
         last = int(getattr(item.node, "end_lineno", first) or first)
         column = character_column(lines[first - 1], getattr(item.node, "col_offset", 0))
@@ -328,7 +329,7 @@ def _to_findings(
 def _function_at(tree: ast.Module, line: int) -> str:
     """Return the dotted name of the innermost function or class at a line; empty at module level."""
     names, block = [], tree.body
-    while node := next((node for node in block if node.lineno <= line <= (node.end_lineno or line)), None):
+    while node := next((node for node in block if covers_line(node, line)), None):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.append(node.name)
         block = [inner for nested in nested_blocks(node) for inner in nested]

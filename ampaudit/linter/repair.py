@@ -12,13 +12,14 @@ from typing import Final
 
 from ampaudit.linter.diagnostic import LINES_PER_FILE, Certainty, Diagnostic, Fix
 from ampaudit.linter.flow.script import Script, ScriptTooLong
-from ampaudit.linter.flow.syntax import dotted_name, nested_blocks
+from ampaudit.linter.flow.syntax import covers_line, dotted_name, nested_blocks
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.selection import RuleSelection
 
 __all__ = ["Analysis", "is_bound", "repair", "with_safety"]
 
 _MAX_ROUNDS: Final = 10
+_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,6 @@ def _apply(
     return now
 
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 def with_safety(script: Script, diagnostic: Diagnostic) -> Diagnostic:
     """Return a diagnostic with the safety of its fix in this script."""
     fix = diagnostic.fix
@@ -147,7 +145,7 @@ def is_bound(script: Script, line: int, name: str) -> bool:
         for statement in block:
             # the function runs later than the code around it
             counts = depth < outermost or statement.lineno < line or not is_bound_later
-            if counts and not _covers(statement, line) and name in _mentioned(statement):
+            if counts and not covers_line(statement, line) and name in _mentioned(statement):
                 return True
     return False
 
@@ -155,16 +153,12 @@ def is_bound(script: Script, line: int, name: str) -> bool:
 def _blocks_around(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list[ast.stmt]]]:
     """Return the blocks around a line, outermost first, each with the statement that it is in."""
     blocks: list[tuple[ast.stmt | None, list[ast.stmt]]] = [(None, body)]
-    while inner := next((s for s in blocks[-1][1] if _covers(s, line)), None):
-        block = next((b for b in nested_blocks(inner) if any(_covers(s, line) for s in b)), None)
+    while inner := next((s for s in blocks[-1][1] if covers_line(s, line)), None):
+        block = next((b for b in nested_blocks(inner) if any(covers_line(s, line) for s in b)), None)
         if block is None:
             break
         blocks.append((inner, block))
     return blocks
-
-
-def _covers(statement: ast.stmt, line: int) -> bool:
-    return statement.lineno <= line <= (statement.end_lineno or line)
 
 
 def _mentioned(statement: ast.stmt) -> set[str]:

@@ -155,7 +155,7 @@ def children(node: ast.AST) -> list[ast.AST]:
     return nodes
 
 
-_WITHOUT_NODES: Final = frozenset("ctx op ops attr arg name asname type_comment".split())
+_WITHOUT_NODES: Final = frozenset("ctx op ops attr arg asname type_comment".split())
 
 
 def nested_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
