@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -71,13 +71,14 @@ class FaultPropagation:
             if row.bad:
                 bad.add((row.site, row.updated))
         self._steps = {step.node: step for step in program.steps}
+        self._order = {step.node: number for number, step in enumerate(program.steps)}
         self._users: dict[Value, list[Value]] = {}
         for user in dict.fromkeys((*self._steps, *program.writers)):
             for source in program.sources(user):
                 self._users.setdefault(source, []).append(user)
         # wrong results, and wrong arguments that were written
-        at = {step.site.id: step.node for step in program.steps if step.site is not None}
-        self._parts = {(at[site], position) for site, position in bad}
+        self._at = {step.site.id: step.node for step in program.steps if step.site is not None}
+        self._parts = {(self._at[site], position) for site, position in bad}
         self._takers = self._mask_takers()
         self._wrong = self._wrong_nodes()
         self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
@@ -88,9 +89,9 @@ class FaultPropagation:
             if step.site and self._peaks.get(step.site.id, 0.0) >= limit / 4 and step.node in self._takers
         }
 
-    def _downstream(self, start: Value, through: Set[Value] | None = None) -> set[Value]:
-        """Return a value and all that depend on it, if ``through`` is set only by way of these."""
-        reached, frontier = {start}, [start]
+    def _downstream(self, starts: Set[Value], through: Set[Value] | None = None) -> set[Value]:
+        """Return some values and all that depend on them, if ``through`` is set only by way of these."""
+        reached, frontier = set(starts), list(starts)
         while frontier:
             users = set(self._users.get(frontier.pop(), ())) - reached
             users = users if through is None else users & through
@@ -108,35 +109,36 @@ class FaultPropagation:
         """Whether anything besides harmless masks is wrong."""
         return any(not self._harmless(step) for step in self._wrong_steps())
 
-    def origin(self, site: SiteId, batch: int, origins: Container[SiteId]) -> Origin:
-        """Describe an origin of a batch: the sites that it poisons, and whether an output shows it."""
-        start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
-        reached = self._downstream(start, self._wrong)
-        if again := self._broken_again(origins):
-            for node in again & self._downstream(start):
-                reached |= self._downstream(node, self._wrong)
-        in_output = self._reach_output(reached)
-        poisons = tuple(
-            step.site.id
-            for step in self._program.steps
-            if step.site and step.node in reached and step.node is not start and step.makes_values
-        )
-        hiding = [
-            step.site.id
-            for step in self._program.steps
-            if step.site
-            and step.node not in reached
-            and step.makes_values
-            and step.site.id in self._energies
-            and any(node in reached for node in self._program.sources(step.node))
-        ]
+    def origins(self, sites: Set[SiteId], batch: int, known: Set[SiteId]) -> Iterator[Origin]:
+        """Describe the origins of a batch, in graph order, except for those that are known.
+
+        Each has the sites that it poisons, and whether an output shows it.
+        """
+        again = self._broken_again(sites)
+        return (self._origin(site, batch, again) for site in self._at if site in sites - known)
+
+    def _origin(self, site: SiteId, batch: int, again: Set[fx.Node]) -> Origin:
+        start = self._at[site]
+        reached = self._downstream({start}, self._wrong)
+        if again:
+            reached |= self._downstream(again & self._downstream({start}), self._wrong)
+        poisons = self._sites(reached - {start})
+        users = {user for value in reached for user in self._users.get(value, ())}
+        hiding = tuple(hidden for hidden in self._sites(users - reached) if hidden in self._energies)
         buffer = self._buffer(start)
+        in_output = self._reach_output(reached)
         fate: Fate = "reaches the output" if in_output or not hiding or buffer else "recovered"
         energies = [self._energies[hidden] for hidden in hiding]
         # without error a site is exact, without signal nothing of it is left
         sqnr = [signal_to_noise_db(*pair) if pair[0] else 0.0 for pair in energies if pair[1]]
         worst = min((db for db in sqnr if db is not None), default=None)
-        return Origin(site, batch, poisons, fate, tuple(hiding), worst, buffer)
+        return Origin(site, batch, poisons, fate, hiding, worst, buffer)
+
+    def _sites(self, values: Set[Value]) -> tuple[SiteId, ...]:
+        """Return the sites that compute some values, in graph order."""
+        numbers = sorted(self._order[v] for v in values if isinstance(v, fx.Node) and v in self._order)
+        steps = (self._program.steps[number] for number in numbers)
+        return tuple(step.site.id for step in steps if step.site and step.makes_values)
 
     def _buffer(self, node: fx.Node) -> str | None:
         """Return the buffer to which a broken step wrote a broken value, if any."""
@@ -160,7 +162,7 @@ class FaultPropagation:
             else:
                 is_wrong = any(source in wrong for source in self._program.sources(step.node))
             if is_wrong:  # and so is what it writes to from here on
-                reached = self._downstream(step.node, right)
+                reached = self._downstream({step.node}, right)
                 right -= reached
                 wrong |= reached
         return wrong
@@ -168,7 +170,7 @@ class FaultPropagation:
     def _wrong_steps(self) -> list[Step]:
         return [s for s in self._program.steps if s.site and s.site.id in self._rows]
 
-    def _broken_again(self, origins: Container[SiteId]) -> set[fx.Node]:
+    def _broken_again(self, origins: Set[SiteId]) -> set[fx.Node]:
         """Return nodes that break with intact inputs, but not once the origins are repaired.
 
         There, a hidden fault resurfaces: x / inf is 0, and its logarithm is -inf.
@@ -188,7 +190,7 @@ class FaultPropagation:
     def _is_mask(self, step: Step) -> bool:
         if step.node not in self._takers:
             return False
-        reached = self._downstream(step.node, self._wrong)
+        reached = self._downstream({step.node}, self._wrong)
         nodes = (value for value in reached if isinstance(value, fx.Node))
         return not self._reach_output(reached) and all(map(self._only_negative, nodes))
 

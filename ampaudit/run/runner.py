@@ -183,7 +183,8 @@ class Runner:
         if repairing is not None:
             meter, measured = repairing.meter, list(repairing.meter.results())
             origins = tuple(repairing.origins)
-            note_origins(self.record, origins, first_run.faults, number)
+            harming = {origin.site for origin in self.record.origins if origin.harms}
+            self.record.add_origins(first_run.faults.origins(set(origins), number, harming))
         repaired = None if meter is ready.meter else meter.path
         self.record.path.add(ready.meter.path, ready.executor.program.traced, number, repaired)
         merge_measured(self.record, meter, measured, number)
@@ -412,12 +413,6 @@ def _users(node: fx.Node) -> Iterable[fx.Node]:
 
 def _largest(peaks: Iterable[float | None]) -> float | None:
     return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def note_origins(record: RunRecord, origins: Sequence[SiteId], faults: FaultPropagation, number: int) -> None:
-    """Record the origins of a batch and the sites that each of them poisons."""
-    harming = {origin.site for origin in record.origins if origin.harms}
-    record.add_origins(faults.origin(site, number, origins) for site in origins if site not in harming)
 
 
 def merge_measured(record: RunRecord, meter: Meter, measured: Sequence[MeasuredValue], number: int) -> None:
