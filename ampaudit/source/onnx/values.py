@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,13 +119,16 @@ class NodeCall:
     float32: torch.dtype = torch.float32
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return the value of an attribute, or its default."""
+        """Return the value of an attribute, several as a list, or its default."""
         attribute = self.node.attributes.get(name)
         if attribute is None:
             return default
         if attribute.ref_attr_name is not None:
             attribute = self.attributes.get(attribute.ref_attr_name)
-        return default if attribute is None else attribute.value
+        value = default if attribute is None else attribute.value
+        if isinstance(value, bytes):  # not UTF-8
+            return value.decode()
+        return list(value) if isinstance(value, tuple) else value
 
     def tensor(self, value: Operand) -> torch.Tensor:
         """Return an input as a tensor."""
@@ -313,12 +319,30 @@ def onnx_type_of(value: Operand) -> Any:
 
 
 def operator(*names: str, domain: str = "") -> Callable[[Operator], Operator]:
-    """Register a function of a ``NodeCall`` and its inputs for operators of these names."""
+    """Register a function of a ``NodeCall`` and its inputs for operators of these names.
+
+    Inputs become tensors where a parameter is annotated as ``Tensor`` or ``Tensor | None``.
+    """
 
     def register(function: Operator) -> Operator:
+        kinds = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
+
+        @functools.wraps(function)
+        def with_tensors(call: NodeCall, *inputs: Operand) -> Any:
+            pairs = zip_longest(inputs, kinds[1 : len(inputs) + 1], fillvalue=kinds[-1])
+            return function(
+                call,
+                *(
+                    call.tensor(value)
+                    if kind == "Tensor" or (value is not None and "Tensor" in kind)
+                    else value
+                    for value, kind in pairs
+                ),
+            )
+
         for name in names:
             assert (domain, name) not in OPERATORS, name
-            OPERATORS[domain, name] = function
+            OPERATORS[domain, name] = with_tensors
         return function
 
     return register

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported, operator
 from ampaudit.trace.internals import without_modes
@@ -50,8 +51,8 @@ def scan(call: NodeCall, *inputs: Operand) -> Any:
         raise Unsupported("Scan before version 9 is not supported")
     body, count = call.attribute("body"), call.attribute("num_scan_inputs")
     values, scanned = list(inputs[:-count]), [call.tensor(value) for value in inputs[-count:]]
-    axes = list(call.attribute("scan_input_axes") or [0] * count)
-    backwards = list(call.attribute("scan_input_directions") or [0] * count)
+    axes = call.attribute("scan_input_axes") or [0] * count
+    backwards = call.attribute("scan_input_directions") or [0] * count
     length, rows = scanned[0].shape[axes[0]], []
     for step in range(length):
         places = [length - 1 - step if back else step for back in backwards]
@@ -60,8 +61,8 @@ def scan(call: NodeCall, *inputs: Operand) -> Any:
         values, row = results[: len(values)], results[len(values) :]
         rows.append([call.tensor(value) for value in row])
     width = len(call.node.outputs) - len(values)
-    out_axes = list(call.attribute("scan_output_axes") or [0] * width)
-    out_backwards = list(call.attribute("scan_output_directions") or [0] * width)
+    out_axes = call.attribute("scan_output_axes") or [0] * width
+    out_backwards = call.attribute("scan_output_directions") or [0] * width
     columns = [
         torch.stack(list(column)[::-1] if back else list(column), axis)
         for column, back, axis in zip(zip(*rows, strict=True), out_backwards, out_axes, strict=True)
@@ -69,7 +70,7 @@ def scan(call: NodeCall, *inputs: Operand) -> Any:
     return (*values, *columns)
 
 
-def _no_rows(output: Any) -> torch.Tensor:
+def _no_rows(output: Any) -> Tensor:
     """Return the scan output of a loop without iterations."""
     from ampaudit.source.onnx.files import torch_dtype_of
 
@@ -119,27 +120,27 @@ def erase(call: NodeCall, sequence: Operand, position: Operand = None) -> list[A
 
 
 @operator("SequenceLength")
-def length(call: NodeCall, sequence: Operand) -> torch.Tensor:
+def length(call: NodeCall, sequence: Operand) -> Tensor:
     """Count."""
     return torch.tensor(len(_list(call, sequence)))
 
 
 @operator("ConcatFromSequence")
-def concat(call: NodeCall, sequence: Operand) -> torch.Tensor:
+def concat(call: NodeCall, sequence: Operand) -> Tensor:
     """Join the elements along an axis, which may be new."""
     tensors = [call.tensor(value) for value in _list(call, sequence)]
     return (torch.stack if call.attribute("new_axis", 0) else torch.cat)(tensors, call.attribute("axis"))
 
 
 @operator("SplitToSequence")
-def split(call: NodeCall, x: Operand, sizes: Operand = None) -> list[Any]:
+def split(call: NodeCall, x: Tensor, sizes: Operand = None) -> list[Any]:
     """Cut along an axis."""
-    tensor, axis = call.tensor(x), call.attribute("axis", 0)
+    axis = call.attribute("axis", 0)
     if sizes is None:
-        parts = list(tensor.split(1, axis))
+        parts = list(x.split(1, axis))
         return parts if call.attribute("keepdims", 1) else [part.squeeze(axis) for part in parts]
     scalar = call.tensor(sizes).ndim == 0
-    return list(tensor.split(call.ints(sizes)[0] if scalar else call.ints(sizes), axis))
+    return list(x.split(call.ints(sizes)[0] if scalar else call.ints(sizes), axis))
 
 
 @operator("SequenceMap")
@@ -159,17 +160,16 @@ def optional(call: NodeCall, value: Operand = None) -> Any:
 
 
 @operator("OptionalHasElement")
-def has_element(call: NodeCall, value: Operand = None) -> torch.Tensor:
+def has_element(call: NodeCall, value: Operand = None) -> Tensor:
     """Say whether there is a value."""
     return torch.tensor(value is not None)
 
 
 @operator("ReverseSequence")
-def reverse_sequence(call: NodeCall, x: Operand, lengths: Operand) -> torch.Tensor:
+def reverse_sequence(call: NodeCall, tensor: Tensor, lengths: Tensor) -> Tensor:
     """Reverse the beginning of each sequence of a batch."""
-    tensor, time, batch = call.tensor(x), call.attribute("time_axis", 0), call.attribute("batch_axis", 1)
-    steps = torch.arange(tensor.shape[time])
-    ends = call.tensor(lengths).unsqueeze(-1)
+    time, batch = call.attribute("time_axis", 0), call.attribute("batch_axis", 1)
+    steps, ends = torch.arange(tensor.shape[time]), lengths.unsqueeze(-1)
     places = torch.where(steps < ends, ends - 1 - steps, steps)  # by batch, then time
     if time < batch:
         places = places.T

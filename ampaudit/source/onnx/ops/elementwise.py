@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Operand, check_size, operator
 
-__all__ = ["attribute_text", "cast_tensor", "named_dtype"]
+__all__ = ["UNARY", "WITH_ALPHA", "cast_tensor", "named_dtype"]
 
-_WITH_ALPHA: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
+WITH_ALPHA: dict[str, tuple[Callable[..., Tensor], float]] = {
     "Celu": (F.celu, 1.0), "Elu": (F.elu, 1.0), "LeakyRelu": (F.leaky_relu, 0.01),
 }  # fmt: skip
 _SELU = (1.67326319217681884765625, 1.05070102214813232421875)
-_UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
     "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
     "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "IsNaN": torch.isnan, "Log": torch.log,
@@ -27,43 +29,44 @@ _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "BitwiseNot": torch.bitwise_not, "HardSwish": F.hardswish, "Mish": F.mish, "Softplus": F.softplus,
     "Det": torch.det,
 }  # fmt: skip
-_BINARY: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+_BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul,
     "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
     "Equal": torch.eq, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt,
     "LessOrEqual": torch.le,
     "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
 }  # fmt: skip
+_SWAPPED = {
+    "Greater": "Less", "GreaterOrEqual": "LessOrEqual", "Less": "Greater", "LessOrEqual": "GreaterOrEqual",
+}  # fmt: skip
 _ALWAYS_TENSORS = {"And", "Or", "Xor"}
 
 
-@operator(*_UNARY)
-def unary(call: NodeCall, x: Operand) -> torch.Tensor:
+@operator(*UNARY)
+def unary(call: NodeCall, x: Tensor) -> Tensor:
     """Apply a function of one tensor."""
-    return _UNARY[call.node.op_type](call.tensor(x))
+    return UNARY[call.node.op_type](x)
 
 
 @operator(*_BINARY)
-def binary(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
+def binary(call: NodeCall, a: Operand, b: Operand) -> Tensor:
     """Apply a function of two tensors that are broadcast."""
     function = _BINARY[call.node.op_type]
     if call.node.op_type in _ALWAYS_TENSORS:
         return function(call.tensor(a), call.tensor(b))
     first, second = call.operand(a, b), call.operand(b, a)
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, Tensor):
         return function(first, second)
     if call.node.op_type == "Sub":
         return torch.rsub(second, first)
-    swapped = {"Greater": "Less", "GreaterOrEqual": "LessOrEqual", "Less": "Greater"}
-    swapped["LessOrEqual"] = "GreaterOrEqual"
-    return _BINARY[swapped.get(call.node.op_type, call.node.op_type)](second, first)
+    return _BINARY[_SWAPPED.get(call.node.op_type, call.node.op_type)](second, first)
 
 
 @operator("Div")
-def div(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
+def div(call: NodeCall, a: Operand, b: Operand) -> Tensor:
     """Divide; integers are truncated."""
     dividend, divisor = call.operand(a, b), call.operand(b, a)
-    if not isinstance(dividend, torch.Tensor):
+    if not isinstance(dividend, Tensor):
         dividend = call.tensor(a)
     if dividend.dtype not in FLOATS:
         return torch.div(dividend, divisor, rounding_mode="trunc")
@@ -71,9 +74,8 @@ def div(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
 
 
 @operator("Pow")
-def power(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
+def power(call: NodeCall, base: Tensor, b: Operand) -> Tensor:
     """Raise to a power; the result has the type of the base."""
-    base = call.tensor(a)
     exponent: Any = call.tensor(b)
     if isinstance(b, Known) and b.constant and b.real.numel() == 1 and b.real.ndim <= base.ndim:
         exponent = call.number(b)
@@ -83,42 +85,35 @@ def power(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
 
 
 @operator("Mod")
-def mod(call: NodeCall, a: Operand, b: Operand) -> torch.Tensor:
+def mod(call: NodeCall, a: Tensor, b: Operand) -> Tensor:
     """Compute a remainder, with the sign of the divisor, or of the dividend for fmod."""
     function = torch.fmod if call.attribute("fmod", 0) else torch.remainder
-    return function(call.tensor(a), call.operand(b, a))
+    return function(a, call.operand(b, a))
 
 
 @operator("Max", "Min")
-def extreme(call: NodeCall, *values: Operand) -> torch.Tensor:
+def extreme(call: NodeCall, *values: Tensor) -> Tensor:
     """Return the largest or smallest of several tensors."""
-    function = torch.maximum if call.node.op_type == "Max" else torch.minimum
-    result = call.tensor(values[0])
-    for value in values[1:]:
-        result = function(result, call.tensor(value))
-    return result
+    return reduce(torch.maximum if call.node.op_type == "Max" else torch.minimum, values)
 
 
 @operator("Sum", "Mean")
-def total(call: NodeCall, *values: Operand) -> torch.Tensor:
+def total(call: NodeCall, *values: Tensor) -> Tensor:
     """Add several tensors, or average them."""
-    result = call.tensor(values[0])
-    for value in values[1:]:
-        result = result + call.tensor(value)
+    result = reduce(torch.add, values)
     return result / len(values) if call.node.op_type == "Mean" else result
 
 
 @operator("Where")
-def where(call: NodeCall, condition: Operand, a: Operand, b: Operand) -> torch.Tensor:
+def where(call: NodeCall, selector: Tensor, a: Operand, b: Operand) -> Tensor:
     """Select from two tensors."""
-    selector = call.tensor(condition)
     for number, other, mask in ((a, b, lambda: selector), (b, a, lambda: ~selector)):
         if call.real or isinstance(other, Known) or not isinstance(number, Known):
             continue
         tensor = call.tensor(other)
         fill = call.operand(number, other)
         if (
-            not isinstance(fill, torch.Tensor)
+            not isinstance(fill, Tensor)
             and torch.broadcast_shapes(selector.shape, tensor.shape) == tensor.shape
         ):
             return torch.masked_fill(tensor, mask(), fill)
@@ -126,15 +121,14 @@ def where(call: NodeCall, condition: Operand, a: Operand, b: Operand) -> torch.T
 
 
 @operator("Cast")
-def cast(call: NodeCall, x: Operand) -> torch.Tensor:
+def cast(call: NodeCall, x: Tensor) -> Tensor:
     """Convert to another type."""
     import onnx_ir as ir
 
-    dtype = call.torch_dtype(ir.DataType(call.attribute("to")))
-    return cast_tensor(call, call.tensor(x), dtype)
+    return cast_tensor(call, x, call.torch_dtype(ir.DataType(call.attribute("to"))))
 
 
-def cast_tensor(call: NodeCall, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_tensor(call: NodeCall, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert; floats are truncated to integers, and saturate in float8 unless told otherwise."""
     if dtype.is_floating_point and dtype.itemsize == 1 and call.attribute("saturate", 1):
         limit = torch.finfo(dtype).max
@@ -145,10 +139,10 @@ def cast_tensor(call: NodeCall, tensor: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 @operator("CastLike")
-def cast_like(call: NodeCall, x: Operand, like: Operand) -> torch.Tensor:
+def cast_like(call: NodeCall, x: Tensor, like: Tensor) -> Tensor:
     """Convert to the type of another tensor."""
     call.refuse_few_bits(1)
-    return cast_tensor(call, call.tensor(x), call.tensor(like).dtype)
+    return cast_tensor(call, x, like.dtype)
 
 
 @operator("Identity")
@@ -158,18 +152,17 @@ def identity(call: NodeCall, x: Operand) -> Any:
 
 
 @operator("Dropout")
-def dropout(call: NodeCall, x: Operand, ratio: Operand = None, training: Operand = None) -> Any:
+def dropout(call: NodeCall, x: Tensor, ratio: Operand = None, training: Operand = None) -> Any:
     """Return the input, or drop elements at random if the graph says that it trains."""
-    tensor, share = call.tensor(x), call.attribute("ratio", 0.5) if ratio is None else call.number(ratio)
+    share = call.attribute("ratio", 0.5) if ratio is None else call.number(ratio)
     if training is not None and call.number(training) and share:
-        return torch.native_dropout(tensor, float(share), True)
-    return tensor, torch.ones_like(tensor, dtype=torch.bool)
+        return torch.native_dropout(x, float(share), True)
+    return x, torch.ones_like(x, dtype=torch.bool)
 
 
 @operator("Clip")
-def clip(call: NodeCall, x: Operand, low: Operand = None, high: Operand = None) -> torch.Tensor:
+def clip(call: NodeCall, tensor: Tensor, low: Operand = None, high: Operand = None) -> Tensor:
     """Limit to a range."""
-    tensor = call.tensor(x)
     if call.version < 11:
         return torch.clamp(tensor, call.attribute("min"), call.attribute("max"))
     ends = []
@@ -178,73 +171,72 @@ def clip(call: NodeCall, x: Operand, low: Operand = None, high: Operand = None) 
         ends.append(None if end is None else call.number(end) if number else call.tensor(end))
     if ends == [None, None]:
         return tensor
-    if any(isinstance(end, torch.Tensor) for end in ends):
-        for end, function in zip(ends, (torch.maximum, torch.minimum), strict=True):
-            tensor = tensor if end is None else function(tensor, torch.as_tensor(end, dtype=tensor.dtype))
-        return tensor
-    return torch.clamp(tensor, ends[0], ends[1])
+    if not any(isinstance(end, Tensor) for end in ends):
+        return torch.clamp(tensor, ends[0], ends[1])
+    for end, function in zip(ends, (torch.maximum, torch.minimum), strict=True):
+        tensor = tensor if end is None else function(tensor, torch.as_tensor(end, dtype=tensor.dtype))
+    return tensor
 
 
 @operator("Gelu")
 @operator("Gelu", domain="com.microsoft")
-def gelu(call: NodeCall, x: Operand) -> torch.Tensor:
+def gelu(call: NodeCall, x: Tensor) -> Tensor:
     """Apply the Gaussian error linear unit."""
-    return F.gelu(call.tensor(x), approximate=attribute_text(call, "approximate", "none"))
+    return F.gelu(x, approximate=call.attribute("approximate", "none"))
 
 
 @operator("FastGelu", "BiasGelu", domain="com.microsoft")
-def bias_gelu(call: NodeCall, x: Operand, bias: Operand = None) -> torch.Tensor:
+def bias_gelu(call: NodeCall, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add, then apply the Gaussian error linear unit."""
-    tensor = call.tensor(x) if bias is None else call.tensor(x) + call.tensor(bias)
-    return F.gelu(tensor, approximate="tanh" if call.node.op_type == "FastGelu" else "none")
+    return F.gelu(
+        x if bias is None else x + bias, approximate="tanh" if call.node.op_type == "FastGelu" else "none"
+    )
 
 
 @operator("Swish")
 @operator("QuickGelu", domain="com.microsoft")
-def swish(call: NodeCall, x: Operand) -> torch.Tensor:
+def swish(call: NodeCall, x: Tensor) -> Tensor:
     """Multiply by the sigmoid of a multiple."""
-    tensor = call.tensor(x)
     alpha = call.attribute("alpha", 1.0 if call.node.op_type == "Swish" else 1.702)
-    return F.silu(tensor) if alpha == 1 else tensor * torch.sigmoid(tensor * alpha)
+    return F.silu(x) if alpha == 1 else x * torch.sigmoid(x * alpha)
 
 
-@operator(*_WITH_ALPHA)
-def with_alpha(call: NodeCall, x: Operand) -> torch.Tensor:
+@operator(*WITH_ALPHA)
+def with_alpha(call: NodeCall, x: Tensor) -> Tensor:
     """Apply an activation with the parameter alpha."""
-    function, alpha = _WITH_ALPHA[call.node.op_type]
-    return function(call.tensor(x), call.attribute("alpha", alpha))
+    function, alpha = WITH_ALPHA[call.node.op_type]
+    return function(x, call.attribute("alpha", alpha))
 
 
 @operator("Selu")
-def selu(call: NodeCall, x: Operand) -> torch.Tensor:
+def selu(call: NodeCall, x: Tensor) -> Tensor:
     """Apply the scaled exponential linear unit."""
     alpha, gamma = call.attribute("alpha", _SELU[0]), call.attribute("gamma", _SELU[1])
     if math.isclose(alpha, _SELU[0], rel_tol=1e-4) and math.isclose(gamma, _SELU[1], rel_tol=1e-4):
-        return torch.selu(call.tensor(x))
-    result: torch.Tensor = torch.ops.aten.elu.default(call.tensor(x), alpha, gamma)
+        return torch.selu(x)
+    result: Tensor = torch.ops.aten.elu.default(x, alpha, gamma)
     return result
 
 
 @operator("PRelu")
-def prelu(call: NodeCall, x: Operand, slope: Operand) -> torch.Tensor:
+def prelu(call: NodeCall, x: Tensor, slopes: Tensor) -> Tensor:
     """Apply the rectifier with learned slopes."""
-    tensor, slopes = call.tensor(x), call.tensor(slope)
-    per_channel = tensor.ndim > 1 and list(slopes.shape) == [tensor.shape[1], *[1] * (tensor.ndim - 2)]
+    per_channel = x.ndim > 1 and list(slopes.shape) == [x.shape[1], *[1] * (x.ndim - 2)]
     if slopes.numel() == 1 or per_channel:
-        return F.prelu(tensor, slopes.reshape(-1))
-    return torch.where(tensor < 0, slopes * tensor, tensor)
+        return F.prelu(x, slopes.reshape(-1))
+    return torch.where(x < 0, slopes * x, x)
 
 
 @operator("ThresholdedRelu")
-def thresholded_relu(call: NodeCall, x: Operand) -> torch.Tensor:
+def thresholded_relu(call: NodeCall, x: Tensor) -> Tensor:
     """Keep what is above a threshold."""
-    return F.threshold(call.tensor(x), call.attribute("alpha", 1.0), 0.0)
+    return F.threshold(x, call.attribute("alpha", 1.0), 0.0)
 
 
 @operator("Shrink")
-def shrink(call: NodeCall, x: Operand) -> torch.Tensor:
+def shrink(call: NodeCall, tensor: Tensor) -> Tensor:
     """Move values towards zero."""
-    tensor, width, bias = call.tensor(x), call.attribute("lambd", 0.5), call.attribute("bias", 0.0)
+    width, bias = call.attribute("lambd", 0.5), call.attribute("bias", 0.0)
     if bias == 0 and tensor.is_floating_point():
         return F.hardshrink(tensor, width)
     if bias == width and tensor.is_floating_point():
@@ -254,18 +246,17 @@ def shrink(call: NodeCall, x: Operand) -> torch.Tensor:
 
 
 @operator("HardSigmoid")
-def hard_sigmoid(call: NodeCall, x: Operand) -> torch.Tensor:
+def hard_sigmoid(call: NodeCall, x: Tensor) -> Tensor:
     """Apply the piecewise linear sigmoid."""
     alpha, beta = call.attribute("alpha", 0.2), call.attribute("beta", 0.5)
     if math.isclose(alpha, 1 / 6, rel_tol=1e-5) and beta == 0.5:
-        return F.hardsigmoid(call.tensor(x))
-    return torch.clamp(call.tensor(x) * alpha + beta, 0, 1)
+        return F.hardsigmoid(x)
+    return torch.clamp(x * alpha + beta, 0, 1)
 
 
 @operator("Hardmax")
-def hardmax(call: NodeCall, x: Operand) -> torch.Tensor:
+def hardmax(call: NodeCall, tensor: Tensor) -> Tensor:
     """Set the first largest element to one, and the others to zero."""
-    tensor = call.tensor(x)
     axis = call.attribute("axis", -1 if call.version >= 13 else 1) % tensor.ndim
     shape = tensor.shape
     if call.version < 13:
@@ -275,42 +266,36 @@ def hardmax(call: NodeCall, x: Operand) -> torch.Tensor:
 
 
 @operator("IsInf")
-def is_inf(call: NodeCall, x: Operand) -> torch.Tensor:
+def is_inf(call: NodeCall, x: Tensor) -> Tensor:
     """Find infinities of one sign or both."""
-    tensor = call.tensor(x)
     above, below = call.attribute("detect_positive", 1), call.attribute("detect_negative", 1)
     if above and below:
-        return torch.isinf(tensor)
+        return torch.isinf(x)
     if above or below:
-        return torch.isposinf(tensor) if above else torch.isneginf(tensor)
-    return torch.zeros_like(tensor, dtype=torch.bool)
+        return torch.isposinf(x) if above else torch.isneginf(x)
+    return torch.zeros_like(x, dtype=torch.bool)
 
 
 @operator("BitShift")
-def bit_shift(call: NodeCall, x: Operand, amount: Operand) -> torch.Tensor:
+def bit_shift(call: NodeCall, x: Tensor, amount: Tensor) -> Tensor:
     """Shift bits, as int64 where torch has no kernel for the type."""
-    to_left = attribute_text(call, "direction", "") == "LEFT"
+    to_left = call.attribute("direction") == "LEFT"
     function = torch.bitwise_left_shift if to_left else torch.bitwise_right_shift
-    tensor = call.tensor(x)
-    return function(tensor.long(), call.tensor(amount).long()).to(tensor.dtype)
+    return function(x.long(), amount.long()).to(x.dtype)
 
 
 @operator("BitCast")
-def bit_cast(call: NodeCall, x: Operand) -> torch.Tensor:
+def bit_cast(call: NodeCall, x: Tensor) -> Tensor:
     """Read the bits as another type."""
-    dtype = named_dtype(call, "to", torch.float32)
-    return call.tensor(x).view(dtype)
+    return x.view(named_dtype(call, "to", torch.float32))
 
 
 @operator("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-def random(call: NodeCall, like: Operand = None) -> torch.Tensor:
+def random(call: NodeCall, like: Tensor | None = None) -> Tensor:
     """Draw from a normal or uniform distribution."""
-    if like is None:
-        shape, default = list(call.attribute("shape")), torch.float32
-        check_size(shape)
-    else:
-        shape, default = list(call.tensor(like).shape), call.tensor(like).dtype
-    dtype = named_dtype(call, "dtype", default)
+    shape = call.attribute("shape") if like is None else like.shape
+    check_size(shape)
+    dtype = named_dtype(call, "dtype", torch.float32 if like is None else like.dtype)
     if call.node.op_type.startswith("RandomNormal"):
         sample = torch.randn(shape, dtype=dtype)
         start, width = call.attribute("mean", 0.0), call.attribute("scale", 1.0)
@@ -322,16 +307,15 @@ def random(call: NodeCall, like: Operand = None) -> torch.Tensor:
 
 
 @operator("Bernoulli")
-def bernoulli(call: NodeCall, x: Operand) -> torch.Tensor:
+def bernoulli(call: NodeCall, x: Tensor) -> Tensor:
     """Draw zeros and ones."""
-    tensor = call.tensor(x)
-    return torch.bernoulli(tensor).to(named_dtype(call, "dtype", tensor.dtype))
+    return torch.bernoulli(x).to(named_dtype(call, "dtype", x.dtype))
 
 
 @operator("Multinomial")
-def multinomial(call: NodeCall, x: Operand) -> torch.Tensor:
+def multinomial(call: NodeCall, x: Tensor) -> Tensor:
     """Draw classes from logarithms of probabilities."""
-    sample = torch.multinomial(torch.softmax(call.tensor(x), -1), call.attribute("sample_size", 1), True)
+    sample = torch.multinomial(torch.softmax(x, -1), call.attribute("sample_size", 1), True)
     return sample.to(named_dtype(call, "dtype", torch.int32))
 
 
@@ -340,12 +324,4 @@ def named_dtype(call: NodeCall, name: str, default: torch.dtype) -> torch.dtype:
     import onnx_ir as ir
 
     number: Any = call.attribute(name)
-    if number is None:
-        return default
-    return call.torch_dtype(ir.DataType(number))
-
-
-def attribute_text(call: NodeCall, name: str, default: str) -> str:
-    """Return an attribute that is text."""
-    value = call.attribute(name, default)
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return default if number is None else call.torch_dtype(ir.DataType(number))

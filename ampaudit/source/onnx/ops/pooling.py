@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from ampaudit.source.onnx.ops.elementwise import attribute_text
-from ampaudit.source.onnx.ops.products import pads_of
+from ampaudit.source.onnx.ops.products import last_axis_first, pads_of
 from ampaudit.source.onnx.values import NodeCall, Operand, Unsupported, check_size, operator
 
 Array = np.ndarray[Any, Any]
@@ -38,27 +38,23 @@ class _Windows:
     given_after: list[int]
     plain: bool
 
-    def padded(self, tensor: torch.Tensor, fill: float) -> torch.Tensor:
+    def padded(self, tensor: Tensor, fill: float) -> Tensor:
         """Return a tensor with the padding around it."""
-        pairs = list(zip(self.before, self.after, strict=True))[::-1]
-        widths = [width for pair in pairs for width in pair]
+        widths = last_axis_first(self.before, self.after)
         return torch.constant_pad_nd(tensor, widths, fill) if any(widths) else tensor
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         """Return the windows of a padded tensor, each as one last axis."""
-        rank = len(self.kernel)
-        for axis, (width, stride, step) in enumerate(
-            zip(self.kernel, self.strides, self.dilations, strict=True)
-        ):
-            tensor = tensor.unfold(2 + axis, (width - 1) * step + 1, stride)[..., ::step]
-        return tensor.flatten(-rank)
+        axes = zip(self.kernel, self.strides, self.dilations, strict=True)
+        for axis, (width, stride, step) in enumerate(axes, 2):
+            tensor = tensor.unfold(axis, (width - 1) * step + 1, stride)[..., ::step]
+        return tensor.flatten(-len(self.kernel))
 
 
-def _windows(call: NodeCall, tensor: torch.Tensor) -> _Windows:
-    sizes, kernel = list(tensor.shape[2:]), list(call.attribute("kernel_shape"))
+def _windows(call: NodeCall, tensor: Tensor) -> _Windows:
+    sizes, kernel = list(tensor.shape[2:]), call.attribute("kernel_shape")
     rank = len(kernel)
-    strides = list(call.attribute("strides") or [1] * rank)
-    dilations = list(call.attribute("dilations") or [1] * rank)
+    strides, dilations = call.attribute("strides") or [1] * rank, call.attribute("dilations") or [1] * rank
     pads = pads_of(call, sizes, kernel, strides, dilations)
     before, given_after = pads[:rank], pads[rank:]
     up, after = call.attribute("ceil_mode", 0), []
@@ -77,32 +73,26 @@ def _windows(call: NodeCall, tensor: torch.Tensor) -> _Windows:
 
 
 @operator("AveragePool")
-def average_pool(call: NodeCall, x: Operand) -> Any:
+def average_pool(call: NodeCall, tensor: Tensor) -> Any:
     """Average windows."""
-    tensor = call.tensor(x)
     windows, with_pads = _windows(call, tensor), bool(call.attribute("count_include_pad", 0))
     if windows.plain and set(windows.dilations) == {1}:
         function: Any = _AVERAGES[len(windows.kernel) - 1]
         return function(tensor, windows.kernel, windows.strides, windows.before, count_include_pad=with_pads)
-    ones = torch.ones([1, 1, *tensor.shape[2:]], dtype=tensor.dtype)
     if with_pads:
-        pairs = list(zip(windows.before, windows.given_after, strict=True))[::-1]
-        ones = torch.ones(
-            [1, 1, *(s + b + a for s, (b, a) in zip(tensor.shape[2:], pairs[::-1], strict=True))],
-            dtype=tensor.dtype,
-        )
+        padded = zip(tensor.shape[2:], windows.before, windows.given_after, strict=True)
+        ones = torch.ones([1, 1, *map(sum, padded)], dtype=tensor.dtype)
         after = [a - g for a, g in zip(windows.after, windows.given_after, strict=True)]
-        ones = torch.constant_pad_nd(ones, [w for a in after[::-1] for w in (0, a)])
+        ones = torch.constant_pad_nd(ones, last_axis_first([0] * len(after), after))
     else:
-        ones = windows.padded(ones, 0.0)
+        ones = windows.padded(torch.ones([1, 1, *tensor.shape[2:]], dtype=tensor.dtype), 0.0)
     counts = windows.of(ones).sum(-1)
     return windows.of(windows.padded(tensor, 0.0)).sum(-1) / counts
 
 
 @operator("MaxPool")
-def max_pool(call: NodeCall, x: Operand) -> Any:
+def max_pool(call: NodeCall, tensor: Tensor) -> Any:
     """Take the largest element of each window."""
-    tensor = call.tensor(x)
     windows, rank = _windows(call, tensor), tensor.ndim - 2
     padded, before = tensor, windows.before
     if not windows.plain:
@@ -119,11 +109,11 @@ def max_pool(call: NodeCall, x: Operand) -> Any:
 
 
 def _whole_places(
-    call: NodeCall, places: torch.Tensor, tensor: torch.Tensor, padded: torch.Tensor, windows: _Windows
-) -> torch.Tensor:
+    call: NodeCall, places: Tensor, tensor: Tensor, padded: Tensor, windows: _Windows
+) -> Tensor:
     """Convert indices within a channel of the padded tensor to indices in the whole tensor."""
     before = [0] * len(windows.kernel) if padded is tensor else windows.before
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     sizes, rest = list(tensor.shape[2:]), places
     for size, first in list(zip(padded.shape[2:], before, strict=True))[::-1]:
         parts.insert(0, rest % size - first)
@@ -137,32 +127,29 @@ def _whole_places(
 
 
 @operator("LpPool")
-def lp_pool(call: NodeCall, x: Operand) -> Any:
+def lp_pool(call: NodeCall, x: Tensor) -> Any:
     """Take the norm of each window."""
-    tensor = call.tensor(x)
-    windows = _windows(call, tensor)
-    return torch.linalg.vector_norm(windows.of(windows.padded(tensor, 0.0)), call.attribute("p", 2), -1)
+    windows = _windows(call, x)
+    return torch.linalg.vector_norm(windows.of(windows.padded(x, 0.0)), call.attribute("p", 2), -1)
 
 
 @operator("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
-def global_pool(call: NodeCall, x: Operand) -> Any:
+def global_pool(call: NodeCall, x: Tensor) -> Any:
     """Reduce all axes after the channels."""
-    tensor, name = call.tensor(x), call.node.op_type
-    axes = list(range(2, tensor.ndim))
-    if name == "GlobalAveragePool":
-        return torch.mean(tensor, axes, keepdim=True)
-    if name == "GlobalMaxPool":
-        return torch.amax(tensor, axes, keepdim=True)
-    return torch.linalg.vector_norm(tensor, call.attribute("p", 2), axes, keepdim=True)
+    axes = list(range(2, x.ndim))
+    if call.node.op_type == "GlobalAveragePool":
+        return torch.mean(x, axes, keepdim=True)
+    if call.node.op_type == "GlobalMaxPool":
+        return torch.amax(x, axes, keepdim=True)
+    return torch.linalg.vector_norm(x, call.attribute("p", 2), axes, keepdim=True)
 
 
 @operator("MaxUnpool")
-def max_unpool(call: NodeCall, x: Operand, indices: Operand, shape: Operand = None) -> torch.Tensor:
+def max_unpool(call: NodeCall, tensor: Tensor, places: Tensor, shape: Operand = None) -> Tensor:
     """Put elements back to the positions that they were pooled from."""
-    tensor, places = call.tensor(x), call.tensor(indices)
-    kernel = list(call.attribute("kernel_shape"))
-    strides = list(call.attribute("strides") or [1] * len(kernel))
-    pads = list(call.attribute("pads") or [0] * (2 * len(kernel)))
+    kernel = call.attribute("kernel_shape")
+    strides = call.attribute("strides") or [1] * len(kernel)
+    pads = call.attribute("pads") or [0] * (2 * len(kernel))
     natural = [
         (size - 1) * stride + width - sum(pads[axis :: len(kernel)])
         for axis, (size, stride, width) in enumerate(zip(tensor.shape[2:], strides, kernel, strict=True))
@@ -171,17 +158,17 @@ def max_unpool(call: NodeCall, x: Operand, indices: Operand, shape: Operand = No
     sizes = base.shape if shape is None else torch.Size(call.ints(shape))
     # the places are those in the tensor before the pooling, which has the natural size
     spread = base.flatten().scatter(0, places.flatten(), tensor.flatten()).reshape(base.shape)
-    ends = [w for new, old in zip(sizes[::-1], base.shape[::-1], strict=True) for w in (0, new - old)]
-    return torch.constant_pad_nd(spread, ends) if any(ends) else spread
+    ends = [new - old for new, old in zip(sizes, base.shape, strict=True)]
+    return torch.constant_pad_nd(spread, last_axis_first([0] * len(ends), ends)) if any(ends) else spread
 
 
 @operator("Resize", "Upsample")
-def resize(call: NodeCall, x: Operand, *rest: Operand) -> torch.Tensor:
+def resize(call: NodeCall, x: Tensor, *rest: Operand) -> Tensor:
     """Interpolate along axes: as one op where torch has the same coordinates, else axis by axis."""
-    tensor = call.tensor(x)
+    tensor = x
     axes, sizes, scales, crop = _target(call, tensor, rest)
     check_size(sizes)
-    mode = attribute_text(call, "mode", "nearest")
+    mode = call.attribute("mode", "nearest")
     places = {
         axis: _coordinates(call, tensor.shape[axis], size, scale, crop.get(axis))
         for axis, size, scale in zip(axes, sizes, scales, strict=True)
@@ -201,14 +188,14 @@ def resize(call: NodeCall, x: Operand, *rest: Operand) -> torch.Tensor:
     if crop:
         outside = torch.zeros(tensor.shape, dtype=torch.bool)
         for axis, positions in places.items():
-            out = torch.tensor(((positions < 0) | (positions > call.tensor(x).shape[axis] - 1)).tolist())
+            out = torch.tensor(((positions < 0) | (positions > x.shape[axis] - 1)).tolist())
             outside = outside | out.reshape([-1 if a == axis else 1 for a in range(tensor.ndim)])
         tensor = torch.where(outside, call.attribute("extrapolation_value", 0.0), tensor)
     return tensor
 
 
 def _target(
-    call: NodeCall, tensor: torch.Tensor, rest: tuple[Operand, ...]
+    call: NodeCall, tensor: Tensor, rest: tuple[Operand, ...]
 ) -> tuple[list[int], list[int], list[float], dict[int, tuple[float, float]]]:
     """Return the axes, their new sizes and scales, and the cropped range of each axis."""
     axes = [axis % tensor.ndim for axis in call.attribute("axes") or range(tensor.ndim)]
@@ -216,18 +203,18 @@ def _target(
     roi, scales, sizes = (*rest, None, None, None)[:3]
     if call.version < 11 or call.node.op_type == "Upsample":
         roi, scales, sizes = None, roi, None
-    factors = list(call.attribute("scales") or []) or ([] if scales is None else call.floats(scales))
+    factors = call.attribute("scales") or ([] if scales is None else call.floats(scales))
     if factors:
         new = [math.floor(size * scale) for size, scale in zip(old, factors, strict=True)]
     else:
         new = call.ints(sizes)
         factors = [size / before for size, before in zip(new, old, strict=True)]
-        policy = attribute_text(call, "keep_aspect_ratio_policy", "stretch")
+        policy = call.attribute("keep_aspect_ratio_policy", "stretch")
         if policy != "stretch":
             factors = [min(factors) if policy == "not_larger" else max(factors)] * len(factors)
             new = [int(before * scale + 0.5) for before, scale in zip(old, factors, strict=True)]
     crop: dict[int, tuple[float, float]] = {}
-    if attribute_text(call, "coordinate_transformation_mode", "") == "tf_crop_and_resize":
+    if call.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
         ends = call.floats(roi)
         crop = {axis: (ends[i], ends[len(axes) + i]) for i, axis in enumerate(axes)}
     return axes, new, factors, crop
@@ -236,7 +223,7 @@ def _target(
 def _coordinates(call: NodeCall, old: int, new: int, scale: float, crop: tuple[float, float] | None) -> Array:
     """Return the input coordinate of each element along an axis of the output."""
     usual = "half_pixel" if call.node.op_type == "Resize" and call.version > 10 else "asymmetric"
-    mode = attribute_text(call, "coordinate_transformation_mode", usual)
+    mode = call.attribute("coordinate_transformation_mode", usual)
     y, width = np.arange(new, dtype=np.float64), scale * old
     if mode == "align_corners":
         return np.zeros(new) if width == 1 else y * (old - 1) / (width - 1)
@@ -254,9 +241,9 @@ def _coordinates(call: NodeCall, old: int, new: int, scale: float, crop: tuple[f
     return shift + (y + 0.5) / scale - 0.5
 
 
-def _nearest(call: NodeCall, tensor: torch.Tensor, places: dict[int, Array]) -> torch.Tensor:
+def _nearest(call: NodeCall, tensor: Tensor, places: dict[int, Array]) -> Tensor:
     old = call.node.op_type == "Upsample" or call.version < 11
-    how = attribute_text(call, "nearest_mode", "floor" if old else "round_prefer_floor")
+    how = call.attribute("nearest_mode", "floor" if old else "round_prefer_floor")
     rounding: Any = {
         "floor": np.floor,
         "ceil": np.ceil,
@@ -272,38 +259,36 @@ def _nearest(call: NodeCall, tensor: torch.Tensor, places: dict[int, Array]) -> 
         for axis, positions in indices.items()
     )
     if usual and tensor.ndim in _LINEAR and min(indices, default=2) > 1 and tensor.is_floating_point():
-        sizes = _sizes(tensor, indices)
-        return F.interpolate(tensor, size=sizes, mode="nearest")
+        return F.interpolate(tensor, size=_sizes(tensor, indices), mode="nearest")
     for axis, positions in indices.items():
         tensor = tensor.index_select(axis, torch.tensor(positions.tolist(), dtype=torch.int64))
     return tensor
 
 
-def _sizes(tensor: torch.Tensor, places: dict[int, Array]) -> list[int]:
+def _sizes(tensor: Tensor, places: dict[int, Array]) -> list[int]:
     """Return the new sizes of the axes after the channels."""
     return [len(places[axis]) if axis in places else tensor.shape[axis] for axis in range(2, tensor.ndim)]
 
 
-def _as_one_op(
-    call: NodeCall, tensor: torch.Tensor, places: dict[int, Array], mode: str
-) -> torch.Tensor | None:
+def _as_one_op(call: NodeCall, tensor: Tensor, places: dict[int, Array], mode: str) -> Tensor | None:
     """Interpolate with torch's op; ``None`` if its coordinates differ."""
     name = _LINEAR.get(tensor.ndim) if mode == "linear" else "bicubic" if tensor.ndim == 4 else None
     plain = not call.attribute("antialias", 0) and not call.attribute("exclude_outside", 0)
     plain = plain and call.attribute("cubic_coeff_a", -0.75) == -0.75
     if name is None or not plain or min(places, default=2) < 2:
         return None
-    sizes = _sizes(tensor, places)
     for aligned in (False, True):
-        same = True
-        for axis, positions in places.items():
-            old, new = tensor.shape[axis], len(positions)
-            y = np.arange(new)
-            theirs = y * ((old - 1) / max(new - 1, 1)) if aligned else (y + 0.5) * (old / new) - 0.5
-            same = same and np.allclose(theirs, positions, rtol=0, atol=1e-6)
-        if same:
-            return F.interpolate(tensor, size=sizes, mode=name, align_corners=aligned)
+        if all(_is_usual(tensor.shape[axis], positions, aligned) for axis, positions in places.items()):
+            return F.interpolate(tensor, size=_sizes(tensor, places), mode=name, align_corners=aligned)
     return None
+
+
+def _is_usual(old: int, places: Array, aligned: bool) -> bool:
+    """Return whether coordinates along an axis of this size are those of torch."""
+    new = len(places)
+    y = np.arange(new)
+    theirs = y * ((old - 1) / max(new - 1, 1)) if aligned else (y + 0.5) * (old / new) - 0.5
+    return np.allclose(theirs, places, rtol=0, atol=1e-6)
 
 
 def _weights(call: NodeCall, places: Array, old: int, scale: float, mode: str) -> Array:
@@ -315,8 +300,9 @@ def _weights(call: NodeCall, places: Array, old: int, scale: float, mode: str) -
     reach = (1 if mode == "linear" else 2) / less
     first, last = math.floor(-reach) + 1, -(math.floor(-reach) + 1) + 1
     steps = np.arange(first, last + 1)
-    kernel = _triangle if mode == "linear" else _cubic(call.attribute("cubic_coeff_a", -0.75))
-    taps = kernel(np.abs(less * (steps[None, :] - ratio[:, None])))
+    distance: Array = np.abs(less * (steps[None, :] - ratio[:, None]))
+    cubic = call.attribute("cubic_coeff_a", -0.75)
+    taps = np.clip(1 - distance, 0, 1) if mode == "linear" else _cubic(distance, cubic)
     index = base[:, None] + steps[None, :]
     if call.attribute("exclude_outside", 0):
         taps = np.where((index < 0) | (index >= old), 0.0, taps)
@@ -326,42 +312,32 @@ def _weights(call: NodeCall, places: Array, old: int, scale: float, mode: str) -
     return matrix
 
 
-def _triangle(distance: Array) -> Array:
-    kernel: Array = np.clip(1 - distance, 0, 1)
-    return kernel
-
-
-def _cubic(a: float) -> Any:
-    def kernel(d: Array) -> Array:
-        near = (a + 2) * d**3 - (a + 3) * d**2 + 1
-        far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
-        return np.where(d <= 1, near, np.where(d < 2, far, 0.0))
-
-    return kernel
+def _cubic(d: Array, a: float) -> Array:
+    near = (a + 2) * d**3 - (a + 3) * d**2 + 1
+    far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
+    return np.where(d <= 1, near, np.where(d < 2, far, 0.0))
 
 
 @operator("GridSample")
-def grid_sample(call: NodeCall, x: Operand, grid: Operand) -> torch.Tensor:
+def grid_sample(call: NodeCall, x: Tensor, grid: Tensor) -> Tensor:
     """Take values at computed places."""
-    mode = attribute_text(call, "mode", "bilinear")
+    mode = call.attribute("mode", "bilinear")
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
-    tensor = call.tensor(x)
-    if mode == "bicubic" and tensor.ndim != 4:
+    if mode == "bicubic" and x.ndim != 4:
         raise Unsupported("torch has no cubic interpolation of volumes")
-    padding = attribute_text(call, "padding_mode", "zeros")
-    aligned = bool(call.attribute("align_corners", 0))
-    return F.grid_sample(tensor, call.tensor(grid), mode, padding, aligned)
+    padding = call.attribute("padding_mode", "zeros")
+    return F.grid_sample(x, grid, mode, padding, bool(call.attribute("align_corners", 0)))
 
 
 @operator("Col2Im")
-def col2im(call: NodeCall, x: Operand, image: Operand, block: Operand) -> torch.Tensor:
+def col2im(call: NodeCall, x: Tensor, image: Operand, block: Operand) -> Tensor:
     """Add up blocks."""
     sizes, kernel = call.ints(image), call.ints(block)
     if len(sizes) != 2:
         raise Unsupported("torch adds up only blocks with two axes")
-    pads = list(call.attribute("pads") or [0] * 4)
-    strides, dilations = (list(call.attribute(name) or [1, 1]) for name in ("strides", "dilations"))
+    pads = call.attribute("pads") or [0] * 4
+    strides, dilations = (call.attribute(name) or [1, 1] for name in ("strides", "dilations"))
     wide = [size + before + after for size, before, after in zip(sizes, pads[:2], pads[2:], strict=True)]
     fold: Any = F.fold  # whose annotations leave out lists
-    folded: torch.Tensor = fold(call.tensor(x), wide, kernel, dilations, 0, strides)
+    folded: Tensor = fold(x, wide, kernel, dilations, 0, strides)
     return folded.narrow(2, pads[0], sizes[0]).narrow(3, pads[1], sizes[1])
