@@ -72,11 +72,7 @@ def has_inputs(module: ModuleType) -> bool:
 def batches_of(module: ModuleType, count: int, seed: int, sizes: Mapping[str, int]) -> tuple[Batch, ...]:
     """Return up to ``count`` batches from batches() or from repeated calls of example_inputs().
 
-    Args:
-        module: Module of the input file.
-        count: Number of batches.
-        seed: Random seed.
-        sizes: Arguments for these functions, such as ``length``.
+    ``sizes`` are arguments for these functions, such as ``length``.
 
     Raises:
         InputError: Neither function exists, or its result is not an input.
@@ -133,11 +129,7 @@ def inputs_from(
 ) -> tuple[Sized, Functions, InputsInfo]:
     """Return the batch function for --inputs, and the file's loss(), metric() and optimizer().
 
-    Args:
-        options: Options whose ``inputs`` is a Python file or the directory of a recording.
-        model: Model that takes the batches.
-        *modules: Fallbacks for functions that the file does not define.
-        same_model: Whether the model has the parameter names of the recorded module.
+    Functions that the file lacks come from the other modules. For ``same_model`` see ``recorded_calls``.
 
     Raises:
         InputError, SourceError: See ``batches_of``, ``recorded_calls`` and ``module_from_file``.
@@ -311,16 +303,9 @@ def _is_cache(kind: type) -> bool:
 
 
 class Rebuilder:
-    """Rebuilds the arguments of one recorded call.
+    """Rebuilds the arguments of one recorded call from its JSON file, and counts the bytes of its tensors.
 
-    Args:
-        path: Path of the call's JSON file, for errors.
-        tensors: Tensors of the call by name.
-        classes: Classes that the call may name.
-        widened: Whether 16-bit dtypes become float32.
-
-    Attributes:
-        needs: Bytes of all tensors.
+    With ``widened``, 16-bit dtypes become float32.
     """
 
     def __init__(
@@ -328,7 +313,7 @@ class Rebuilder:
     ) -> None:
         self.needs = 0
         self._path, self._tensors, self._classes, self._widened = path, tensors, classes, widened
-        self._views: dict[_ViewKey, torch.Tensor] = {}
+        self._views: dict[tuple[object, ...], torch.Tensor] = {}
 
     def rebuild(self, value: Any, place: str) -> Any:
         """Rebuild a value from its JSON.
@@ -379,7 +364,7 @@ class Rebuilder:
         self.needs += tensor.numel() * dtype.itemsize
         return self._views.setdefault(key, tensor)
 
-    def _named_class(self, name: Any, place: str) -> type:
+    def _named_class(self, name: Any, place: str, fits: Callable[[type], bool] | None = None) -> type:
         kind = self._classes.find(name) if isinstance(name, str) else None
         if kind is None:
             raise InputError(
@@ -387,6 +372,8 @@ class Rebuilder:
                 "which the model's code does not know",
                 hint="import the class in the file that defines the model",
             )
+        if fits is not None and not fits(kind):
+            raise self._error(place, f"is not a valid {kind.__name__}")
         return kind
 
     def _instance(self, content: Any, place: str, allowed: Callable[[type], bool]) -> Any:
@@ -412,16 +399,18 @@ class Rebuilder:
 
     def _namedtuple(self, content: Any, place: str) -> Any:
         name, items = content
-        kind = self._named_class(name, place)
-        if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(items):
-            raise self._error(place, f"is not a valid {kind.__name__}")
+        kind: Any = self._named_class(
+            name,
+            place,
+            lambda kind: issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(items),
+        )
         return tuple.__new__(kind, self._items(items, place))
 
     def _enum(self, content: Any, place: str) -> Any:
         name, member = content
-        kind = self._named_class(name, place)
-        if not issubclass(kind, enum.Enum) or member not in kind.__members__:
-            raise self._error(place, f"is not a valid {kind.__name__}")
+        kind: Any = self._named_class(
+            name, place, lambda kind: issubclass(kind, enum.Enum) and member in kind.__members__
+        )
         return kind.__members__[member]
 
     def _dict(self, content: Any, place: str) -> dict[Any, Any]:
@@ -438,7 +427,6 @@ class Rebuilder:
         return InputError(f"{describe_path(self._path)}: {describe(place)} {what}", hint=_HINT)
 
 
-_ViewKey = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
 _Builder = Callable[[Rebuilder, Any, str], Any]
 
 
@@ -550,13 +538,9 @@ def structure_of(module: nn.Module) -> dict[str, Any]:
 def recorded_calls(
     directory: Path, count: int | None, model: nn.Module, *, same_model: bool = True
 ) -> tuple[tuple[Batch, ...], InputsInfo]:
-    """Read up to ``count`` calls of a recording as named batches.
+    """Read up to ``count`` calls of a recording, or all, as named batches.
 
-    Args:
-        directory: Directory of the recording.
-        count: Maximum number of calls; ``None`` for all.
-        model: Model to call.
-        same_model: Whether the model must have the parameters of the recorded module.
+    With ``same_model``, the model must have the parameters of the recorded module.
 
     Raises:
         InputError: The recording is missing, inconsistent, or of another model.
@@ -565,27 +549,20 @@ def recorded_calls(
     if same_model:
         _check_model(directory, recording, model)
     files = _files(directory, recording)
-    selection = files[:count]
-    widen = _needs_widening(recording, model)
-    classes = KnownClasses(model)
-    calls = [_read(file, classes, widen=widen) for file in selection]
+    widen, classes = _needs_widening(recording, model), KnownClasses(model)
+    calls = [_read(file, classes, widen=widen) for file in files[:count]]
     _check_memory(directory, calls, widen=widen)
-    batches = tuple(call.batch(widen=widen) for call in calls)
+    batches = tuple(call.batch.mapped(_widened) if call.widened else call.batch for call in calls)
     return batches, InputsInfo("given", _describe_calls(directory, recording, calls, len(files)))
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredCall:
     number: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    batch: Batch
     training: bool
-    autocast: bool
-    needs: int
-
-    def batch(self, *, widen: bool) -> Batch:
-        batch = Batch(self.args, self.kwargs, name=f"call {self.number}")
-        return batch.mapped(_widened) if widen and not self.autocast else batch
+    widened: bool
+    needs: int  # bytes
 
 
 def _read_recording(directory: Path) -> _Recording:
@@ -631,10 +608,12 @@ def _read(path: Path, classes: KnownClasses, *, widen: bool) -> _StoredCall:
         tensors = map_checkpoint(values).tensors if values.exists() else {}
     except WeightsError as error:
         raise InputError(str(error.args[0]), hint=_HINT) from error
-    rebuilder = Rebuilder(path, tensors, classes, widened=widen and not call.autocast)
+    widened = widen and not call.autocast
+    rebuilder = Rebuilder(path, tensors, classes, widened=widened)
     args = tuple(rebuilder.rebuild(value, f"input[{index}]") for index, value in enumerate(call.positional))
     kwargs = {name: rebuilder.rebuild(value, name) for name, value in call.named.items()}
-    return _StoredCall(call.call, args, kwargs, call.training, bool(call.autocast), rebuilder.needs)
+    batch = Batch(args, kwargs, name=f"call {call.call}")
+    return _StoredCall(call.call, batch, call.training, widened, rebuilder.needs)
 
 
 def _needs_widening(recording: _Recording, model: nn.Module) -> bool:
