@@ -39,26 +39,21 @@ def stepping(
 ) -> tuple[tuple[Batch, ...], NextInputs, str]:
     """Return the batches of the first step, the function for later inputs, and its description.
 
-    Args:
-        model: Model to step.
-        batches: Batches from the user.
-        declared: The user's function or diffusion scheduler; ``None`` for the built-in functions.
-        steps: Number of steps.
+    ``declared`` is the user's function or diffusion scheduler; ``None`` asks for the built-in functions.
 
     Raises:
         UsageError: ``declared`` is neither, or cannot provide that many steps.
     """
-    if is_scheduler(declared):
-        function = DiffusionSteps(declared)
+    if callable(getattr(declared, "step", None)) and hasattr(declared, "timesteps"):  # as in Diffusers
         first = tuple(DiffusionSteps(declared).first(batch, steps) for batch in batches)
-        return first, function, f"the sample, by {type(declared).__name__}"
-    if declared is not None and not callable(declared):
+        return first, DiffusionSteps(declared), f"the sample, by {type(declared).__name__}"
+    if callable(declared):
+        return tuple(batches), declared, NEXT_INPUTS
+    if declared is not None:
         raise UsageError(
             f"next_inputs is of type {type(declared).__name__}",
             hint=f"declare a function {NEXT_INPUTS}, or a scheduler with step() and timesteps",
         )
-    if declared is not None:
-        return tuple(batches), declared, NEXT_INPUTS
     if can_generate(model):
         return *plan_decoding(model, batches, steps), "the most likely token and the cache (built in)"
     return tuple(batches), recurrent, "outputs that are like inputs (built in)"
@@ -168,12 +163,10 @@ def plan_decoding(
     """
     if getattr(model, "_is_stateful", False):
         raise UsageError(f"--steps: {type(model).__name__} has a cache of its own kind", hint=_NEXT_INPUTS)
-    first, function = (
-        (_first_of_decoder, _next_of_decoder)
-        if model.config.is_encoder_decoder
-        else (_first_of_causal, _next_of_causal)
-    )
-    return tuple(first(model, _by_name(model, batch), steps) for batch in batches), function
+    inputs = [_by_name(model, batch) for batch in batches]
+    if model.config.is_encoder_decoder:
+        return tuple(_first_of_decoder(model, values, steps) for values in inputs), _next_of_decoder
+    return tuple(_first_of_causal(model, values, steps) for values in inputs), _next_of_causal
 
 
 def _by_name(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -221,12 +214,8 @@ def _first_of_causal(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
     length, mask = ids.shape[1] + steps, inputs.get("attention_mask")
     if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
         order = mask.bool().int().argsort(dim=1, stable=True)  # padding to the left, as generate() wants it
-        inputs = {
-            **inputs,
-            "input_ids": (ids := ids.gather(1, order)),
-            "attention_mask": mask.gather(1, order),
-        }
-        mask = inputs["attention_mask"]
+        ids, mask = ids.gather(1, order), mask.gather(1, order)
+        inputs = {**inputs, "input_ids": ids, "attention_mask": mask}
     kwargs = {**inputs, "past_key_values": _static_cache(model, length), "use_cache": True}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters and not any("pixel" in name or "image" in name for name in inputs):
@@ -238,15 +227,17 @@ def _first_of_causal(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
 
 
 def _next_of_causal(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    unchanged = {name: value for name, value in inputs.items() if name in _UNCHANGED}
+    following = _after(outputs, inputs, "input_ids")
     if "position_ids" in inputs:
-        unchanged["position_ids"] = inputs["position_ids"][:, -1:] + 1
-    return {
-        **dict.fromkeys(inputs),
-        **unchanged,
-        "input_ids": outputs.logits[:, -1:].argmax(-1),
-        "past_key_values": outputs.past_key_values,
-    }
+        following["position_ids"] = inputs["position_ids"][:, -1:] + 1
+    return following
+
+
+def _after(outputs: Any, inputs: dict[str, Any], ids: str) -> dict[str, Any]:
+    """Return the inputs with the most likely token and the cache; others that change become ``None``."""
+    unchanged = {name: value if name in _UNCHANGED else None for name, value in inputs.items()}
+    token = outputs.logits[:, -1:].argmax(-1)
+    return {**unchanged, ids: token, "past_key_values": outputs.past_key_values}
 
 
 def _first_of_decoder(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
@@ -270,19 +261,8 @@ def _first_of_decoder(model: Any, inputs: dict[str, Any], steps: int) -> Batch:
 def _next_of_decoder(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     from transformers.modeling_outputs import BaseModelOutput
 
-    unchanged = {name: value for name, value in inputs.items() if name in _UNCHANGED}
-    return {
-        **dict.fromkeys(inputs),
-        **unchanged,
-        "encoder_outputs": BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state),
-        "decoder_input_ids": outputs.logits[:, -1:].argmax(-1),
-        "past_key_values": outputs.past_key_values,
-    }
-
-
-def is_scheduler(value: Any) -> bool:
-    """Return whether a value has ``step`` and ``timesteps``, as the schedulers of Diffusers do."""
-    return callable(getattr(value, "step", None)) and hasattr(value, "timesteps")
+    encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
+    return _after(outputs, inputs, "decoder_input_ids") | {"encoder_outputs": encoded}
 
 
 class DiffusionSteps:
