@@ -109,13 +109,12 @@ def _model(module: ModuleType, factory: str | None, arguments: str, location: st
     if target is None:
         raise SourceError(f"{location}: {factory!r} is not defined", hint="check the name after the colon")
     name = factory or getattr(target, "__name__", "get_model")
-    if isinstance(target, nn.Module) and not arguments:
+    if isinstance(target, nn.Module):
+        if arguments:
+            raise SourceError(f"{location}: {name} is a model already, and takes no --args")
         return auditable(target)
-    if isinstance(target, nn.Module) or not callable(target):
-        what = (
-            "is a model already, and takes no --args" if isinstance(target, nn.Module) else "is not callable"
-        )
-        raise SourceError(f"{location}: {name} {what}")
+    if not callable(target):
+        raise SourceError(f"{location}: {name} is not callable")
     _check_arguments(target, args, kwargs, f"{location}: {name}")
     with calling_user_code(f"{location}: {name}({arguments})"):
         model = target(*args, **kwargs)
@@ -182,27 +181,20 @@ def _only_module_class(module: ModuleType, location: str, *, any_arguments: bool
 
 def _required_parameters(cls: type[nn.Module]) -> list[str]:
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    free_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in free_kinds]
+    return [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class InputDescription:
-    """A described input, as ``--input`` takes it.
+    """A described input, as ``--input`` takes it."""
 
-    Attributes:
-        name: Argument name; empty for the next positional argument.
-        sizes: Shape of the tensor.
-        dtype: Dtype of the tensor.
-        low: Lower bound; ``None`` for normally distributed floats and for booleans.
-        high: Upper bound, exclusive for integers.
-    """
-
-    name: str
+    name: str  # of the argument; empty for the next positional one
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    low: float | None = None
-    high: float | None = None
+    low: float | None = None  # for normally distributed floats and for booleans
+    high: float | None = None  # exclusive for integers
 
     def sample(self) -> torch.Tensor:
         """Return a random tensor."""
@@ -227,12 +219,7 @@ class InputDescription:
 
 
 def described_batches(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[Batch, ...], InputsInfo]:
-    """Return random batches and their description.
-
-    Args:
-        texts: Descriptions of the inputs; positional ones in order.
-        count: Number of batches.
-        seed: Random seed.
+    """Return random batches of the described inputs, and words for a report.
 
     Raises:
         UsageError: A description cannot be read, or a name occurs twice.
@@ -244,14 +231,9 @@ def described_batches(texts: Sequence[str], count: int, seed: int) -> tuple[tupl
     torch.manual_seed(seed + INPUT_SEED_OFFSET)
     batches = []
     for _ in range(count):
-        tensors = [each.sample() for each in described]
-        pairs = list(zip(described, tensors, strict=True))
-        batches.append(
-            Batch(
-                tuple(tensor for each, tensor in pairs if not each.name),
-                {each.name: tensor for each, tensor in pairs if each.name},
-            )
-        )
+        tensors = [(each.name, each.sample()) for each in described]
+        args = tuple(tensor for name, tensor in tensors if not name)
+        batches.append(Batch(args, {name: tensor for name, tensor in tensors if name}))
     words = "; ".join(each.in_words(number) for number, each in enumerate(described))
     return tuple(batches), InputsInfo("random", words)
 
@@ -279,8 +261,7 @@ def read_description(text: str) -> InputDescription:
             hint = f"say how far: {describe(text)}@1000 for 0 to 999"
             raise UsageError(f"--input {describe(text)}: integers need a range", hint=hint)
         return InputDescription(name, dimensions, dtype)
-    low, high = _range(text, span, dtype)
-    return InputDescription(name, dimensions, dtype, low, high)
+    return InputDescription(name, dimensions, dtype, *_range(text, span, dtype))
 
 
 def _range(text: str, span: str, dtype: torch.dtype) -> tuple[float, float]:
@@ -320,23 +301,17 @@ def runnable(model: nn.Module, what: str) -> nn.Module:
             f"{what} is a TorchScript program, whose ops have no Python code to audit",
             hint="give the Python model that it was made from, or export that with torch.export.save",
         )
-    base = _lightning(model)
-    if base is None or type(model).forward is not base.forward or not _overrides(model, "training_step"):
+    if _overrides(model, "forward") or not _overrides(model, "training_step"):
         return model
-    stepping = copy.copy(model)
-    kind = type(model)
+    stepping, kind = copy.copy(model), type(model)
     methods = {"forward": _run_step, "log": _ignore, "log_dict": _ignore, "__module__": kind.__module__}
     stepping.__class__ = type(kind.__name__, (kind,), methods)
     return stepping
 
 
-def _lightning(model: nn.Module) -> Any:
-    """Return a module's LightningModule base class, without importing Lightning."""
-    return next((base for base in type(model).__mro__ if base.__name__ == "LightningModule"), None)
-
-
 def _overrides(model: nn.Module, name: str) -> bool:
-    base = _lightning(model)
+    """Return whether a module overrides a method of LightningModule, which is not imported for it."""
+    base = next((base for base in type(model).__mro__ if base.__name__ == "LightningModule"), None)
     return base is not None and getattr(type(model), name) is not getattr(base, name)
 
 
