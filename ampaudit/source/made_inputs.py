@@ -97,16 +97,10 @@ _DTYPES = (torch.int64, torch.float32, torch.bool)
 
 @dataclass(frozen=True, slots=True)
 class SampleSet:
-    """Ordered samples of one kind.
+    """Ordered samples of one kind, and the name of their file or directory."""
 
-    Attributes:
-        items: Texts, lists of chat messages, images, or mono recordings.
-        total: Number of samples; ``None`` for the endless built-in ones.
-        name: Name of the file or directory.
-    """
-
-    items: Iterable[Any]
-    total: int | None = None
+    items: Iterable[Any]  # texts, lists of chat messages, images, or mono recordings
+    total: int | None = None  # for the built-in ones, which never end
     name: str = ""
 
 
@@ -289,13 +283,9 @@ class MadeInputs(TypedDict):
 
 
 def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool = False) -> MadeInputs:
-    """Generate batches of inputs for a model.
+    """Generate batches of inputs for a model of Transformers, on any device.
 
-    Args:
-        model: Model of Transformers, on any device.
-        request: Files, number of batches and seed.
-        folder: Directory with ``config.json`` and the processor's files.
-        trust: Whether code in the folder may run.
+    The folder holds ``config.json`` and the processor's files; with ``trust``, its code may run.
 
     Raises:
         InputError: A file cannot be used, or inputs of this kind cannot be generated.
@@ -359,9 +349,8 @@ def _process(model: Any, processor: Processor, request: InputRequest) -> MadeInp
     if cut := sum(processor.cut[: samples.get("text", _NOTHING).total or 0]):  # of the user's texts
         words[0] += f", {cut} cut to {processor.length} tokens"
     words += [f"random {', '.join(added)}"] if added else []
-    origin: Literal["file", "sample", "random"]
     built_in = any(sample_set.total is None for sample_set in samples.values())
-    origin = "random" if added else "sample" if built_in else "file"
+    origin: Literal["file", "sample", "random"] = "random" if added else "sample" if built_in else "file"
     return MadeInputs(batches=completed, origin=origin, detail="; ".join(words))
 
 
@@ -428,15 +417,17 @@ def resize_batches(
 ) -> tuple[Batch, ...]:
     """Resize batches: repeat or truncate rows to ``batch``, and tokens or audio samples to ``length``.
 
-    Args:
-        batches: Generated inputs.
-        special: Placeholder token ids; tokens up to the last of them stay unchanged.
-        sizes: New sizes by the name of the axis.
+    Tokens up to the last of the ``special`` ones, the placeholders, stay unchanged.
 
     Raises:
         UsageError: The inputs have no such axis, or the length leaves no room for text after an image.
     """
-    names = {n for n in _SEQUENCES for batch in batches if n in batch and not _is_picture(n, batch[n])}
+    names = {  # an input named like a waveform may be a spectrogram
+        name
+        for batch in batches
+        for name in _SEQUENCES
+        if name in batch and (name != "input_values" or batch[name].dim() == 2)
+    }
     axes = ["length", "batch"] if names else ["batch"]
     for axis in sizes:
         if axis not in axes:
@@ -472,11 +463,6 @@ def _at_length(tensor: Tensor, fixed: int, size: int) -> Tensor:
     return torch.cat([tensor[..., :fixed], text], -1)
 
 
-def _is_picture(name: str, tensor: Tensor) -> bool:
-    """Return whether an input named like a waveform is a spectrogram."""
-    return name == "input_values" and tensor.dim() != 2
-
-
 def _repeated_along(tensor: Tensor, dim: int, size: int) -> Tensor:
     return tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
 
@@ -505,25 +491,15 @@ def check_ids(model: Any, batches: Iterable[dict[str, Tensor]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Random inputs of a modality, and the placeholders for their features.
-
-    Attributes:
-        name: Name of the main input.
-        sizes: Shape of the main input; empty if the batches contain it.
-        others: Further inputs.
-        token: Placeholder token id.
-        kind: Value of the placeholders in ``mm_token_type_ids``.
-        longest: Maximum number of tokens in a row.
-        count: Number of placeholders in each row.
-    """
+    """Random inputs of a modality, the main one and others, and the placeholders for their features."""
 
     name: str
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the main input; empty if the batches contain it
     others: Mapping[str, Tensor]
-    token: int
-    kind: int
-    longest: int | None
-    count: int = 0
+    token: int  # id of a placeholder
+    kind: int  # value of the placeholders in ``mm_token_type_ids``
+    longest: int | None  # number of tokens in a row
+    count: int = 0  # of placeholders in each row
 
 
 _Layouts = Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]  # sizes of the main input, and other inputs
@@ -531,20 +507,13 @@ _Layouts = Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]  # sizes of the m
 
 @dataclass(frozen=True, slots=True)
 class _Modality:
-    """The names that Transformers uses for a modality.
-
-    Attributes:
-        name: Name of the main input.
-        tokens: Settings that may hold the placeholder.
-        method: Name of the method that returns features.
-        kind: See ``Fusion``.
-        layouts: Candidate inputs for a model, its input names and a number of rows; usual ones first.
-    """
+    """The names that Transformers uses for a modality; see also ``Fusion``."""
 
     name: str
-    tokens: tuple[str, ...]
-    method: str
+    tokens: tuple[str, ...]  # settings that may hold the placeholder
+    method: str  # returns features
     kind: int
+    # candidate inputs for a model, its input names and a number of rows; usual ones first
     layouts: Callable[[Any, Collection[str], int], _Layouts]
 
 
