@@ -96,12 +96,9 @@ def copy_processor(directory: Path, folder: Path) -> None:
 
 
 class Processor:
-    """The parts of a processor that produce inputs for a model.
+    """The parts of a processor that produce inputs for a model of Transformers, on any device.
 
-    Args:
-        model: Model of Transformers, on any device.
-        folder: Directory with the processor's files and ``config.json``.
-        trust: Whether code in the folder may run.
+    The folder holds the processor's files and ``config.json``; with ``trust``, its code may run.
 
     Attributes:
         parts: Tokenizer, image processor and feature extractor, by kind.
@@ -159,7 +156,7 @@ class Processor:
         starts = range(0, len(next(iter(columns.values()))), rows)
         batches = ({kind: items[start : start + rows] for kind, items in columns.items()} for start in starts)
         encodings = [_tensors(self._batch(batch, length)) for batch in batches]
-        ids = (batch[name] for batch in encodings for name in _PARTS["text"][2] if name in batch)
+        ids = [batch[name] for batch in encodings for name in _PARTS["text"][2] if name in batch]
         self.length = max((tensor.shape[1] for tensor in ids), default=0)
         self.cut = [tokens > self.length for tokens in lengths]
         return encodings
@@ -243,10 +240,10 @@ class Processor:
         config = text_config(self._config)
         positions = getattr(config, "max_position_embeddings", None)
         positions = getattr(config, "max_target_positions", None) if positions is None else positions
-        limits = [_MAX_TOKENS, getattr(self.parts["text"], "model_max_length", None)]
-        limits.append(
+        positions = (
             positions - 2 if isinstance(positions, int) and positions > 2 else None
         )  # RoBERTa's offset
+        limits = (_MAX_TOKENS, getattr(self.parts["text"], "model_max_length", None), positions)
         return min(int(limit) for limit in limits if limit is not None and limit > 0)
 
 
@@ -258,8 +255,8 @@ def _load(name: str, folder: Path, trust: bool) -> Any:
 
 def _messages(item: Any, pictured: bool) -> list[dict[str, Any]]:
     """Return a sample as chat messages, with an image in the user's first message if ``pictured``."""
-    messages: list[dict[str, Any]]
-    messages = [{"role": "user", "content": item}] if isinstance(item, str) else [dict(m) for m in item]
+    chat = [{"role": "user", "content": item}] if isinstance(item, str) else item
+    messages: list[dict[str, Any]] = [dict(message) for message in chat]
     first = next((m for m in messages if m["role"] == "user"), messages[0])
     if pictured and isinstance(first.get("content"), str):
         first["content"] = [{"type": "image"}, {"type": "text", "text": first["content"]}]
@@ -311,10 +308,8 @@ def needed_inputs(model: Any) -> list[str]:
     if pictured and not placeholders(config):  # one stream of text and images
         names += ["input_ids", "pixel_values"]
     if getattr(config, "is_encoder_decoder", False):
-        ids = "decoder_input_ids" if "decoder_input_ids" in parameters else "decoder_input_values"
-        names.append(ids)
-    accepted = parameters.keys()
-    return [name for name in dict.fromkeys(names) if name in accepted or name == main]
+        names.append("decoder_input_ids" if "decoder_input_ids" in parameters else "decoder_input_values")
+    return [name for name in dict.fromkeys(names) if name in parameters or name == main]
 
 
 def random_input(model: Any, name: str, rows: int) -> Tensor:
@@ -334,9 +329,7 @@ def input_sizes(model: Any, name: str, rows: int) -> tuple[int, ...]:
     Raises:
         InputError: See ``random_input``.
     """
-    sizes = _SIZES.get(name)
-    if sizes is None:
-        raise _unknown(name)
+    sizes = _SIZES.get(name, lambda config: (None,))
     return check_sizes(name, rows, *sizes(model.config))
 
 
@@ -348,10 +341,7 @@ def longest_text(config: Any, *, decoder: bool = False) -> int | None:
     """
     names = ("max_position_embeddings", "max_target_positions")
     longest: Any = first_setting(text_config(config, decoder=decoder), names, None)
-    if longest is None or longest == -1:
-        return None
-    check_sizes("max_position_embeddings", longest)
-    return int(longest)
+    return None if longest is None or longest == -1 else check_sizes("max_position_embeddings", longest)[0]
 
 
 def part_with(config: Any, names: Collection[str], setting: str) -> Any:
@@ -379,10 +369,6 @@ def _safe_ids(ids: Tensor, config: Any, vocabulary: int) -> Tensor:
     return ids
 
 
-def _unknown(name: str) -> InputError:
-    return InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=OWN_INPUTS)
-
-
 def check_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
     """Check the shape of an input taken from a configuration.
 
@@ -390,7 +376,7 @@ def check_sizes(name: str, *sizes: Any) -> tuple[int, ...]:
         InputError: A size is missing, invalid or absurdly large.
     """
     if None in sizes:
-        raise _unknown(name)
+        raise InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=OWN_INPUTS)
     for size in sizes:
         if type(size) is not int or not 0 < size < 1 << 31:
             what = f"{CONFIG_FILE}: {describe(size)} for {name} is not a size"
@@ -414,11 +400,9 @@ def _pixels(config: Any) -> tuple[Any, ...]:
     config = part_with(config, ("vision_config", "encoder", "backbone_config"), "image_size")
     size = first_setting(config, ("image_size", "input_size"), 224)
     height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
-    channels, frames = (
-        first_setting(config, ("num_channels",), 3),
-        first_setting(config, ("num_frames",), None),
-    )
-    return (*(() if frames is None else (frames,)), channels, height, width)
+    sizes = first_setting(config, ("num_channels",), 3), height, width
+    frames = first_setting(config, ("num_frames",), None)
+    return sizes if frames is None else (frames, *sizes)
 
 
 def _sound(config: Any) -> tuple[Any, ...]:
@@ -434,13 +418,11 @@ def _features(config: Any) -> tuple[Any, ...]:
         return 1, 4 * config.spec_size, config.num_mel_bins
     if hasattr(getattr(config, "encoder_config", None), "input_dim"):
         return 200, config.encoder_config.input_dim
-    if hasattr(config, "input_feat_per_channel"):
-        return 200, config.input_feat_per_channel
-    if hasattr(config, "feature_projection_input_dim"):
-        return 200, config.feature_projection_input_dim
-    return first_setting(config, ("num_mel_bins",), 80), 2 * first_setting(
-        config, ("max_source_positions",), 1500
-    )
+    for name in ("input_feat_per_channel", "feature_projection_input_dim"):
+        if hasattr(config, name):
+            return 200, getattr(config, name)
+    positions = first_setting(config, ("max_source_positions",), 1500)
+    return first_setting(config, ("num_mel_bins",), 80), 2 * positions
 
 
 _IDS = {"input_ids": False, "inputs": False, "decoder_input_ids": True}  # whether of a decoder
