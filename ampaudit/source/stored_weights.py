@@ -239,16 +239,16 @@ def _compressed(module: Any, base: type) -> _Plain | None:
     zero = getattr(module, "weight_zero_point", None)
     packed = getattr(module, "weight_packed", None)
     if packed is None:
-        if module.weight.element_size() > 1:
+        values = module.weight
+        if values.element_size() > 1:
             return None  # decompressed already
-        scale, zero = _of_columns(module, scale), _of_columns(module, zero)
-        return "compressed-tensors", _linear(scaled(module.weight, scale, zero=zero), module.bias)
-    if packed.dtype is not torch.int32:
+    elif packed.dtype is not torch.int32:
         raise ValueError("they are packed in a format of 4-bit floats")
-    bits, (rows, columns) = scheme.weights.num_bits, module.weight_shape.tolist()
-    values = unpack(packed.T, bits, columns).T - (1 << (bits - 1))
-    if zero is not None and zero.dtype is torch.int32 and zero.shape[0] != rows:
-        zero = unpack(zero, bits, rows) - (1 << (bits - 1))
+    else:
+        bits, (rows, columns) = scheme.weights.num_bits, module.weight_shape.tolist()
+        values = unpack(packed.T, bits, columns).T - (1 << (bits - 1))
+        if zero is not None and zero.dtype is torch.int32 and zero.shape[0] != rows:
+            zero = unpack(zero, bits, rows) - (1 << (bits - 1))
     scale, zero = _of_columns(module, scale), _of_columns(module, zero)
     return "compressed-tensors", _linear(scaled(values, scale, zero=zero), module.bias)
 
@@ -256,13 +256,7 @@ def _compressed(module: Any, base: type) -> _Plain | None:
 def _of_columns(module: Any, groups: Any) -> Any:
     """Return the scales or zeros per column, if the module orders its columns by activations."""
     order = getattr(module, "weight_g_idx", None)
-    if (
-        groups is None
-        or order is None
-        or groups.dim() != 2
-        or groups.shape[1] == 1
-        or bool((order < 0).any())
-    ):
+    if groups is None or order is None or groups.dim() != 2 or groups.shape[1] == 1 or (order < 0).any():
         return groups
     return groups[:, order.long()]
 
@@ -376,12 +370,9 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack integers of any width along the first axis from 32-bit words, the lowest bits first.
+    """Unpack integers of any width along the first axis from words of int32, the lowest bits first.
 
-    Args:
-        packed: Words of int32; a value may span two of them.
-        bits: Width of a value.
-        count: Number of values.
+    A value may span two words.
     """
     start = torch.arange(count, device=packed.device) * bits
     word, shift = start // 32, (start % 32).view(-1, *[1] * (packed.dim() - 1))
@@ -393,10 +384,10 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 def scaled(
     values: Tensor, scale: Tensor, block: tuple[int, ...] | None = None, zero: Tensor | None = None
 ) -> Tensor:
-    """Multiply values by their scales, given per tensor, row, column group or block.
+    """Multiply codes of any dtype by their scales, given per tensor, row, column group or block.
 
     Args:
-        values: Codes of any dtype.
+        values: Codes.
         scale: Scales; without ``block``, their shape tells which values each applies to.
         block: Size along the last axes of the blocks with one scale each; the last block may be partial.
         zero: Zero points to subtract first, in the shape of the scales.
@@ -404,9 +395,7 @@ def scaled(
     Raises:
         ValueError: The shapes do not fit.
     """
-    wide = values.float()
-    if zero is not None:
-        wide = wide - _spread(zero, values.shape, block)
+    wide = values.float() if zero is None else values.float() - _spread(zero, values.shape, block)
     return wide * _spread(scale, values.shape, block)
 
 
@@ -471,9 +460,8 @@ def bitsandbytes_8bit(codes: Tensor, peaks: Tensor) -> Tensor:
 def gptq(layer: Any, *, less_one: bool) -> Tensor:
     """Return the weight of a GPTQ layer: (code - zero) * scale, with zero and scale per group of inputs.
 
-    Args:
-        layer: Layer with ``qweight``, ``qzeros``, ``scales``, ``bits``; ``g_idx`` if inputs are reordered.
-        less_one: Whether zeros are stored minus one; they wrap around, except for 3 bits.
+    ``g_idx`` is there if inputs are reordered. With ``less_one``, zeros are stored minus one; they wrap
+    around, except for 3 bits.
     """
     bits, (groups, outputs) = layer.bits, layer.scales.shape
     inputs = layer.qweight.shape[0] * 32 // bits

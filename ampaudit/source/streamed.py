@@ -60,16 +60,11 @@ def without_weights() -> Iterator[None]:
         yield
 
 
-def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> Callable[[torch.Tensor], None]:
-    """Give a model the weights of a checkpoint, which stay on disk.
+def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> Callable[[Tensor], None]:
+    """Give a model that was built under ``without_weights`` those of a checkpoint, which stay on disk.
 
-    Args:
-        model: Model built under ``without_weights``.
-        checkpoint: Safetensors checkpoint, whole or sharded.
-        renamed: Whether to map names of a Hugging Face file to the model's.
-
-    Returns:
-        A function that frees the memory of a weight until its next use.
+    With ``renamed``, names of a Hugging Face file are mapped to the model's. Returns a function that frees
+    the memory of a weight until its next use.
 
     Raises:
         WeightsError: A weight is missing, unexpected, of another shape, or joined from several tensors.
@@ -77,7 +72,7 @@ def with_mapped(model: nn.Module, checkpoint: Checkpoint, *, renamed: bool) -> C
     with _in_float32(checkpoint) as file:
         mapped = map_checkpoint(file)
     names = model_names(model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, target in names.items():
         if target in tensors:
             raise WeightsError(
@@ -98,7 +93,7 @@ def _in_float32(checkpoint: Checkpoint) -> Iterator[Path]:
     at once and a killed process leaves nothing behind; on Windows it is removed at exit.
     """
     narrow = any(entry.dtype in _WIDENED for entry in checkpoint.entries.values())
-    if not narrow and not is_dequantized(checkpoint):
+    if not narrow and not _float8_parts(checkpoint):
         yield checkpoint.path
         return
     entries, pieces = [], []
@@ -121,7 +116,7 @@ def _in_float32(checkpoint: Checkpoint) -> Iterator[Path]:
         ) from error
 
 
-def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Assign mapped tensors to parameters, keeping ties, and copy the others into buffers."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fresh = {
@@ -150,16 +145,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(state, strict=False)
 
 
-def check_names(
-    model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True
-) -> None:
+def check_names(model: nn.Module, state: Mapping[str, Tensor], path: Path, *, strict: bool = True) -> None:
     """Reject tensors that do not match the model's; one name suffices for tied tensors.
 
-    Args:
-        model: Model to load into.
-        state: Tensors by the model's names.
-        path: Path of the checkpoint, for the message.
-        strict: Whether to reject tensors that the model lacks.
+    With ``strict``, tensors that the model lacks are rejected as well.
 
     Raises:
         WeightsError: Names or shapes differ.
@@ -231,12 +220,8 @@ class _Weight:
 class _Float8Part:
     """A checkpoint part that presents its float8 weights as float32 and hides their scales.
 
-    Args:
-        part: Part with the float8 codes.
-        weights: Float8 weights of the whole checkpoint, by name.
-        tensors: Tensors of the whole checkpoint; a scale may lie in another file than its weight.
-        block: Size of the blocks with one scale each; ``None`` to infer it from the shape of the scales.
-        path: Path shown in error messages.
+    Weights and tensors are those of the whole checkpoint, as a scale may lie in another file than its weight.
+    ``block`` is the size of the blocks with one scale each; ``None`` infers it from the shape of the scales.
     """
 
     def __init__(
@@ -286,9 +271,7 @@ class _Float8Part:
 def open_weights(directory: Path, other: Path | None = None) -> Checkpoint:
     """Open the weights of a model directory, with float8 weights dequantized to float32.
 
-    Args:
-        directory: Model directory.
-        other: Checkpoint to open unchanged instead.
+    Another checkpoint is opened unchanged instead.
 
     Raises:
         WeightsError: See ``open_checkpoint``; or quantized weights cannot be dequantized.
@@ -321,19 +304,14 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: plain[name] if name in plain else tensors[name] for name in checkpoint.entries}
 
 
-def is_dequantized(checkpoint: Checkpoint) -> bool:
-    """Return whether any tensor of a checkpoint is dequantized."""
-    return any(True for _ in _float8_parts(checkpoint))
-
-
 def notes_on(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return a note with the number of dequantized layers; empty if there are none."""
     layers = {name.rpartition(".")[0] for part in _float8_parts(checkpoint) for name in part.weights}
     return (dequantized_note("fp8", len(layers)),) if layers else ()
 
 
-def _float8_parts(checkpoint: Checkpoint) -> Iterator[_Float8Part]:
-    return (part for part in checkpoint.parts if isinstance(part, _Float8Part))
+def _float8_parts(checkpoint: Checkpoint) -> list[_Float8Part]:
+    return [part for part in checkpoint.parts if isinstance(part, _Float8Part)]
 
 
 def _weight(name: str, names: Collection[str]) -> _Weight | None:
