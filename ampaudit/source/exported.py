@@ -93,11 +93,9 @@ def _load_trusted(path: Path) -> StoredProgram:
             hint="save it with torch.export.save",
         ) from error
     assert isinstance(module, fx.GraphModule)
-    example = program.example_inputs
-    assert program.call_spec.out_spec is not None
-    return StoredProgram(
-        module, program.call_spec.in_spec, program.call_spec.out_spec, example, program.state_dict
-    )
+    call = program.call_spec
+    assert call.out_spec is not None
+    return StoredProgram(module, call.in_spec, call.out_spec, program.example_inputs, program.state_dict)
 
 
 class ExportedModel(nn.Module):
@@ -129,21 +127,13 @@ class ExportedModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class StoredProgram:
-    """An exported program.
+    """An exported program, and the nesting of its inputs and outputs."""
 
-    Attributes:
-        graph: Module that takes a flat list of inputs and holds the weights as attributes.
-        inputs: Nesting of the arguments and keyword arguments.
-        outputs: Nesting of the outputs.
-        example: Example arguments and keyword arguments; ``None`` if the file has none.
-        weights: Parameters and buffers by the model's names.
-    """
-
-    graph: fx.GraphModule
-    inputs: pytree.TreeSpec
+    graph: fx.GraphModule  # takes a flat list of inputs, and holds the weights as attributes
+    inputs: pytree.TreeSpec  # of the arguments and keyword arguments
     outputs: pytree.TreeSpec
     example: tuple[tuple[Any, ...], dict[str, Any]] | None
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]  # parameters and buffers by the model's names
 
 
 def read_program(path: Path) -> StoredProgram:
@@ -171,23 +161,23 @@ def _read(archive: Archive) -> StoredProgram:
     weights = read_tensors(archive, "data/weights/", f"{name}_weights_config.json")
     constants = read_tensors(archive, "data/constants/", f"{name}_constants_config.json")
     specs = module["signature"]["input_specs"]
+    stored = [place for spec in specs if (place := weight_of(spec)) is not None]
     root = nn.Module()
-    for spec in specs:
-        if (stored := weight_of(spec)) is not None:
-            _attach(root, *stored, _tensor(stored[1], weights, constants))
+    for kind, path in stored:
+        tensor = weights.get(path, constants.get(path))
+        if tensor is None:
+            raise ValueError(f"the values of {describe(path)!r} are missing")
+        _attach(root, kind, path, tensor)
     call = module["module_call_graph"][0]["signature"] if module["module_call_graph"] else None
     if call is None:
         raise ValueError("it does not tell how it is called")
-    inputs, outputs = (
-        read_structure(call["in_spec"], output=False),
-        read_structure(call["out_spec"], output=True),
-    )
+    inputs = read_structure(call["in_spec"], output=False)
+    outputs = read_structure(call["out_spec"], output=True)
     _check_structure(inputs, outputs, module["signature"])
     graph = build_graph(root, module["graph"], specs, module["signature"]["output_specs"])
-    for spec in specs:
-        stored = weight_of(spec)
-        if stored is not None and stored[1] not in weights:
-            _leave_out_of_state_dict(graph, stored[1])
+    for _, path in stored:
+        if path not in weights:
+            _leave_out_of_state_dict(graph, path)
     return StoredProgram(graph, inputs, outputs, _example(archive, name), weights)
 
 
@@ -218,19 +208,12 @@ def _model_in(archive: Archive) -> str:
 
 
 def _parse(archive: Archive, member: str) -> ProgramFile:
-    text = archive.read(member, _MAX_JSON)
-    program = validate(PROGRAM_SCHEMA, parse_json(text), Path(archive.path, member), SourceError, _TRUST)
+    document = parse_json(archive.read(member, _MAX_JSON))
+    program = validate(PROGRAM_SCHEMA, document, Path(archive.path, member), SourceError, _TRUST)
     major = program["schema_version"]["major"]
     if major != _MAJOR:
         raise ValueError(f"its schema has version {major}; this version of ampaudit reads {_MAJOR}")
     return program
-
-
-def _tensor(name: str, *tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    for table in tables:
-        if name in table:
-            return table[name]
-    raise ValueError(f"the values of {describe(name)!r} are missing")
 
 
 def _attach(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None:
@@ -262,16 +245,11 @@ def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, An
     member = f"data/sample_inputs/{name}.pt"
     if member not in archive.members or not archive.members[member].size:
         return None
-    inner = Archive(Path(archive.path, member), SourceError, archive.mapped(member))
-    example = read_plain_data(inner)
+    example = read_plain_data(Archive(Path(archive.path, member), SourceError, archive.mapped(member)))
     if example is None:
         return None
     args, kwargs = example if isinstance(example, tuple) and len(example) == 2 else (None, None)
-    if not (
-        isinstance(args, tuple | list)
-        and isinstance(kwargs, dict)
-        and all(isinstance(k, str) for k in kwargs)
-    ):
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, dict) or set(map(type, kwargs)) - {str}:
         raise ValueError("its example inputs are not arguments and keyword arguments")
     return tuple(args), kwargs
 
@@ -288,12 +266,10 @@ _KEYS = TypeAdapter(list[str | int], config=ConfigDict(strict=True))
 
 
 def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
-    """Parse the output of ``torch.utils._pytree.treespec_dumps``.
+    """Parse the output of ``torch.utils._pytree.treespec_dumps``: version and nested containers, in JSON.
 
-    Args:
-        text: Version and nested containers, in JSON.
-        output: Whether it describes outputs, in which an object is read as a dict of its
-            fields or as a tuple; inputs must consist of Python's own containers.
+    In outputs, an object is read as a dict of its fields or as a tuple; inputs must consist of Python's own
+    containers.
 
     Raises:
         ValueError: The text is malformed, or holds a container that only code could build.

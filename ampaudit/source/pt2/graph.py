@@ -8,7 +8,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,31 +39,13 @@ from ampaudit.source.pt2.schema import (
 __all__ = ["UnknownOperator", "build_graph", "operator_named", "read_tensors", "weight_of"]
 
 # numbers of torch/_export/serde/schema.py
+_FROM_1 = "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
+_FROM_28 = "uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64"
 SERIALIZED_DTYPES: Mapping[int, torch.dtype] = {
-    1: torch.uint8,
-    2: torch.int8,
-    3: torch.int16,
-    4: torch.int32,
-    5: torch.int64,
-    6: torch.float16,
-    7: torch.float32,
-    8: torch.float64,
-    9: torch.complex32,
-    10: torch.complex64,
-    11: torch.complex128,
-    12: torch.bool,
-    13: torch.bfloat16,
-    28: torch.uint16,
-    29: torch.float8_e4m3fn,
-    30: torch.float8_e5m2,
-    31: torch.float8_e4m3fnuz,
-    32: torch.float8_e5m2fnuz,
-    33: torch.float8_e8m0fnu,
-    34: torch.uint32,
-    35: torch.uint64,
+    number: getattr(torch, name)
+    for first, names in ((1, _FROM_1), (28, _FROM_28))
+    for number, name in enumerate(names.split(), first)
 }
-
-
 Size = Annotated[int, Field(ge=0, le=2**62)]
 _OVERLOAD = re.compile(r"torch\.ops\.(aten|prims)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
 _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]+)", re.ASCII)
@@ -91,25 +72,12 @@ _KNOWN_INTERNAL = re.compile(
     r"|native_dropout|select|sigmoid|silu|slice|softplus|tanh|threshold|native_layer_norm)_backward"
     r"|_(log_)?softmax_backward_data"
 )
-_RAW = re.compile(
-    r"Storage|Stream|__torch__|Any|Dict|Future"
-)  # types of arguments that operators must not have
+# types of arguments that operators must not have
+_RAW = re.compile(r"Storage|Stream|__torch__|Any|Dict|Future")
 # without while_loop, which may not end
 _HIGHER_ORDER_NAMES = frozenset(
-    {
-        "associative_scan",
-        "autograd_function_apply",
-        "cond",
-        "flex_attention",
-        "invoke_subgraph",
-        "map_impl",
-        "out_dtype",
-        "scan",
-        "strict_mode",
-        "tag_activation_checkpoint",
-        "wrap_with_autocast",
-        "wrap_with_set_grad_enabled",
-    }
+    "associative_scan autograd_function_apply cond flex_attention invoke_subgraph map_impl out_dtype scan "
+    "strict_mode tag_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled".split()
 )
 _OPERATOR = frozenset(
     "add and_ eq floordiv ge getitem gt le lshift lt mod mul ne neg not_ or_ pos pow rshift "
@@ -133,6 +101,11 @@ _MEMORY_FORMATS = {
     4: torch.preserve_format,
 }
 _STRIDED = 7
+_SETTINGS: Mapping[str, Mapping[int, Any]] = {
+    "as_scalar_type": SERIALIZED_DTYPES,
+    "as_memory_format": _MEMORY_FORMATS,
+    "as_layout": {_STRIDED: torch.strided},
+}
 _ATTRIBUTE = re.compile(r"(?!__)\w{1,500}", re.ASCII)
 # attributes that weights must not replace
 _MODULE_NAMES = frozenset(dir(nn.Module()))
@@ -157,11 +130,7 @@ def build_graph(
 ) -> fx.GraphModule:
     """Build a module that takes the user's inputs and reads the weights from its attributes.
 
-    Args:
-        root: Module that holds the weights under their names.
-        graph: Graph with the weights as inputs.
-        inputs: Kind of each input of the graph.
-        outputs: Kind of each output of the graph: the program's, or a write to a buffer or input.
+    The root holds the weights under their names; the graph has them as inputs.
 
     Raises:
         ValueError: The graph uses a missing value or a forbidden operator, or is otherwise invalid.
@@ -189,10 +158,9 @@ def weight_of(spec: InputSpec) -> tuple[str, str] | None:
     kind, value = only(spec, "input")
     if kind in ("user_input", "constant_input"):
         return None
-    name = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
-    if kind not in name:
+    if kind not in ("parameter", "buffer", "tensor_constant"):
         raise ValueError(f"it takes a {kind}")
-    return kind, attribute_path(str(value[name[kind]]))
+    return kind, attribute_path(str(value[f"{kind}_name"]))
 
 
 def _with_writes(
@@ -209,17 +177,14 @@ def _with_writes(
         if kind == "user_output":
             returned.append(value)
             continue
-        name = {
-            "buffer_mutation": ("buffer", "buffer_name"),
-            "parameter_mutation": ("parameter", "parameter_name"),
-            "user_input_mutation": ("user_input", "user_input_name"),
-        }.get(kind)
-        if name is None or not isinstance(value, fx.Node):
+        written = kind.removesuffix("_mutation")
+        if written not in ("buffer", "parameter", "user_input") or not isinstance(value, fx.Node):
             raise ValueError(f"it has an output of the kind {kind}")
-        target = builder.values.get(item[name[1]]) if name[0] == "user_input" else None
-        target = target or targets.get((name[0], str(item[name[1]])))
+        name = str(item[f"{written}_name"])
+        target = builder.values.get(name) if written == "user_input" else None
+        target = target or targets.get((written, name))
         if target is None:
-            raise ValueError(f"it writes to {describe(item[name[1]])!r}, which does not exist")
+            raise ValueError(f"it writes to {describe(name)!r}, which does not exist")
         copies[value] = builder.graph.call_function(torch.ops.aten.copy_.default, (target, value))
     return tuple(copies.get(value, value) if isinstance(value, fx.Node) else value for value in returned)
 
@@ -284,40 +249,19 @@ class _Builder:
 
     def _value(self, kind: str, value: Any) -> Any:
         """Convert an argument to nodes, numbers, dtypes and containers of these."""
-        if kind == "as_none":
-            return None
-        if kind in _PLAIN:
-            return value
-        if kind in _NUMBERS:
-            return number(value)
-        if kind == "as_tensor":
-            return self._node(value["name"])
+        if kind in _VALUES:
+            return _VALUES[kind](self, value)
         if kind in SYMBOLS:
             inner, content = only(value, "argument")
             return self._node(content) if inner == "as_name" else number(content)
-        if kind == "as_complex":
-            return complex(number(value["real"]), number(value["imag"]))
-        if kind == "as_int_lists":
-            return [tuple(row) for row in value]
-        if kind == "as_graph":
-            return self._inner(value["name"], value["graph"])
-        if kind == "as_operator":
-            return operator_named(value)
         if kind in LISTS:
             return [self._value(*list_item(item, LISTS[kind])) for item in value]
-        if kind == "as_optional_tensor":
-            return self._value(*only(value, "argument"))
-        if kind == "as_nested_tensors":
-            return [[self._node(item["name"]) for item in row] for row in value]
-        if kind == "as_string_to_argument":
-            return {name: self._value(*only(item, "argument")) for name, item in value.items()}
         return setting(kind, value)
 
     def _node(self, name: str) -> fx.Node:
-        try:
-            return self.values[name]
-        except KeyError:
-            raise ValueError(f"it uses {describe(name)!r} before it is computed") from None
+        if name not in self.values:
+            raise ValueError(f"it uses {describe(name)!r} before it is computed")
+        return self.values[name]
 
     def _inner(self, name: str, graph: Graph) -> fx.Node:
         """Add a graph argument of an operator, such as a branch of ``torch.cond``."""
@@ -371,15 +315,32 @@ class _Builder:
         return node
 
 
+_VALUES: dict[str, Callable[[_Builder, Any], Any]] = {
+    "as_none": lambda _, value: None,
+    **dict.fromkeys(_PLAIN, lambda _, value: value),
+    **dict.fromkeys(_NUMBERS, lambda _, value: number(value)),
+    "as_complex": lambda _, value: complex(number(value["real"]), number(value["imag"])),
+    "as_int_lists": lambda _, value: [tuple(row) for row in value],
+    "as_operator": lambda _, value: operator_named(value),
+    "as_tensor": lambda builder, value: builder._node(value["name"]),
+    "as_nested_tensors": lambda builder, value: [[builder._node(x["name"]) for x in row] for row in value],
+    "as_graph": lambda builder, value: builder._inner(value["name"], value["graph"]),
+    "as_optional_tensor": lambda builder, value: builder._value(*only(value, "argument")),
+    "as_string_to_argument": lambda builder, value: {
+        name: builder._value(*only(item, "argument")) for name, item in value.items()
+    },
+}
+
+
 def _inner_module(graph: Graph, nodes: Iterator[int]) -> fx.GraphModule:
     inner = _Builder(nn.Module(), nodes)
     for argument in graph["inputs"]:
         inner.placeholder(argument)
     inner.add_nodes(graph["nodes"])
-    results = tuple(inner.output(argument) for argument in graph["outputs"])
-    if graph.get("is_single_tensor_return") and len(results) != 1:
+    results, single = tuple(map(inner.output, graph["outputs"])), graph.get("is_single_tensor_return")
+    if single and len(results) != 1:
         raise ValueError("an inner graph returns one tensor and several")
-    inner.graph.output(results[0] if graph.get("is_single_tensor_return") else results)
+    inner.graph.output(results[0] if single else results)
     return fx.GraphModule(inner.root, inner.graph)
 
 
@@ -487,8 +448,8 @@ def only(union: Any, what: str) -> tuple[str, Any]:
     """
     if len(union) != 1:
         raise ValueError(f"an {what} has {len(union)} values instead of one")
-    kind, value = next(iter(union.items()))
-    return str(kind), value
+    ((kind, value),) = union.items()
+    return kind, value
 
 
 def list_item(item: Any, kind: str) -> tuple[str, Any]:
@@ -538,15 +499,11 @@ def call_arguments(
 
 def setting(kind: str, value: Any) -> Any:
     """Convert a dtype, layout, device or memory format."""
-    if kind == "as_scalar_type" and value in SERIALIZED_DTYPES:
-        return SERIALIZED_DTYPES[value]
-    if kind == "as_memory_format" and value in _MEMORY_FORMATS:
-        return _MEMORY_FORMATS[value]
-    if kind == "as_layout" and value == _STRIDED:
-        return torch.strided
     if kind == "as_device":
         index = value.get("index")
         return torch.device(value["type"]) if index is None else torch.device(value["type"], index)
+    if value in _SETTINGS.get(kind, ()):
+        return _SETTINGS[kind][value]
     raise ValueError(f"an argument of the kind {kind} cannot be read")
 
 
@@ -582,20 +539,15 @@ def layers_and_line(metadata: Mapping[str, str]) -> dict[str, Any]:
     if trace := metadata.get("stack_trace"):
         meta["stack_trace"] = trace
     if stack := metadata.get("nn_module_stack"):
-        layers = [_split(item) for item in stack.split(";")]
+        layers = [list(_at_commas(item)) for item in stack.split(";")]
+        if any(len(layer) != 3 for layer in layers):
+            raise ValueError("a node's layers cannot be read")
         meta["nn_module_stack"] = {key: (path, kind) for key, path, kind in layers}
     return meta
 
 
-def _split(item: str) -> tuple[str, str, str]:
-    """Split ``key,path,type``; brackets in the last two may hold commas."""
-    parts = list(_at_commas(item))
-    if len(parts) != 3:
-        raise ValueError("a node's layers cannot be read")
-    return parts[0], parts[1], parts[2]
-
-
 def _at_commas(item: str) -> Iterator[str]:
+    """Split ``key,path,type``; brackets in the last two may hold commas."""
     depth = start = 0
     for place, char in enumerate(item):
         depth += (char in "[(") - (char in ")]")
@@ -636,75 +588,41 @@ class PayloadTable(Strict):
 _PAYLOADS = TypeAdapter(PayloadTable)
 
 
-@dataclass(slots=True)
-class StoredTensors:
-    """The tensors in a folder of an archive by name; equal entries share one object."""
-
-    archive: Archive
-    folder: str
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    _same: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, payload: Payload) -> None:
-        """Add a tensor, mapped into memory.
-
-        Raises:
-            ValueError: Its bytes are missing, or do not fit its table entry.
-        """
-        path, meta = payload["path_name"], payload["tensor_meta"]
-        if payload["use_pickle"] or meta is None or not path.startswith(("weight_", "tensor_")):
-            raise ValueError(f"{describe(name)} is a Python object, which loading would run")
-        sizes = tuple(size["as_int"] for size in meta["sizes"])
-        strides = tuple(size["as_int"] for size in meta["strides"])
-        start = meta["storage_offset"]["as_int"]
-        key = (
-            path,
-            meta["dtype"],
-            meta["layout"],
-            sizes,
-            strides,
-            start,
-            payload["is_param"],
-            meta["requires_grad"],
-        )
-        if key not in self._same:
-            flat = self._flat(name, path, meta)
-            if len(sizes) != len(strides):
-                raise ValueError(f"{describe(name)} has {len(sizes)} sizes and {len(strides)} strides")
-            if why := misfit(sizes, strides, start, flat.numel()):
-                raise ValueError(f"{describe(name)} {why}")
-            tensor = flat.as_strided(sizes, strides, start)
-            if payload["is_param"]:
-                tensor = nn.Parameter(tensor, requires_grad=meta["requires_grad"])
-            self._same[key] = tensor
-        self.tensors[name] = self._same[key]
-
-    def _flat(self, name: str, path: str, meta: TensorMeta) -> torch.Tensor:
-        dtype = SERIALIZED_DTYPES.get(meta["dtype"])
-        if dtype is None or meta["layout"] != _STRIDED:
-            raise ValueError(f"{describe(name)} has a dtype or layout that cannot be read")
-        data = self.archive.mapped(f"{self.folder}{path}")
-        if len(data) % dtype.itemsize:
-            raise ValueError(f"{describe(name)} has {len(data):,} bytes of {dtype}")
-        return flat_tensor(data, dtype)
-
-
 def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.Tensor]:
-    """Map the tensors that a table lists.
+    """Map the tensors that a table lists by name; equal entries share one object.
 
     Raises:
         SourceError: The table or a tensor cannot be read.
         ValueError: The table does not fit the bytes.
     """
     text = archive.read(f"{folder}{table}", MAX_TABLE)
-    payloads = validate(
-        _PAYLOADS,
-        parse_json(text),
-        Path(archive.path, table),
-        SourceError,
-        hint="save the program again with torch.export.save",
-    )
-    stored = StoredTensors(archive, folder)
+    hint = "save the program again with torch.export.save"
+    payloads = validate(_PAYLOADS, parse_json(text), Path(archive.path, table), SourceError, hint)
+    tensors: dict[str, torch.Tensor] = {}
+    same: dict[str, torch.Tensor] = {}
     for name, payload in payloads["config"].items():
-        stored.add(name, payload)
-    return stored.tensors
+        key = repr(payload)
+        if key not in same:
+            same[key] = _stored_tensor(archive, folder, name, payload)
+        tensors[name] = same[key]
+    return tensors
+
+
+def _stored_tensor(archive: Archive, folder: str, name: str, payload: Payload) -> torch.Tensor:
+    path, meta = payload["path_name"], payload["tensor_meta"]
+    if payload["use_pickle"] or meta is None or not path.startswith(("weight_", "tensor_")):
+        raise ValueError(f"{describe(name)} is a Python object, which loading would run")
+    dtype = SERIALIZED_DTYPES.get(meta["dtype"])
+    if dtype is None or meta["layout"] != _STRIDED:
+        raise ValueError(f"{describe(name)} has a dtype or layout that cannot be read")
+    data = archive.mapped(f"{folder}{path}")
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{describe(name)} has {len(data):,} bytes of {dtype}")
+    flat, start = flat_tensor(data, dtype), meta["storage_offset"]["as_int"]
+    sizes, strides = ([size["as_int"] for size in part] for part in (meta["sizes"], meta["strides"]))
+    if len(sizes) != len(strides):
+        raise ValueError(f"{describe(name)} has {len(sizes)} sizes and {len(strides)} strides")
+    if why := misfit(sizes, strides, start, flat.numel()):
+        raise ValueError(f"{describe(name)} {why}")
+    tensor = flat.as_strided(sizes, strides, start)
+    return nn.Parameter(tensor, requires_grad=meta["requires_grad"]) if payload["is_param"] else tensor
