@@ -61,15 +61,10 @@ _NO_TYPE = "torch has no such type: store it as float32, or leave the part of th
 
 @dataclass(slots=True)
 class OnnxFile:
-    """An ONNX model whose tensors stay in their files until they are read.
-
-    Attributes:
-        path: Path of the file.
-        model: The model; its tensors must be read through ``tensor``.
-    """
+    """An ONNX model whose tensors stay in their files until they are read."""
 
     path: Path
-    model: ir.Model
+    model: ir.Model  # whose tensors must be read through ``tensor``
     _mappings: dict[Path, mmap.mmap] = dataclasses.field(default_factory=dict)
     _read: dict[tuple[Path, int, int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
@@ -98,11 +93,8 @@ class OnnxFile:
             raise self._fault(f"the tensor {name!r} has the type {value.dtype.name}", _NO_TYPE)
         shape = tuple(int(size) for size in value.shape.numpy())
         elements = math.prod(shape)
-        if (
-            min(shape, default=0) < 0
-            or len(shape) > _MAX_RANK
-            or math.prod(max(size, 1) for size in shape) >> 60
-        ):
+        too_large = len(shape) > _MAX_RANK or math.prod(max(size, 1) for size in shape) >> 60
+        if too_large or min(shape, default=0) < 0:
             raise self._fault(f"the tensor {name!r} has the shape {describe(list(shape))}")
         size = -(-elements // 2) if half else elements * dtype.itemsize
         if isinstance(value, ir.ExternalTensor):
@@ -124,14 +116,15 @@ class OnnxFile:
         return flat.view(dtype).view(shape)
 
     def _mapped(self, value: ir.ExternalTensor, size: int, alignment: int) -> torch.Tensor:
-        path = self._path_of(value)
+        location, name = str(value.location), str(value.name)
+        path = self.path if location == OWN_FILE else self._inside(location, name)
         if path not in self._mappings:
             self._mappings[path] = map_privately(path, SourceError)
         mapping, start = self._mappings[path], value.offset or 0
         length = size if value.length is None else value.length
         if start < 0 or length != size or start + size > len(mapping):
             raise self._fault(
-                f"the tensor {describe(value.name)!r} of {size:,} bytes lies outside its data "
+                f"the tensor {describe(name)!r} of {size:,} bytes lies outside its data "
                 f"({length:,} bytes from {start:,} of {len(mapping):,})"
             )
         if not size:
@@ -141,7 +134,9 @@ class OnnxFile:
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
             if start % alignment:
                 flat = flat.clone()  # kernels may require alignment
-                _forget(mapping, start, size)
+                if hasattr(mmap, "MADV_DONTNEED"):  # release the pages
+                    begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+                    mapping.madvise(mmap.MADV_DONTNEED, begin, start + size - begin)
             self._read[key] = flat
         return self._read[key]
 
@@ -183,10 +178,6 @@ class OnnxFile:
         if node.version is not None:
             return node.version
         return self.model.opset_imports.get(plain_domain(node.domain), 1)
-
-    def _path_of(self, value: ir.ExternalTensor) -> Path:
-        location = str(value.location)
-        return self.path if location == OWN_FILE else self._inside(location, str(value.name))
 
     def _inside(self, location: str, name: str) -> Path:
         """Return the path of external data, which must lie in the model's directory."""
@@ -277,13 +268,6 @@ def _unpacked(flat: torch.Tensor, elements: int, *, signed: bool) -> torch.Tenso
     return (pairs ^ 8) - 8 if signed else pairs
 
 
-def _forget(mapping: mmap.mmap, start: int, size: int) -> None:
-    """Release the pages of copied values."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        begin, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + size
-        mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-
 class _Field(NamedTuple):
     """A field of a message, with the offsets of its tag and its value."""
 
@@ -315,51 +299,41 @@ def without_large_values(data: mmap.mmap) -> bytes:
 def write_with_values(stripped: bytes, stream: IO[bytes], values: Sequence[Callable[[], Buffer]]) -> None:
     """Write a ModelProto, replacing references to its own file by values.
 
-    Args:
-        stripped: Serialized model; a reference has the index of its value as offset, and its size as length.
-        stream: Binary stream to write to.
-        values: Functions that return the bytes of each value, called in order of the file.
+    A reference has the index of its value as offset, and its size as length. The functions that return the
+    bytes of each value are called in order of the file.
     """
-    for field in _fields(stripped, 0, len(stripped)):
+    data = memoryview(stripped)
+    for field in _fields(data, 0, len(data)):
         if field.number != _GRAPH or field.kind != _BYTES:
-            stream.write(stripped[field.begin : field.end])
+            stream.write(data[field.begin : field.end])
             continue
-        parts = [_reference(stripped, part) or part for part in _fields(stripped, field.start, field.end)]
-        size = sum(p.end - p.begin if isinstance(p, _Field) else p.size for p in parts)
+        parts = [_without_reference(data, part) for part in _fields(data, field.start, field.end)]
+        size = sum(len(head) + length for head, _, length in parts)
         stream.write(_varint(_GRAPH << 3 | _BYTES) + _varint(size))
-        for part in parts:
-            if isinstance(part, _Field):
-                stream.write(stripped[part.begin : part.end])
-            else:
-                stream.write(part.head)
-                stream.write(values[part.number]())
+        for head, number, _ in parts:
+            stream.write(head)
+            if number is not None:
+                stream.write(values[number]())
 
 
-class _Reference(NamedTuple):
-    """A tensor without its value: the index of the value, the bytes before it, and the size of both."""
-
-    number: int
-    head: bytes
-    size: int
-
-
-def _reference(data: bytes, field: _Field) -> _Reference | None:
-    """Return the reference of an initializer to the model's own file; ``None`` for other fields."""
+def _without_reference(data: memoryview, field: _Field) -> tuple[bytes | memoryview, int | None, int]:
+    """Return the bytes of a field of the graph before its value, and the value's index and length, if any."""
+    whole = data[field.begin : field.end], None, 0
     if field.number != _INITIALIZER or field.kind != _BYTES:
-        return None
+        return whole
     rest, location = bytearray(), {}
     for part in _fields(data, field.start, field.end):
         if part.number == _EXTERNAL_DATA:
-            key, value = (data[f.start : f.end].decode() for f in _fields(data, part.start, part.end))
+            key, value = (bytes(data[f.start : f.end]).decode() for f in _fields(data, part.start, part.end))
             location[key] = value
         elif part.number != _DATA_LOCATION:
             rest += data[part.begin : part.end]
     if location.get("location") != OWN_FILE:
-        return None
+        return whole
     length = int(location["length"])
     rest += _varint(_RAW_DATA << 3 | _BYTES) + _varint(length)
     head = _varint(_INITIALIZER << 3 | _BYTES) + _varint(len(rest) + length) + bytes(rest)
-    return _Reference(int(location["offset"]), head, len(head) + length)
+    return head, int(location["offset"]), length
 
 
 def _graph(data: mmap.mmap, graph: _Field) -> bytes:
@@ -408,7 +382,7 @@ def _tensor(data: mmap.mmap, tensor: _Field) -> bytes:
     return bytes(content)
 
 
-def _fields(data: mmap.mmap | bytearray | bytes, start: int, end: int) -> Iterator[_Field]:
+def _fields(data: mmap.mmap | bytearray | memoryview, start: int, end: int) -> Iterator[_Field]:
     place = start
     while place < end:
         begin = place
@@ -429,7 +403,7 @@ def _fields(data: mmap.mmap | bytearray | bytes, start: int, end: int) -> Iterat
         place = stop
 
 
-def _read_varint(data: mmap.mmap | bytearray | bytes, place: int, end: int) -> tuple[int, int]:
+def _read_varint(data: mmap.mmap | bytearray | memoryview, place: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         if place >= end:
