@@ -18,7 +18,7 @@ from ampaudit.source.interface import Batch
 from ampaudit.source.onnx.checks import node_title
 from ampaudit.source.onnx.files import OnnxFile, torch_dtype_of
 from ampaudit.source.onnx.names import NodeNames, layer_name, parameter_place, plain_domain
-from ampaudit.source.onnx.ops import function_for
+from ampaudit.source.onnx.ops import OPERATORS
 from ampaudit.source.onnx.values import (
     FLOATS,
     MISFITS,
@@ -62,21 +62,13 @@ Scope = dict[str, Operand]
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The context of the nodes of the graph or of a called function.
+    """The context of the nodes of the graph or of a called function."""
 
-    Attributes:
-        versions: Operator set versions by domain.
-        attributes: Attributes of the call, for references to them.
-        caller: Layer of the node that calls the function.
-        origin: Metadata shared by all ops of a function that implements one operator.
-        depth: Number of enclosing functions.
-    """
-
-    versions: Mapping[str, int]
-    attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
-    caller: str = ""
-    origin: Mapping[str, Any] | None = None
-    depth: int = 0
+    versions: Mapping[str, int]  # of operator sets by domain
+    attributes: Mapping[str, ir.Attr] = field(default_factory=dict)  # of the call, for references to them
+    caller: str = ""  # layer of the node that calls the function
+    origin: Mapping[str, Any] | None = None  # of all ops, if the function implements one operator
+    depth: int = 0  # number of enclosing functions
 
 
 class OnnxModel(nn.Module):
@@ -207,16 +199,11 @@ class _Run:
             origin = frame.origin or self._program.names.origin(node, frame.caller)
             with replaying(origin):
                 results = self._results(node, scope, frame, origin)
-            scope.update(
-                (str(output.name), result)
-                for output, result in zip(node.outputs, results, strict=False)
-                if output.name
-            )
-            if self._program.dtypes is not None:
-                pairs = zip(node.outputs, results, strict=False)
-                self._program.dtypes |= {
-                    output: r.dtype for output, r in pairs if isinstance(r, torch.Tensor)
-                }
+            for output, result in zip(node.outputs, results, strict=False):
+                if output.name:
+                    scope[output.name] = result
+                if self._program.dtypes is not None and isinstance(result, torch.Tensor):
+                    self._program.dtypes[output] = result.dtype
             for name in last_use.get(node, ()):
                 scope.pop(name, None)
 
@@ -262,7 +249,8 @@ class _Run:
             caller = frame.caller if frame.origin is not None else layer_name(origin)
             inner = _Frame(function.opset_imports, {}, caller, frame.origin, frame.depth + 1)
             return self._run_function(function, call, inner)
-        implementation, why = function_for(node), f"no operator {describe(node.op_type)}"
+        implementation = OPERATORS.get((plain_domain(node.domain), node.op_type))
+        why = f"no operator {describe(node.op_type)}"
         if implementation is not None:
             try:
                 constants = self._fold(call, implementation, origin)
@@ -319,15 +307,13 @@ class _Run:
             return [Known(t, partial(as_constant, t)) for t in results]
         if any(t.numel() > _FOLDED for t in results):
             return None
-        traced_results: list[torch.Tensor] = []
 
-        def traced(index: int) -> torch.Tensor:
-            if not traced_results:
-                with replaying(origin):
-                    traced_results.extend(as_list(function(call, *inputs)))
-            return traced_results[index]
+        @cache
+        def traced() -> list[torch.Tensor]:
+            with replaying(origin):
+                return as_list(function(call, *inputs))
 
-        return [Known(t, partial(traced, i)) for i, t in enumerate(results)]
+        return [Known(t, partial(lambda index: traced()[index], i)) for i, t in enumerate(results)]
 
     def _locate(self, node: ir.Node, error: AuditError) -> SourceError:
         where = f"{self._program.file.displayed_path}: {self._title(node)}"
@@ -340,9 +326,7 @@ class _Run:
 def opaque_results(call: NodeCall, why: str) -> list[Operand]:
     """Compute a node with ONNX Runtime, through a torch op named after its operator.
 
-    Args:
-        call: Call of the node.
-        why: Reason why no function here computes it.
+    ``why`` tells why no function here computes it.
 
     Raises:
         Unsupported: ONNX Runtime is not installed, or does not run the node either.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampaudit.source.onnx.files import torch_dtype_of
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported, operator
 from ampaudit.trace.internals import without_modes
 
@@ -72,8 +73,6 @@ def scan(call: NodeCall, *inputs: Operand) -> Any:
 
 def _no_rows(output: Any) -> Tensor:
     """Return the scan output of a loop without iterations."""
-    from ampaudit.source.onnx.files import torch_dtype_of
-
     sizes = [size if isinstance(size, int) else 0 for size in (output.shape or ())]
     dtype = torch_dtype_of(output.dtype) if output.dtype is not None else None
     return torch.empty([0, *sizes], dtype=dtype)

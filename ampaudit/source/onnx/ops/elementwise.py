@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 from ampaudit.source.onnx.values import FLOATS, Known, NodeCall, Operand, check_size, operator
 
-__all__ = ["UNARY", "WITH_ALPHA", "cast_tensor", "named_dtype"]
+__all__ = ["PLAIN", "WITH_ALPHA", "cast_tensor", "named_dtype"]
 
 WITH_ALPHA: dict[str, tuple[Callable[..., Tensor], float]] = {
     "Celu": (F.celu, 1.0), "Elu": (F.elu, 1.0), "LeakyRelu": (F.leaky_relu, 0.01),
 }  # fmt: skip
 _SELU = (1.67326319217681884765625, 1.05070102214813232421875)
-UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+# functions of tensors alone
+PLAIN: dict[str, Callable[..., Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
     "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
     "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "IsNaN": torch.isnan, "Log": torch.log,
@@ -27,11 +28,11 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Round": torch.round, "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin, "Sinh": torch.sinh,
     "Softsign": F.softsign, "Sqrt": torch.sqrt, "Tan": torch.tan, "Tanh": torch.tanh,
     "BitwiseNot": torch.bitwise_not, "HardSwish": F.hardswish, "Mish": F.mish, "Softplus": F.softplus,
-    "Det": torch.det,
+    "Det": torch.det, "MatMul": torch.matmul, "And": torch.logical_and, "Or": torch.logical_or,
+    "Xor": torch.logical_xor, "NonZero": lambda x: torch.nonzero(x).T,
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul,
-    "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
     "Equal": torch.eq, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt,
     "LessOrEqual": torch.le,
     "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
@@ -39,21 +40,18 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
 _SWAPPED = {
     "Greater": "Less", "GreaterOrEqual": "LessOrEqual", "Less": "Greater", "LessOrEqual": "GreaterOrEqual",
 }  # fmt: skip
-_ALWAYS_TENSORS = {"And", "Or", "Xor"}
 
 
-@operator(*UNARY)
-def unary(call: NodeCall, x: Tensor) -> Tensor:
-    """Apply a function of one tensor."""
-    return UNARY[call.node.op_type](x)
+@operator(*PLAIN)
+def plain(call: NodeCall, *values: Tensor) -> Tensor:
+    """Apply a function that has no attributes."""
+    return PLAIN[call.node.op_type](*values)
 
 
 @operator(*_BINARY)
 def binary(call: NodeCall, a: Operand, b: Operand) -> Tensor:
     """Apply a function of two tensors that are broadcast."""
     function = _BINARY[call.node.op_type]
-    if call.node.op_type in _ALWAYS_TENSORS:
-        return function(call.tensor(a), call.tensor(b))
     first, second = call.operand(a, b), call.operand(b, a)
     if isinstance(first, Tensor):
         return function(first, second)

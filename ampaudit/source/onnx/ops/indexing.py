@@ -82,12 +82,6 @@ def tensor_scatter(call: NodeCall, x: Tensor, update: Tensor, starts: Tensor | N
     return torch.scatter(x, axis, steps.expand_as(update), update)
 
 
-@operator("NonZero")
-def non_zero(call: NodeCall, x: Tensor) -> Tensor:
-    """Find the elements that are not zero."""
-    return torch.nonzero(x).T
-
-
 @operator("Compress")
 def compress(call: NodeCall, x: Tensor, condition: Operand) -> Tensor:
     """Take the slices for which a condition holds."""

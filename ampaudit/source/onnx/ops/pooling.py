@@ -22,21 +22,15 @@ _MAXIMA = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """The windows of a pooling node.
-
-    Attributes:
-        before: Padding before each axis.
-        after: Padding after each axis that the windows need; negative where they omit the end.
-        given_after: Padding after each axis that the node specifies.
-    """
+    """The windows of a pooling node, and the padding before and after each axis."""
 
     kernel: list[int]
     strides: list[int]
     dilations: list[int]
     before: list[int]
-    after: list[int]
-    given_after: list[int]
-    plain: bool
+    after: list[int]  # that the windows need; negative where they omit the end
+    given_after: list[int]  # that the node specifies
+    plain: bool  # as torch pools
 
     def padded(self, tensor: Tensor, fill: float) -> Tensor:
         """Return a tensor with the padding around it."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ampaudit.source.onnx.ops.elementwise import UNARY, WITH_ALPHA, cast_tensor, named_dtype
+from ampaudit.source.onnx.ops.elementwise import PLAIN, WITH_ALPHA, cast_tensor, named_dtype
 from ampaudit.source.onnx.values import Known, NodeCall, Operand, Unsupported, operator
 
 _UNDERSTOOD = set(
@@ -21,12 +21,6 @@ _USUAL = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN"
 _GATES = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}  # torch's order, as positions in ONNX
 _ACTIVATIONS = ("Relu", "Tanh", "Sigmoid", "Softsign", "Softplus")
 _ACTIVATIONS_WITH_ALPHA = ("LeakyRelu", "Elu")
-
-
-@operator("MatMul")
-def matmul(call: NodeCall, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices."""
-    return torch.matmul(a, b)
 
 
 @operator("Gemm")
@@ -492,7 +486,7 @@ def _activations(call: NodeCall, direction: int, directions: int) -> list[Callab
             slope = alphas.pop(0) if alphas else alpha
             functions.append(lambda x, f=function, slope=slope: f(x, slope))
         elif name in _ACTIVATIONS:
-            functions.append(UNARY[name])
+            functions.append(PLAIN[name])
         else:
             raise Unsupported(f"no activation {name}")
     return functions
@@ -516,8 +510,7 @@ def _lstm(call: NodeCall, f: Any, r: Tensor, bias: Any, peeps: Any, x: Tensor, h
     return [f[0](_clipped(call, o)) * f[2](c), c]
 
 
-def _gru(call: NodeCall, f: Any, r: Tensor, bias: Any, peeps: Any, x: Tensor, h: Any) -> Any:
-    del peeps
+def _gru(call: NodeCall, f: Any, r: Tensor, bias: Any, _peeps: Any, x: Tensor, h: Any) -> Any:
     size = h.shape[-1]
     gates, inner = x[..., : 2 * size], x[..., 2 * size :]
     before = torch.zeros_like(r[:, 0]) if bias is None else bias.chunk(2)[1]
@@ -533,8 +526,7 @@ def _gru(call: NodeCall, f: Any, r: Tensor, bias: Any, peeps: Any, x: Tensor, h:
     return [(1 - update) * f[1](_clipped(call, new)) + update * h]
 
 
-def _rnn(call: NodeCall, f: Any, r: Tensor, bias: Any, peeps: Any, x: Tensor, h: Any) -> Any:
-    del peeps
+def _rnn(call: NodeCall, f: Any, r: Tensor, bias: Any, _peeps: Any, x: Tensor, h: Any) -> Any:
     total = x + F.linear(h, r)
     return [f[0](_clipped(call, total if bias is None else total + sum(bias.chunk(2))))]
 
