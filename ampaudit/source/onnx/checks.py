@@ -215,12 +215,11 @@ def _check_calls(nodes: Any, functions: Mapping[_Function, onnx.FunctionProto]) 
             callee = (node.domain, node.op_type, node.overload)
             if callee in path:
                 raise BadGraph(f"{_title(node)} calls the function that it is in")
-            inner = [body.node for body in _bodies(node)]
             if callee in functions and callee not in measured:
                 if len(path) >= _MAX_CALLS:
                     raise BadGraph(f"{_title(node)}: functions call each other more than {_MAX_CALLS} deep")
                 measured[callee] = measure(functions[callee].node, (*path, callee))
-            parts = [measure(body, path) for body in inner]
+            parts = [measure(body.node, path) for body in _bodies(node)]
             parts += [measured[callee]] if callee in functions else []
             count += sum(part[0] for part in parts)
             depth = max([depth, *(part[1] + 1 for part in parts)])

@@ -58,9 +58,7 @@ class NodeNames:
 
     def stored_constant(self, node: ir.Node) -> str:
         """Return the storage name of the value of a Constant node."""
-        graph = node.graph
-        assert graph is not None
-        return self.stored(graph, f"{node.outputs[0].name}")
+        return self.stored(node.graph, f"{node.outputs[0].name}")
 
     def origin(self, node: ir.Node, caller: str = "") -> Mapping[str, Any]:
         """Return the metadata of a node's ops: its name as layer, and its source line.
@@ -103,8 +101,8 @@ def layer_name(origin: Mapping[str, Any]) -> str:
 
 
 def _plain_name(node: ir.Node) -> str:
-    outputs = [output.name for output in node.outputs if output.name]
-    return shorten_name(node.name or (outputs[0] if outputs else node.op_type) or node.op_type)
+    outputs = (output.name for output in node.outputs if output.name)
+    return shorten_name(node.name or next(outputs, node.op_type))
 
 
 def _module_scope(node: ir.Node) -> str:
@@ -167,10 +165,8 @@ def bodies_of(node: ir.Node) -> list[ir.Graph]:
     """Return the graph attributes of a node."""
     bodies: list[ir.Graph] = []
     for attribute in node.attributes.values():
-        if attribute.ref_attr_name is None and attribute.type.name == "GRAPH":
-            bodies.append(attribute.value)
-        elif attribute.ref_attr_name is None and attribute.type.name == "GRAPHS":
-            bodies.extend(attribute.value)
+        if attribute.ref_attr_name is None and attribute.type.name in ("GRAPH", "GRAPHS"):
+            bodies += [attribute.value] if attribute.type.name == "GRAPH" else attribute.value
     return bodies
 
 

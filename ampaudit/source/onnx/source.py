@@ -79,19 +79,12 @@ def from_onnx(path: Path, options: SourceConfig, location: str) -> ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """An input of a graph.
-
-    Attributes:
-        name: Name in the file.
-        dtype: Dtype of the tensor; ``None`` if the input is not a tensor.
-        sizes: Sizes of the axes, names for open ones; ``None`` if the rank is open.
-        rows: Rows of the smallest table that the input indexes; 0 if it indexes none.
-    """
+    """An input of a graph."""
 
     name: str
-    dtype: torch.dtype | None
-    sizes: tuple[int | str, ...] | None
-    rows: int = 0
+    dtype: torch.dtype | None  # if it is a tensor
+    sizes: tuple[int | str, ...] | None  # of the axes, names for open ones; None if the rank is open
+    rows: int = 0  # of the smallest table that it indexes
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else "no tensor"
@@ -107,7 +100,7 @@ def inputs_of(values: Sequence[ir.Value]) -> list[GraphInput]:
 def _input_of(value: ir.Value) -> GraphInput:
     import onnx_ir as ir
 
-    is_tensor = isinstance(value.type, ir.TensorType) and value.dtype is not None
+    is_tensor = isinstance(value.type, ir.TensorType)
     dtype = torch_dtype_of(value.dtype) if is_tensor and value.dtype is not None else None
     sizes: tuple[int | str, ...] | None = None
     if value.shape is not None:
@@ -126,12 +119,12 @@ def _rows(value: ir.Value) -> int:
             if node.domain in STANDARD and node.op_type in ("Gather", "GatherElements") and index == 1:
                 table, place = node.inputs[0], axis_of(node, 0)
                 if table is not None and table.shape is not None and -1 <= place < len(table.shape):
-                    table_sizes += [size for size in (table.shape[place],) if isinstance(size, int)]
+                    table_sizes.append(table.shape[place])
             elif node.op_type in _PASS and index == 0:
                 new = [output for output in node.outputs if output not in visited]
                 pending += new
                 visited.update(new)
-    return min(table_sizes, default=0)
+    return min((size for size in table_sizes if isinstance(size, int)), default=0)
 
 
 def describe_inputs(inputs: Sequence[GraphInput]) -> str:
@@ -144,11 +137,7 @@ def random_batches(
 ) -> tuple[Batch, ...]:
     """Generate inputs of the graph's types: normal floats, valid indices, and masks of ones.
 
-    Args:
-        inputs: Inputs of the graph.
-        count: Number of batches.
-        seed: Random seed.
-        sizes: Sizes of open axes by name.
+    ``sizes`` are those of open axes by name.
 
     Raises:
         InputError: An input is not a tensor, or too large.

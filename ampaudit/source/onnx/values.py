@@ -66,17 +66,11 @@ class RefusedNode(SourceError):
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A tensor whose values do not depend on the inputs: a constant, or computed from shapes.
-
-    Attributes:
-        real: Values of the tensor.
-        make: Function that returns the tensor as an operand of traced ops.
-        constant: Whether the tensor is stored in the file rather than computed.
-    """
+    """A tensor whose values do not depend on the inputs: a constant, or computed from shapes."""
 
     real: torch.Tensor
-    make: Callable[[], torch.Tensor]
-    constant: bool = False
+    make: Callable[[], torch.Tensor]  # returns it as an operand of traced ops
+    constant: bool = False  # stored in the file rather than computed
     _operand: torch.Tensor | None = None
 
     def items(self) -> list[Any]:
@@ -98,24 +92,15 @@ RunBody = Callable[["ir.Graph", Sequence[Operand]], list[Operand]]
 
 @dataclass(slots=True)
 class NodeCall:
-    """A call of a node, with access to its attributes and inputs.
-
-    Attributes:
-        node: Node to compute.
-        version: Version of the node's operator set.
-        inputs: Inputs of the node; ``None`` for an omitted one.
-        run_body: Function that runs a graph attribute on inputs.
-        real: Whether all inputs are known and the node is computed on their real values.
-        attributes: Attributes of the enclosing function, for references to them.
-        float32: Dtype that stands for float32: a 16-bit one if the model's weights are stored in it.
-    """
+    """A call of a node, with access to its attributes and inputs."""
 
     node: ir.Node
-    version: int
-    inputs: list[Operand]
-    run_body: RunBody
-    real: bool = False
-    attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
+    version: int  # of the node's operator set
+    inputs: list[Operand]  # None for an omitted one
+    run_body: RunBody  # runs a graph attribute on inputs
+    real: bool = False  # all inputs are known, and the node is computed on their values
+    attributes: Mapping[str, ir.Attr] = field(default_factory=dict)  # of the enclosing function
+    # stands for float32: a 16-bit dtype if the model's weights are stored in it
     float32: torch.dtype = torch.float32
 
     def attribute(self, name: str, default: Any = None) -> Any:
