@@ -14,7 +14,7 @@ from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import describe, describe_path, read_table, validate
 
-__all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_in"]
+__all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_error", "weights_in"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _HINT = "download it again"
@@ -32,21 +32,13 @@ _INDEX = TypeAdapter(_Index)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint.
-
-    Attributes:
-        path: Path of the checkpoint.
-        parts: Its files, in the order of their names.
-        index: Name of the index file, if there is one.
-        metadata: Metadata of the index.
-        widened: Number of bytes by which its tensors are larger than in the files, if they were dequantized.
-    """
+    """An opened checkpoint."""
 
     path: Path
-    parts: tuple[Part, ...]
-    index: str | None
-    metadata: Mapping[str, Any]
-    widened: int = 0
+    parts: tuple[Part, ...]  # its files, in the order of their names
+    index: str | None  # name of the index file
+    metadata: Mapping[str, Any]  # of the index
+    widened: int = 0  # bytes by which dequantized tensors are larger than in the files
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
@@ -69,8 +61,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.suffix in PICKLED:
         from ampaudit.checkpoint.pickled import read_state_dict
 
-        part = InMemory(path.name, read_state_dict(path), {})
-        return Checkpoint(path, (part,), None, {})
+        return Checkpoint(path, (InMemory(path.name, read_state_dict(path), {}),), None, {})
     raise WeightsError(
         f"{describe_path(path)}: not a checkpoint format that ampaudit reads",
         hint=f"give a .safetensors file, its {INDEX_SUFFIX}, or a state_dict ({', '.join(PICKLED)})",
@@ -98,9 +89,11 @@ def _sharded(path: Path) -> Checkpoint:
     for shard in shards:
         strange = shard in ("", "..") or set(shard) & {"\\", "\0"} or len(shard.encode()) > 255
         if strange or PurePosixPath(shard).name != shard:
-            raise _wrong(path, f"names the shard {describe(shard)!r}", "shards must be next to their index")
+            raise weights_error(
+                path, f"names the shard {describe(shard)!r}", "shards must be next to their index"
+            )
         if not (path.parent / shard).is_file():
-            raise _wrong(path, f"the shard {describe(shard)} is missing", "download it as well")
+            raise weights_error(path, f"the shard {describe(shard)} is missing", "download it as well")
     parts = tuple(SafetensorsFile(path.parent / shard) for shard in shards)
     _check_map(path, index.weight_map, parts)
     return Checkpoint(path, parts, path.name, index.metadata)
@@ -112,16 +105,17 @@ def _check_map(path: Path, weight_map: Mapping[str, str], parts: tuple[Safetenso
         for name in part.entries:
             if name in home:
                 both = f"{describe(home[name], 50)} and {describe(part.label, 50)}"
-                raise _wrong(path, f"tensor {describe(name, 50)!r} is in both {both}", "save it again")
+                raise weights_error(path, f"tensor {describe(name, 50)!r} is in both {both}", "save it again")
             home[name] = part.label
     for name, shard in weight_map.items():
         if home.get(name) != shard:
-            raise _wrong(path, f"tensor {describe(name)!r} is not in {describe(shard)}", _HINT)
+            raise weights_error(path, f"tensor {describe(name)!r} is not in {describe(shard)}", _HINT)
     extra = next((name for name in home if name not in weight_map), None)
     if extra is not None:
         where = f"tensor {describe(extra)!r} of {describe(home[extra])}"
-        raise _wrong(path, f"{where} is not listed", "save the checkpoint again")
+        raise weights_error(path, f"{where} is not listed", "save the checkpoint again")
 
 
-def _wrong(path: Path, what: str, hint: str) -> WeightsError:
+def weights_error(path: Path, what: str, hint: str) -> WeightsError:
+    """Return an error that names the file."""
     return WeightsError(f"{describe_path(path)}: {what}", hint=hint)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_in
+from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_error, weights_in
 from ampaudit.checkpoint.parts import PIECE, Part
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import OutputError, WeightsError
@@ -154,27 +154,21 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], path: Path, *, st
         WeightsError: Names or shapes differ.
     """
     expected = model.state_dict()
-    missing = [n for n in expected if n not in state]
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(tensor) for name, tensor in tensors.items() if name in state or name not in expected}
+    missing = [n for n in expected if n not in state and id(tensors.get(n)) not in loaded]
     extra = [n for n in state if n not in expected] if strict else []
     shapes = [
         f"{n} is {tuple(state[n].shape)}, the model has {tuple(expected[n].shape)}"
         for n in expected
         if n in state and expected[n].shape != state[n].shape
     ]
-    for what, names in (("missing", _untied(model, missing)), ("unexpected", extra), ("shape", shapes)):
+    for what, names in (("missing", missing), ("unexpected", extra), ("shape", shapes)):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             start = f"{describe_path(path)} does not match the model: {what}: "
             listed = describe(", ".join(names[:_SHOWN]), MAX_MESSAGE - len(start) - len(more))
             raise WeightsError(f"{start}{listed}{more}", hint="pass a checkpoint of this model")
-
-
-def _untied(model: nn.Module, missing: list[str]) -> list[str]:
-    """Return the missing names whose tensor is not loaded under another name."""
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    absent = set(missing)
-    loaded = {id(t) for name, t in tensors.items() if name not in absent}
-    return [name for name in missing if id(tensors.get(name)) not in loaded]
 
 
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -253,12 +247,12 @@ class _Float8Part:
         scale = scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale  # exponents
         if not scale.float().isfinite().all():
             what = f"{describe(weight.scale)!r}, the scale of a weight, holds NaN or infinity"
-            raise _unread(self._path, what, _AGAIN)
+            raise weights_error(self._path, what, _AGAIN)
         zero = self._tensors[weight.zero] if weight.zero is not None else None
         try:
             return scaled(self._tensors[name], scale, self._block, zero)
         except ValueError as error:
-            raise _unread(self._path, f"{describe(name)!r} has {error}", _AGAIN) from error
+            raise weights_error(self._path, f"{describe(name)!r} has {error}", _AGAIN) from error
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Yield a tensor piece by piece; a float8 weight is dequantized at once."""
@@ -334,16 +328,16 @@ def _check_read(
     for name, entry in checkpoint.entries.items():
         if name not in beside and (entry.dtype in _CODES or name.endswith(_PACKED)):
             what = f"{describe(name)!r} is stored in {entry.dtype}; only weights in float8 are dequantized"
-            raise _unread(checkpoint.path, what, UNREAD_HINT)
+            raise weights_error(checkpoint.path, what, UNREAD_HINT)
     zeros = {weight.zero for weight in weights.values()}
     bare = next((name for name in codes if name not in weights and name not in zeros), None)
     if bare is not None:
         what = f"{describe(bare)!r} is in float8, and its scale ({describe(bare)}_scale_inv) is missing"
-        raise _unread(checkpoint.path, what, _AGAIN)
+        raise weights_error(checkpoint.path, what, _AGAIN)
     if not codes:
         what = f"{CONFIG_FILE} asks for {describe(quantization.quant_method)!r}, and no tensor is in float8"
         hint = f"remove quantization_config from {CONFIG_FILE} if the weights are not quantized"
-        raise _unread(checkpoint.path, what, hint)
+        raise weights_error(checkpoint.path, what, hint)
 
 
 def _check_siblings(path: Path, weight: _Weight, names: Collection[str]) -> None:
@@ -352,8 +346,4 @@ def _check_siblings(path: Path, weight: _Weight, names: Collection[str]) -> None
     for name in names:
         if name.startswith(f"{weight.codes}_") and weight.codes.endswith(".weight") and name not in expected:
             what = f"it is not known how {describe(weight.codes)!r} is stored with {describe(name)!r}"
-            raise _unread(path, what, UNREAD_HINT)
-
-
-def _unread(path: Path, what: str, hint: str) -> WeightsError:
-    return WeightsError(f"{describe_path(path)}: {what}", hint=hint)
+            raise weights_error(path, what, UNREAD_HINT)
